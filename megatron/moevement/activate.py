@@ -1,0 +1,110 @@
+"""The one door: every function of Megatron that this fork replaces, each with its reason.
+
+Megatron's own extension points (specs, arguments of ``pretrain`` and the schedules) come first; what stands here has
+none. ``tests/unit/test_activate.py`` pins the signature of each replaced function, so a Megatron that moves one fails
+there, by name, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from megatron.moevement import platform
+from megatron.moevement.platform.patches import replace
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A function of Megatron and what is put around it."""
+
+    modules: tuple[str, ...]
+    """Every module whose name for the function is rebound; the first one defines it."""
+    name: str
+    wrapper: Wrapper
+    reason: str
+
+
+def activate() -> None:
+    """Make this process run the fork; idempotent. To be called before a training script imports Megatron."""
+    platform.install()
+    for point in points():
+        owners = [_resolve(path) for path in point.modules]
+        original = getattr(owners[0], point.name)
+        if getattr(original, "_moevement_original", None) is not None:
+            continue
+        replacement = point.wrapper(original)
+        replacement._moevement_original = original  # type: ignore[attr-defined]
+        for owner in owners:
+            replace(owner, point.name, replacement, point.reason)
+
+
+def points() -> tuple[Point, ...]:
+    """Every replaced function. Imports Megatron's trainer."""
+    from megatron.moevement import arguments, preflight
+    from megatron.moevement.data import loaders
+    from megatron.moevement.runtime import dense_checkpoint, recorder
+    from megatron.moevement.transformer import norm
+
+    training, arguments_ = "megatron.training.training", "megatron.training.arguments"
+    return (
+        Point((arguments_,), "parse_args", arguments.parse_args_with_ours, "our flags, and one-line errors"),
+        Point((arguments_,), "validate_args", preflight.validate_args_after_preflight, "one-line errors, from one rank"),
+        Point(
+            ("megatron.core.transformer.torch_norm:WrappedTorchNorm",),
+            "__new__",
+            norm.norm_with_sequence_parallel,
+            "refuses sequence parallelism, and the local spec has no other norm",
+        ),
+        Point(
+            ("megatron.core.datasets.utils",),
+            "compile_helpers",
+            _compile_unless_compiled,
+            "the wheel has the compiled helpers and no makefile",
+        ),
+        Point((training, "megatron.training"), "pretrain", recorder.record_pretrain, "a run's summary"),
+        Point((training,), "setup_model_and_optimizer", recorder.record_setup, "model and optimizer are handed to nobody"),
+        Point((training,), "train_step", recorder.record_train_step, "duration of a step"),
+        Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),
+        Point((training,), "evaluate_and_print_results", recorder.record_evaluation, "which set is evaluated"),
+        Point((training,), "evaluate", recorder.record_evaluated, "held-out losses are printed and dropped"),
+        Point((training,), "build_train_valid_test_datasets", recorder.retain_datasets, "batches can be asked for again"),
+        Point(
+            (training,),
+            "build_pretraining_data_loader",
+            loaders.with_own_generator,
+            "opening an iterator must not move the generator that training draws from",
+        ),
+        Point((training,), "save_checkpoint", dense_checkpoint.save_or_report, "a failed save must not end the job"),
+        Point(
+            (training,),
+            "maybe_finalize_async_save",
+            dense_checkpoint.finalize_or_report,
+            "an asynchronous save shows its failure here",
+        ),
+    )
+
+
+def _resolve(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    owner = import_module(module)
+    return getattr(owner, attribute) if attribute else owner
+
+
+def _compile_unless_compiled(original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        from megatron.core.datasets import utils
+
+        if Path(utils.__file__).with_name("Makefile").exists():
+            original()
+        else:
+            import_module("megatron.core.datasets.helpers_cpp")
+
+    return compile_helpers

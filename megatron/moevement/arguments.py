@@ -1,0 +1,150 @@
+"""Our flags among Megatron's, defaults for a machine without a GPU, and one-line answers to what cannot be parsed.
+
+``activate`` puts :func:`parse_args_with_ours` in the place of ``megatron.training.arguments.parse_args``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.moevement import platform
+from moevement_core.errors import ConfigError
+
+Parser = argparse.ArgumentParser
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What this project's flags say."""
+
+    run_dir: Path | None = None
+    """Where the run writes its metrics, events and summary; nothing is written without it."""
+
+    @staticmethod
+    def from_args(args: argparse.Namespace) -> RunConfig:
+        """The flags of :func:`add_arguments`, from the parsed namespace."""
+        return RunConfig(run_dir=Path(args.run_dir).absolute() if args.run_dir else None)
+
+
+def add_arguments(parser: Parser) -> Parser:
+    """Add this project's flags to Megatron's parser."""
+    group = parser.add_argument_group(title="moevement")
+    group.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="keep configuration, metrics, events, TensorBoard and a summary of the run in this folder",
+    )
+    return parser
+
+
+@dataclass(frozen=True)
+class CpuDefault:
+    """A default of Megatron's that assumes a GPU, and what it is without one."""
+
+    flags: str
+    dest: str
+    value: Any
+
+
+def cpu_defaults() -> list[CpuDefault]:
+    """Defaults that are filled in where no GPU is; what a user gives on the command line stays."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    return [
+        CpuDefault("--distributed-backend gloo", "distributed_backend", "gloo"),
+        CpuDefault("--transformer-impl local", "transformer_impl", "local"),
+        CpuDefault("--attention-backend unfused", "attention_backend", AttnBackend.unfused),
+        CpuDefault("--no-masked-softmax-fusion", "masked_softmax_fusion", False),
+        CpuDefault("--no-bias-gelu-fusion", "bias_gelu_fusion", False),
+        CpuDefault("--no-bias-swiglu-fusion", "bias_swiglu_fusion", False),
+        CpuDefault("--no-bias-dropout-fusion", "bias_dropout_fusion", False),
+        CpuDefault("--no-rope-fusion", "apply_rope_fusion", False),
+        CpuDefault("--no-persist-layer-norm", "no_persist_layer_norm", True),
+        CpuDefault("--no-gradient-accumulation-fusion", "gradient_accumulation_fusion", False),
+    ]
+
+
+def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+    """``parse_args`` that also knows our flags and raises :class:`ConfigError` where argparse would print its usage."""
+
+    @functools.wraps(original)
+    def parse_args(
+        extra_args_provider: Callable[[Parser], Parser] | None = None, ignore_unknown_args: bool = False
+    ) -> argparse.Namespace:
+        def provider(parser: Parser) -> Parser:
+            if extra_args_provider is not None:
+                parser = extra_args_provider(parser)
+            parser = add_arguments(parser)
+            if platform.is_cpu():
+                parser.set_defaults(**{default.dest: default.value for default in cpu_defaults()})
+            parser.error = functools.partial(_raise_config_error, parser)  # type: ignore[method-assign]
+            return parser
+
+        args = original(provider, ignore_unknown_args)
+        _fill_data(args)
+        if args.run_dir and not args.tensorboard_dir:
+            args.tensorboard_dir = os.path.join(args.run_dir, "tensorboard")
+        return args
+
+    return parse_args
+
+
+def _raise_config_error(parser: Parser, message: str) -> NoReturn:
+    unknown = re.fullmatch(r"unrecognized arguments: (.*)", message, flags=re.DOTALL)
+    if unknown is None:
+        raise ConfigError(message)
+    words = unknown.group(1).split()
+    flag = next((word for word in words if word.startswith("-")), words[0])
+    if not flag.startswith("-"):
+        raise ConfigError(f"{flag!r} is not a flag and no flag before it takes it; put it after the flag it belongs to")
+    raise ConfigError(f"unknown flag {flag}{nearest_flag(parser, flag)}")
+
+
+def nearest_flag(parser: Parser, flag: str) -> str:
+    """A hint at the known flags that look most like ``flag``, or at --help."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    near = difflib.get_close_matches(flag.split("=")[0], known, n=2, cutoff=0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else "; --help lists all flags"
+
+
+def _fill_data(args: argparse.Namespace) -> None:
+    """Train on the embedded corpus where no data is named."""
+    named = (
+        args.data_path, args.data_args_path, args.train_data_path, args.valid_data_path, args.test_data_path,
+        args.per_split_data_args_path, args.mock_data or None,
+    )  # fmt: skip
+    if any(source is not None for source in named):
+        return
+    from megatron.moevement.data import embedded
+
+    if args.tokenizer_type not in (None, "NullTokenizer"):
+        raise ConfigError(
+            f"--tokenizer-type {args.tokenizer_type} without --data-path: the embedded corpus is bytes; "
+            "give --data-path (moevement data build makes one) or leave the tokenizer out"
+        )
+    corpus = embedded.corpus_prefix()
+    args.data_path = [str(corpus)]
+    args.tokenizer_type = "NullTokenizer"
+    args.vocab_size = embedded.VOCAB_SIZE
+    args.split = args.split or embedded.SPLIT
+
+
+def describe_filled_in(args: argparse.Namespace) -> list[str]:
+    """One line for each default that this module has filled in, for rank 0 to print."""
+    from megatron.moevement.data import embedded
+
+    lines = []
+    if platform.is_cpu():
+        filled = [d.flags for d in cpu_defaults() if getattr(args, d.dest) == d.value]
+        lines.append("no GPU: running on the CPU with " + " ".join(filled))
+    if args.data_path and Path(args.data_path[-1]) == embedded.corpus_path():
+        lines.append("no --data-path: training on the embedded corpus, the text of Python's standard library")
+    return lines

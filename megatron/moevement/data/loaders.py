@@ -1,0 +1,48 @@
+"""Megatron's data loaders: their own random generator, and batches that can be asked for again.
+
+The batch of an iteration is a pure function of the samples consumed before it; a loader opened at that number gives
+the same batches again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megatron.moevement.runtime.job import Job
+
+
+def with_own_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``build_pretraining_data_loader`` whose loaders do not touch the default generator.
+
+    A loader draws its workers' seed whenever an iterator is opened. Only tensor-parallel rank 0 has a loader, and a
+    recovery opens one more; both would move the generator, and on a machine without a GPU that one draws dropout.
+    """
+
+    @functools.wraps(original)
+    def build_pretraining_data_loader(dataset: Any, consumed_samples: int, *args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        loader = original(dataset, consumed_samples, *args, **kwargs)
+        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
+            loader.generator = torch.Generator().manual_seed(get_args().seed)
+        return loader
+
+    return build_pretraining_data_loader
+
+
+def train_batches_from(job: Job, consumed_train_samples: int) -> list[Iterator[dict[str, torch.Tensor]] | None]:
+    """Iterators over this rank's training micro-batches, from the one after ``consumed_train_samples`` samples on.
+
+    One for each virtual pipeline chunk; None where this rank reads no data. No communication, and no generator that
+    training draws from is moved. Needs ``--dataloader-type single`` or ``cyclic``.
+    """
+    from megatron.training import training
+
+    loaders = [
+        training.build_pretraining_data_loader(dataset, consumed_train_samples) for dataset in job.train_datasets
+    ]
+    return [None if loader is None else iter(loader) for loader in loaders]

@@ -1,0 +1,221 @@
+"""Text files to the ``.bin``/``.idx`` pair that Megatron's ``GPTDataset`` reads.
+
+Byte-level by default: a token is a byte of the text (0 to 255), and :data:`END_OF_DOCUMENT` closes every document, so
+Megatron's ``NullTokenizer`` with ``--vocab-size 257`` trains on it and no tokenizer file is needed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from moevement_core.errors import DataError
+
+END_OF_DOCUMENT = 256
+BYTE_VOCAB_SIZE = 257
+CHUNK_BYTES = 16 << 20
+"""A document longer than this is written in several sequences, cut at a line end, so memory stays bounded."""
+
+DocumentUnit = Literal["file", "line", "paragraph"]
+
+
+class Tokenizer(Protocol):
+    """What turns text into token ids."""
+
+    vocab_size: int
+    end_of_document: int
+    train_flags: list[str]
+    """The flags with which Megatron reads what this tokenizer wrote."""
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """Token ids of ``text`` (UTF-8), one-dimensional."""
+
+
+class ByteTokenizer:
+    """A byte is a token."""
+
+    vocab_size = BYTE_VOCAB_SIZE
+    end_of_document = END_OF_DOCUMENT
+    train_flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_VOCAB_SIZE)]
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The bytes themselves."""
+        return np.frombuffer(text, dtype=np.uint8)
+
+
+class FileTokenizer:
+    """A Hugging Face folder or ``tokenizer.json``, or a SentencePiece ``.model``, through Megatron's own classes."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            raise DataError(f"tokenizer {path}: no such file or folder; give a tokenizer.json, its folder or a .model")
+        is_sentencepiece = path.suffix == ".model"
+        kind = "SentencePieceTokenizer" if is_sentencepiece else "HuggingFaceTokenizer"
+        model = path if is_sentencepiece or path.is_dir() else path.parent
+        from megatron.core.tokenizers import MegatronTokenizer
+
+        library = "sentencepiece" if is_sentencepiece else "huggingface"
+        try:
+            self._tokenizer = MegatronTokenizer.from_pretrained(
+                tokenizer_path=str(model), metadata_path={"library": library}
+            )
+            self.end_of_document = int(self._tokenizer.eod)
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"tokenizer {path}: Megatron cannot load it as {kind}: {reason}") from error
+        self.vocab_size = int(self._tokenizer.vocab_size)
+        self.train_flags = ["--tokenizer-type", kind, "--tokenizer-model", str(model)]
+
+    def encode(self, text: bytes) -> np.ndarray:
+        """The tokenizer's ids."""
+        return np.asarray(self._tokenizer.tokenize(text.decode("utf-8")), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """What was written, and how to train on it; stands beside the files as ``PREFIX.json``."""
+
+    prefix: str
+    documents: int
+    tokens: int
+    vocab_size: int
+    train_flags: list[str]
+
+
+def build_token_files(
+    inputs: Iterable[Path],
+    prefix: Path,
+    tokenizer: Tokenizer,
+    *,
+    documents: DocumentUnit = "file",
+    json_key: str = "text",
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> TokenFiles:
+    """Write ``prefix.bin`` and ``prefix.idx``; they appear only when they are complete.
+
+    Args:
+        inputs: text files, or ``.jsonl`` with one document a line under ``json_key``; either may end in ``.gz``.
+        prefix: path without suffix; its folder is made.
+        documents: what of a text file is a document. Ignored for ``.jsonl``.
+        on_bytes: told the number of input bytes each time some have been read.
+
+    Raises:
+        DataError: an input cannot be read, is not UTF-8 where the tokenizer needs that, or there is no text at all.
+    """
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    partial = prefix.with_name(f".{prefix.name}.{os.getpid()}.partial")
+    dtype = DType.optimal_dtype(tokenizer.vocab_size)
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
+    written_documents = written_tokens = 0
+    try:
+        for path in inputs:
+            for chunk, is_last in _pieces(path, documents, json_key, on_bytes):
+                ids = _encode(tokenizer, chunk, path)
+                if is_last:
+                    ids = np.append(ids, tokenizer.end_of_document)
+                builder.add_item(torch.from_numpy(ids.astype(dtype)))
+                written_tokens += len(ids)
+                if is_last:
+                    builder.end_document()
+                    written_documents += 1
+        if not written_documents:
+            raise DataError("the inputs hold no text; give at least one file that is not empty")
+        builder.finalize(f"{partial}.idx")
+        summary = TokenFiles(
+            prefix.name, written_documents, written_tokens, tokenizer.vocab_size, list(tokenizer.train_flags)
+        )
+        Path(f"{partial}.json").write_text(json.dumps(asdict(summary), indent=2) + "\n", encoding="utf-8")
+        # .idx last: Megatron takes a prefix whose .idx exists for complete.
+        for suffix in (".json", ".bin", ".idx"):
+            os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
+    finally:
+        for suffix in (".json", ".bin", ".idx"):
+            Path(f"{partial}{suffix}").unlink(missing_ok=True)
+    return summary
+
+
+def _encode(tokenizer: Tokenizer, text: bytes, path: Path) -> np.ndarray:
+    try:
+        return tokenizer.encode(text)
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path}: byte {error.object[error.start]:#04x} is not UTF-8 text; convert the file, or leave out "
+            "--tokenizer to train on bytes"
+        ) from None
+
+
+def _pieces(
+    path: Path, documents: DocumentUnit, json_key: str, on_bytes: Callable[[int], None]
+) -> Iterator[tuple[bytes, bool]]:
+    """Pieces of documents, each with whether it ends its document."""
+    is_json = path.name.removesuffix(".gz").endswith(".jsonl")
+    try:
+        with _open(path) as file:
+            if is_json:
+                yield from _json_documents(path, file, json_key, on_bytes)
+            elif documents == "file":
+                yield from _whole_file(file, on_bytes)
+            else:
+                yield from _lines_or_paragraphs(file, documents, on_bytes)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _open(path: Path) -> IO[bytes]:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+
+
+def _whole_file(file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[bytes, bool]]:
+    chunk = file.read(CHUNK_BYTES)
+    while chunk:
+        chunk += file.readline()
+        on_bytes(len(chunk))
+        following = file.read(CHUNK_BYTES)
+        yield chunk, not following
+        chunk = following
+
+
+def _lines_or_paragraphs(
+    file: IO[bytes], documents: DocumentUnit, on_bytes: Callable[[int], None]
+) -> Iterator[tuple[bytes, bool]]:
+    paragraph: list[bytes] = []
+    for line in file:
+        on_bytes(len(line))
+        if line.strip():
+            if documents == "line":
+                yield line, True
+            else:
+                paragraph.append(line)
+        elif paragraph:
+            yield b"".join(paragraph), True
+            paragraph = []
+    if paragraph:
+        yield b"".join(paragraph), True
+
+
+def _json_documents(
+    path: Path, file: IO[bytes], json_key: str, on_bytes: Callable[[int], None]
+) -> Iterator[tuple[bytes, bool]]:
+    for number, line in enumerate(file, start=1):
+        on_bytes(len(line))
+        if not line.strip():
+            continue
+        try:
+            record: Any = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: not JSON: {error}") from None
+        text = record.get(json_key) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            raise DataError(f"{path}, line {number}: no text under {json_key!r}; name the right key with --json-key")
+        if text:
+            yield text.encode("utf-8"), True

@@ -1,0 +1,106 @@
+"""What Megatron does with CUDA's answers, mended for the CPU and gloo.
+
+Every entry names the function of Megatron it replaces and why; ``tests/unit/test_platform.py`` has a test for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.moevement.platform.patches import replace, wrap
+
+
+def install() -> None:
+    """Replace the names below; idempotent. Imports Megatron's trainer."""
+    with _eager_jit_fuser():
+        import megatron.core
+    del megatron
+
+    import megatron.training.training as training
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as mcore_writer
+    from megatron.core.tensor_parallel import random as tp_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.training import initialize
+
+    replace(tp_random, "_set_cuda_rng_state", _set_rng_state, "reaches for torch.cuda.default_generators")
+    # The tracker's fork compares the host's generator before and after; here that is the one it forks.
+    logging.getLogger(tp_random.__name__).addFilter(_is_no_host_rng_warning)
+    wrap(
+        token_dispatcher,
+        "maybe_move_tensor_to_cpu",
+        _as_numpy_on_cpu,
+        "skips .numpy() for CPU tensors, so all-to-all would get tensor split sizes",
+    )
+    if not hasattr(moe_utils, "te_general_gemm"):
+        replace(moe_utils, "te_general_gemm", None, "stays undefined without Transformer Engine")
+    for owner in (initialize, training):
+        wrap(
+            owner,
+            "initialize_megatron",
+            lambda original: functools.partial(original, allow_no_cuda=True),
+            "asserts CUDA unless told otherwise",
+        )
+    wrap(
+        mcore_writer.FileSystemWriterAsync,
+        "prepare_write_data",
+        _with_copies,
+        "aliases CPU tensors, which training would change under the writer",
+    )
+
+
+@contextmanager
+def _eager_jit_fuser() -> Iterator[None]:
+    """Import Megatron with ``jit_fuser`` the identity.
+
+    It is ``torch.compile``, bound by decorators at import: on a CPU it would build C++ in every rank at the first
+    iteration. ``torch.compile`` itself is given back afterwards.
+    """
+    compile_ = torch.compile
+
+    def eager(function: Any = None, **kwargs: Any) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    torch.compile = eager
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _is_no_host_rng_warning(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.numpy()
+        return tensor
+
+    return maybe_move_tensor_to_cpu
+
+
+def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    """On a GPU the bytes to write are copied to the host; on a CPU they would be the live weights themselves."""
+
+    @functools.wraps(original)
+    def prepare_write_data(writer: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(writer, *args, **kwargs)
+        writer.write_buckets = [
+            (path, key, (items, [(item, tensor.clone()) for item, tensor in tensors]))
+            for path, key, (items, tensors) in writer.write_buckets
+        ]
+        return result
+
+    return prepare_write_data

@@ -1,0 +1,53 @@
+"""What one process knows of its training job: the live objects, and where the run is recorded.
+
+There is one job in a process. Megatron builds model, optimizer, scheduler and data sets inside ``pretrain()`` and
+hands them to nobody; the replaced functions of :mod:`megatron.moevement.activate` put them here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from moevement_core.run_record import RunRecord
+
+
+@dataclass
+class Job:
+    """The live objects of this rank."""
+
+    model: list[Any] | None = None
+    optimizer: Any = None
+    scheduler: Any = None
+    iteration: int = 0
+    """The last committed iteration; 0 before the first."""
+    train_datasets: list[Any] = field(default_factory=list)
+    """One per virtual pipeline chunk, None on ranks that read no data."""
+    last_step_s: float | None = None
+    """Seconds that the last training step of this rank took."""
+    last_loss: float | str | None = None
+    held_out: dict[str, Any] = field(default_factory=dict)
+    """The last loss on the validation and on the test set."""
+    evaluated_set: str = "validation"
+    record: RunRecord | None = None
+    """Where this rank records events; None on ranks that record nothing and without ``--run-dir``."""
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append an event to the run's record, on the rank that keeps it."""
+        if self.record is not None:
+            self.record.event(kind, **fields)
+
+
+_job = Job()
+
+
+def current_job() -> Job:
+    """The job of this process."""
+    return _job
+
+
+def start_job() -> Job:
+    """Forget the job of an earlier ``pretrain()`` in this process and begin an empty one."""
+    global _job
+    _job = Job()
+    return _job

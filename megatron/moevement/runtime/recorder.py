@@ -1,0 +1,229 @@
+"""The run directory of a Megatron run: who writes what, and when.
+
+The last rank (a data-parallel replica's last pipeline stage, where the losses are) writes metrics, events and summary,
+as it writes Megatron's own log; rank 0 writes ``ranks.json``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import socket
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.moevement.arguments import RunConfig
+from megatron.moevement.runtime.job import Job, current_job, start_job
+from megatron.moevement.state_digest import job_digest
+from moevement_core.run_record import RunRecord
+
+
+def record_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``pretrain`` that writes the summary when the run has come to its end, a planned exit included."""
+
+    @functools.wraps(original)
+    def pretrain(*args: Any, **kwargs: Any) -> Any:
+        job = start_job()
+        started_s = time.time()
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit as exit_:
+            if exit_.code in (0, None):
+                _write_summary(job, started_s)
+            raise
+        _write_summary(job, started_s)
+        return result
+
+    return pretrain
+
+
+def record_setup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``setup_model_and_optimizer`` that keeps what it built and begins the record at the iteration it starts from."""
+
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        job = current_job()
+        job.model, job.optimizer, job.scheduler = original(*args, **kwargs)
+        job.iteration = get_args().iteration
+        _begin_record(job, get_args())
+        return job.model, job.optimizer, job.scheduler
+
+    return setup_model_and_optimizer
+
+
+def record_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``train_step`` that notes how long it took."""
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        started_s = time.perf_counter()
+        result = original(*args, **kwargs)
+        current_job().last_step_s = time.perf_counter() - started_s
+        return result
+
+    return train_step
+
+
+def record_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``training_log``, which Megatron calls once for each committed iteration, that also writes the metrics line."""
+
+    @functools.wraps(original)
+    def training_log(
+        loss_dict: dict[str, torch.Tensor],
+        total_loss_dict: dict[str, Any],
+        learning_rate: float | None,
+        iteration: int,
+        loss_scale: float,
+        report_memory_flag: bool,
+        skipped_iter: int,
+        grad_norm: float | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        job = current_job()
+        job.iteration = iteration
+        if job.record is not None:
+            _write_metric(job, loss_dict, learning_rate, iteration, loss_scale, skipped_iter, grad_norm)
+        return original(
+            loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
+            grad_norm, *args, **kwargs,
+        )  # fmt: skip
+
+    return training_log
+
+
+def record_evaluation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``evaluate_and_print_results`` that tells :func:`record_evaluated` which data set is evaluated."""
+
+    @functools.wraps(original)
+    def evaluate_and_print_results(prefix: str, *args: Any, **kwargs: Any) -> Any:
+        current_job().evaluated_set = "test" if "test set" in prefix else "validation"
+        return original(prefix, *args, **kwargs)
+
+    return evaluate_and_print_results
+
+
+def record_evaluated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``evaluate`` that writes its losses down."""
+
+    @functools.wraps(original)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        job, losses = current_job(), result[0]
+        if losses and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            job.held_out[job.evaluated_set] = _number(losses["lm loss"]) if "lm loss" in losses else None
+            job.event("evaluation", set=job.evaluated_set, iteration=job.iteration, loss=job.held_out[job.evaluated_set])
+        return result
+
+    return evaluate
+
+
+def retain_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``build_train_valid_test_datasets`` that keeps the training set, to ask it for batches again."""
+
+    @functools.wraps(original)
+    def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
+        datasets = original(*args, **kwargs)
+        current_job().train_datasets.append(datasets[0])
+        return datasets
+
+    return build_train_valid_test_datasets
+
+
+def _begin_record(job: Job, args: Namespace) -> None:
+    config = RunConfig.from_args(args)
+    if config.run_dir is None:
+        return
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    record = RunRecord(config.run_dir)
+    ranks: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(
+        ranks, {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "role": "active"}
+    )
+    if rank == world_size - 1:
+        record.begin(_plain_config(args), first_iteration=job.iteration + 1)
+        record.write_ranks(ranks)
+        job.record = record
+        job.event("start", iteration=job.iteration, world_size=world_size)
+    torch.distributed.barrier()
+
+
+def _write_metric(
+    job: Job,
+    loss_dict: dict[str, torch.Tensor],
+    learning_rate: float | None,
+    iteration: int,
+    loss_scale: float,
+    skipped: int,
+    grad_norm: float | None,
+) -> None:
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+    from megatron.training import get_args
+
+    assert job.record is not None
+    tokens = get_current_global_batch_size() * get_args().seq_length
+    losses = {name: _number(value) for name, value in loss_dict.items()}
+    job.last_loss = losses.get("lm loss", job.last_loss)
+    job.record.metric(
+        iteration=iteration,
+        loss=losses.pop("lm loss", None),
+        **losses,
+        grad_norm=_number(grad_norm),
+        learning_rate=learning_rate,
+        loss_scale=_number(loss_scale),
+        skipped=bool(skipped),
+        tokens_per_s=tokens / job.last_step_s if job.last_step_s else None,
+        iteration_s=job.last_step_s,
+        time=time.time(),
+    )
+
+
+def _number(value: Any) -> Any:
+    """A plain number; a float that JSON has no word for as its name."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def _plain_config(args: Namespace) -> dict[str, Any]:
+    """All resolved flags as YAML can hold them: what is no plain value is written as its name."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        return value if value is None or type(value) in (bool, int, float, str) else str(value)
+
+    return {name: plain(value) for name, value in vars(args).items()}
+
+
+def _write_summary(job: Job, started_s: float) -> None:
+    from megatron.training import get_args
+
+    if job.model is None or RunConfig.from_args(get_args()).run_dir is None:
+        return
+    digest = job_digest(job)
+    if job.record is None:
+        return
+    job.event("end", iteration=job.iteration)
+    job.record.write_summary(
+        {
+            "iterations": job.iteration,
+            "final_loss": job.last_loss,
+            "validation_loss": job.held_out.get("validation"),
+            "test_loss": job.held_out.get("test"),
+            "wall_s": time.time() - started_s,
+            "world_size": torch.distributed.get_world_size(),
+            "state_digest": digest,
+        }
+    )

@@ -1,0 +1,136 @@
+"""The training state of this rank, part by part, as values to be hashed.
+
+The parts are those that a recovery has to bring back (DESIGN sections 3 and 4): compute weights, master weights,
+optimizer state, router buffers, loss scalers, scheduler, random states, consumed samples.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.moevement.runtime.job import Job
+from moevement_core.digest import digest
+
+PARTS = (
+    "weights", "master_weights", "optimizer_state", "router_buffers", "other_buffers", "loss_scalers", "scheduler",
+    "rng", "progress",
+)  # fmt: skip
+
+
+def rank_digests(job: Job) -> dict[str, str]:
+    """Digest of each part of this rank's state. No communication; reads, never moves, the random generators."""
+    parts: dict[str, Callable[[], Any]] = {
+        "weights": lambda: _named(job, "named_parameters", lambda name: True),
+        "master_weights": lambda: [_master_weights(member) for member in members(job.optimizer)],
+        "optimizer_state": lambda: [_optimizer_state(member) for member in members(job.optimizer)],
+        "router_buffers": lambda: _named(job, "named_buffers", _is_router),
+        "other_buffers": lambda: _named(job, "named_buffers", lambda name: not _is_router(name)),
+        "loss_scalers": lambda: [_loss_scaler(member) for member in members(job.optimizer)],
+        "scheduler": lambda: job.scheduler.state_dict() if job.scheduler is not None else None,
+        "rng": _random_states,
+        "progress": lambda: _progress(job),
+    }
+    assert tuple(parts) == PARTS
+    return {part: digest(state()) for part, state in parts.items()}
+
+
+def job_digest(job: Job) -> dict[str, Any]:
+    """The digest of the whole job: one string, one per part, and one per part and rank.
+
+    Every rank calls it at the same point; every rank gets the same answer.
+    """
+    ranks: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, rank_digests(job))
+    parts = {part: digest([rank[part] for rank in ranks]) for part in PARTS}
+    return {"all": digest(parts), "parts": parts, "ranks": ranks}
+
+
+def members(optimizer: Any) -> list[Any]:
+    """The optimizers of a chained optimizer (dense and expert), or the optimizer alone, or none."""
+    if optimizer is None:
+        return []
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _is_router(name: str) -> bool:
+    return ".router." in name
+
+
+def _named(job: Job, kind: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
+    """Parameters or buffers of each model chunk by name, as they are stored (quantised ones by their raw bytes)."""
+    return [
+        {name: _raw(tensor) for name, tensor in getattr(chunk, kind)() if wanted(name)} for chunk in job.model or []
+    ]
+
+
+def _raw(tensor: torch.Tensor) -> Any:
+    stored = {name: getattr(tensor, name, None) for name in ("_data", "_rowwise_data", "_scale_inv")}
+    found = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
+    return found or tensor.data
+
+
+def _groups(member: Any) -> list[dict[str, Any]]:
+    inner = getattr(member, "optimizer", None)
+    return [] if inner is None else list(inner.param_groups)
+
+
+def _master_weights(member: Any) -> list[list[torch.Tensor]]:
+    """What the inner optimizer steps: FP32 copies, their shards, or the weights themselves in an FP32 run."""
+    return [[param.data for param in group["params"]] for group in _groups(member)]
+
+
+def _optimizer_state(member: Any) -> list[Any]:
+    state = getattr(getattr(member, "optimizer", None), "state", {})
+    return [
+        {
+            "options": {name: value for name, value in group.items() if name != "params" and _is_plain(value)},
+            "state": [dict(state.get(param, {})) for param in group["params"]],
+        }
+        for group in _groups(member)
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+
+
+def _loss_scaler(member: Any) -> Any:
+    scaler = getattr(member, "grad_scaler", None)
+    return scaler.state_dict() if scaler is not None else None
+
+
+def _random_states() -> dict[str, Any]:
+    from megatron.core import tensor_parallel
+
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # type: ignore[misc]
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, keys, position, has_gauss, gauss],
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(),
+        "tracker": dict(_tracker_states(tensor_parallel.get_cuda_rng_tracker().get_states())),
+    }
+
+
+def _tracker_states(states: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, state in states.items():
+        yield name, state.get_state() if isinstance(state, torch.Generator) else state
+
+
+def _progress(job: Job) -> dict[str, int]:
+    from megatron.training import get_args
+
+    args = get_args()
+    return {
+        "iteration": job.iteration,
+        "consumed_train_samples": args.consumed_train_samples,
+        "consumed_valid_samples": args.consumed_valid_samples,
+        "skipped_train_samples": args.skipped_train_samples,
+    }

@@ -1,0 +1,1 @@
+"""Megatron's transformer parts, where this fork needs its own."""

@@ -1,0 +1,203 @@
+"""Stream, event, pinned host memory and memory figures behind one small interface.
+
+The engine and the Megatron binding use this instead of ``torch.cuda``, so one code path serves an NVIDIA GPU and a
+machine without one. On the CPU a stream is the calling thread: work is done when the call that issued it returns,
+so waiting is free and an event is a clock reading.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import psutil
+import torch
+
+
+class Event(ABC):
+    """A point in the work of a stream."""
+
+    @abstractmethod
+    def record(self, stream: Any = None) -> None:
+        """Mark the present end of ``stream`` (default: the current stream)."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until everything before the mark is done."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether everything before the mark is done; never blocks."""
+
+    @abstractmethod
+    def elapsed_ms(self, end: Event) -> float:
+        """Milliseconds from this mark to ``end``; both must have been recorded with ``timing=True``."""
+
+
+class Device(ABC):
+    """What the copy engine, the boundary log and the benchmarks need to know about the accelerator."""
+
+    kind: str
+    torch_device: torch.device
+
+    @abstractmethod
+    def stream(self) -> Any:
+        """A new side stream."""
+
+    @abstractmethod
+    def current_stream(self) -> Any:
+        """The stream on which the calling thread issues its work."""
+
+    @abstractmethod
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """Issue the work of a ``with`` block on ``stream``."""
+
+    @abstractmethod
+    def event(self, timing: bool = False) -> Event:
+        """A new event; ``timing`` is needed for :meth:`Event.elapsed_ms`."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block until all work of this device is done."""
+
+    @abstractmethod
+    def host_empty(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of uninitialised host memory as uint8, page-locked where the device can copy into it faster."""
+
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Bytes of device memory in use by this process (on the CPU: its resident set)."""
+
+    @abstractmethod
+    def peak_memory_bytes(self) -> int:
+        """The largest :meth:`memory_bytes` of this process so far."""
+
+
+class _CpuStream:
+    """The calling thread; present so that callers need no special case."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for: issued work is already done."""
+
+    def wait_event(self, event: Any) -> None:
+        """Nothing to wait for: issued work is already done."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: issued work is already done."""
+
+    def query(self) -> bool:
+        """Always done."""
+        return True
+
+
+class _CpuEvent(Event):
+    def __init__(self) -> None:
+        self._recorded_s: float | None = None
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_ms(self, end: Event) -> float:
+        assert isinstance(end, _CpuEvent)
+        if self._recorded_s is None or end._recorded_s is None:
+            raise RuntimeError("elapsed_ms needs two recorded events; call record() on both first")
+        return (end._recorded_s - self._recorded_s) * 1e3
+
+
+class CpuDevice(Device):
+    """A machine without an accelerator."""
+
+    kind = "cpu"
+    torch_device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._stream = _CpuStream()
+
+    def stream(self) -> _CpuStream:
+        return _CpuStream()
+
+    def current_stream(self) -> _CpuStream:
+        return self._stream
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext(stream)
+
+    def event(self, timing: bool = False) -> Event:
+        return _CpuEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+    def host_empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def memory_bytes(self) -> int:
+        return int(psutil.Process().memory_info().rss)
+
+    def peak_memory_bytes(self) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class _CudaEvent(Event):
+    def __init__(self, timing: bool) -> None:
+        self._event = torch.cuda.Event(enable_timing=timing)
+
+    def record(self, stream: Any = None) -> None:
+        self._event.record(stream or torch.cuda.current_stream())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+    def elapsed_ms(self, end: Event) -> float:
+        assert isinstance(end, _CudaEvent)
+        return float(self._event.elapsed_time(end._event))
+
+
+class CudaDevice(Device):
+    """The CUDA device that is current when this object is made."""
+
+    kind = "cuda"
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.torch_device)
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def use_stream(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def event(self, timing: bool = False) -> Event:
+        return _CudaEvent(timing)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def host_empty(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.memory_allocated(self.torch_device))
+
+    def peak_memory_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+
+def current_device() -> Device:
+    """The device of this process: CUDA where there is one, else the CPU."""
+    return CudaDevice() if torch.cuda.is_available() else CpuDevice()

@@ -1,0 +1,25 @@
+"""The errors a caller may want to tell apart.
+
+Every message says the value found, the value needed and what to do about it. Libraries raise these; only the
+command line turns one into a line on stderr and an exit code.
+"""
+
+
+class MoEvementError(Exception):
+    """Base of all errors that this project raises on purpose."""
+
+
+class ConfigError(MoEvementError):
+    """A flag, a configuration file or a combination of them cannot work; nothing was started."""
+
+
+class DataError(MoEvementError):
+    """Text, token files or a tokenizer that cannot be read or do not fit together."""
+
+
+class RunRecordError(MoEvementError):
+    """A run directory is missing, unfinished or damaged."""
+
+
+class ProcessGroupError(MoEvementError):
+    """One of the processes that were started together failed or did not end in time."""

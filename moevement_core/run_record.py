@@ -1,0 +1,127 @@
+"""The run directory: what a training run leaves on disk, and how it is read back.
+
+====================  ==============================================================================
+``config.yaml``       every resolved flag
+``metrics.jsonl``     exactly one line for each committed iteration
+``events.jsonl``      starts, evaluations, checkpoints, failures, the end
+``ranks.json``        rank, pid, host and role of every process
+``tensorboard/``      Megatron's TensorBoard scalars
+``logs/``             output of each rank, where the launcher collects it
+``summary.json``      final losses and the state digest; present only when the run came to its end
+====================  ==============================================================================
+
+Lines are appended and flushed one by one, so a killed run leaves whole lines and at most one torn one at the end, which
+reading skips and the next start cuts off.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moevement_core.errors import RunRecordError
+
+
+class RunRecord:
+    """One run directory. Each file has one writer at a time; readers may come at any moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config_path = folder / "config.yaml"
+        self.metrics_path = folder / "metrics.jsonl"
+        self.events_path = folder / "events.jsonl"
+        self.ranks_path = folder / "ranks.json"
+        self.summary_path = folder / "summary.json"
+
+    def begin(self, config: dict[str, Any], first_iteration: int) -> None:
+        """Make the folder ready for a run whose next iteration is ``first_iteration``.
+
+        Lines of later iterations, left by a run that this one resumes from an earlier checkpoint, are dropped: those
+        iterations will be committed again.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.summary_path.unlink(missing_ok=True)
+        kept = [line for line in self.metrics() if line["iteration"] < first_iteration]
+        _replace(self.metrics_path, "".join(_line(line) for line in kept))
+        if self.events_path.exists():
+            _replace(self.events_path, "".join(_line(line) for line in self.events()))
+        _replace(self.config_path, yaml.safe_dump(config, sort_keys=True))
+
+    def metric(self, **fields: Any) -> None:
+        """Append the line of one committed iteration."""
+        _append(self.metrics_path, fields)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append an event; ``time`` is seconds since the epoch."""
+        _append(self.events_path, {"event": kind, "time": time.time(), **fields})
+
+    def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
+        """Replace ``ranks.json``."""
+        _replace(self.ranks_path, json.dumps(ranks, indent=2) + "\n")
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write ``summary.json``; its presence says that the run came to its end."""
+        _replace(self.summary_path, json.dumps(summary, indent=2) + "\n")
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``, in the order written."""
+        return list(_read_lines(self.metrics_path))
+
+    def events(self) -> list[dict[str, Any]]:
+        """The lines of ``events.jsonl``, in the order written."""
+        return list(_read_lines(self.events_path))
+
+    def summary(self) -> dict[str, Any]:
+        """The summary of a run that came to its end.
+
+        Raises:
+            RunRecordError: there is none, or it is damaged.
+        """
+        try:
+            summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            if not self.folder.is_dir():
+                raise RunRecordError(f"{self.folder}: no such run directory") from None
+            raise RunRecordError(
+                f"{self.folder}: no summary.json, so the run is still going or did not come to its end; "
+                "wait for it, or resume it"
+            ) from None
+        except ValueError as error:
+            raise RunRecordError(f"{self.summary_path}: not JSON ({error}); the run must be done again") from None
+        if not isinstance(summary, dict) or "state_digest" not in summary:
+            raise RunRecordError(f"{self.summary_path}: holds no state_digest; it was not written by this version")
+        return summary
+
+
+def _line(fields: dict[str, Any]) -> str:
+    return json.dumps(fields) + "\n"
+
+
+def _append(path: Path, fields: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_line(fields))
+
+
+def _replace(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        lines = file.readlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except ValueError:
+            if number < len(lines):
+                raise RunRecordError(f"{path}, line {number}: not JSON; the file was damaged after writing") from None
