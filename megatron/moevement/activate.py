@@ -49,7 +49,7 @@ def points() -> tuple[Point, ...]:
     """Every replaced function. Imports Megatron's trainer."""
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
-    from megatron.moevement.runtime import dense_checkpoint, recorder
+    from megatron.moevement.runtime import dense_checkpoint, recorder, store
     from megatron.moevement.transformer import norm
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
@@ -68,7 +68,12 @@ def points() -> tuple[Point, ...]:
             _compile_unless_compiled,
             "the wheel has the compiled helpers and no makefile",
         ),
-        Point((training, "megatron.training"), "pretrain", recorder.record_pretrain, "a run's summary"),
+        Point(
+            (training, "megatron.training"),
+            "pretrain",
+            lambda pretrain: recorder.record_pretrain(store.meet_in_launcher_store(pretrain)),
+            "the launcher's store, and a run's summary",
+        ),
         Point((training,), "setup_model_and_optimizer", recorder.record_setup, "model and optimizer are handed to nobody"),
         Point((training,), "train_step", recorder.record_train_step, "duration of a step"),
         Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),

@@ -88,6 +88,8 @@ def positive_sizes(args: Namespace) -> Iterator[str]:
             yield f"{flag} {value}: needs a positive number"
     if args.train_iters is None and args.train_samples is None and not args.skip_train:
         yield "--train-iters: missing; say how long to train (or give --train-samples)"
+    if not args.eval_interval and args.train_iters is not None and not args.skip_train:
+        yield "--eval-interval: missing; Megatron sizes its data sets by it, even with --eval-iters 0"
 
 
 def world_size(args: Namespace) -> Iterator[str]:

@@ -1,59 +1,67 @@
-"""The main module of every process that runs a training script: a rank, or a process that a rank spawns.
+"""A process that runs a training script with the fork active: a rank, or a process that a rank spawns.
 
-A rank is started as ``python -m megatron.moevement.worker SCRIPT ARGS...``. The script runs here, in this very
-module, so that a spawned process (a checkpoint writer, a data worker), which re-imports its parent's main module
-under the name ``__mp_main__``, gets the platform room before anything else, and then the script's own definitions.
+The script runs in a main module whose origin is this module. So a spawned process (a checkpoint writer, a data worker),
+which imports its parent's main module again under the name ``__mp_main__``, comes here first: it gets the platform
+room before anything else, and then the script's own definitions.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
+from types import ModuleType
 
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
-"""Absolute path of the script that this process and the processes it spawns run."""
+"""Absolute path of the script that this process, and the processes it spawns, run."""
 
 
-def main(argv: list[str]) -> None:
-    """Run ``argv[0]`` with the rest as its arguments, the fork active, as if it had been started by ``python``."""
+def run_rank(argv: list[str], environment: Mapping[str, str] | None = None) -> None:
+    """Run ``argv[0]`` with the rest as its arguments, as if ``python`` had started it, with the fork active.
+
+    Returns when the script has come to its end, a planned ``sys.exit(0)`` included.
+
+    Raises:
+        SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
+    """
     from megatron.moevement import config_file
     from megatron.moevement.activate import activate
     from moevement_core.cli.exit_codes import exit_cleanly
 
+    os.environ.update(environment or {})
     script = os.path.abspath(argv[0])
     os.environ[SCRIPT_ENV] = script
-    with exit_cleanly():
-        sys.argv = [script, *config_file.expand(argv[1:])]
-        activate()
-        run_script(script)
+    try:
+        with exit_cleanly():
+            sys.argv = [script, *config_file.expand(argv[1:])]
+            activate()
+            _run_script(script)
+    except SystemExit as exit_:
+        if exit_.code not in (0, None):
+            raise
 
 
-def run_script(script: str) -> None:
-    """Execute ``script`` in the namespace of the present main module."""
-    namespace = sys.modules["__main__"].__dict__
-    namespace["__file__"] = script
+def _run_script(script: str) -> None:
+    main = ModuleType("__main__")
+    main.__spec__ = sys.modules[__name__].__spec__ if __name__ != "__main__" else __spec__
+    main.__file__ = script
+    sys.modules["__main__"] = main
     sys.path.insert(0, os.path.dirname(script))
+    exec(_code(script), main.__dict__)
+
+
+def _code(script: str) -> object:
     with open(script, "rb") as file:
-        code = compile(file.read(), script, "exec")
-    exec(code, namespace)
-
-
-def _prepare_spawned_process() -> None:
-    from megatron.moevement import platform
-
-    platform.install()
-    # multiprocessing copies this module's namespace from __mp_main__, so the script must be found there.
-    sys.modules["__main__"] = sys.modules[__name__] if __name__ in sys.modules else sys.modules["__main__"]
-    script = os.environ[SCRIPT_ENV]
-    with open(script, "rb") as file:
-        code = compile(file.read(), script, "exec")
-    globals()["__file__"] = script
-    exec(code, globals())
+        return compile(file.read(), script, "exec")
 
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("usage: python -m megatron.moevement.worker SCRIPT [ARGS...]")
-    main(sys.argv[1:])
+    run_rank(sys.argv[1:])
 elif __name__ == "__mp_main__" and SCRIPT_ENV in os.environ:
-    _prepare_spawned_process()
+    from megatron.moevement import platform
+
+    platform.install()
+    __file__ = os.environ[SCRIPT_ENV]
+    exec(_code(__file__), globals())  # type: ignore[arg-type]

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ from megatron.moevement.platform.patches import replace, wrap
 
 def install() -> None:
     """Replace the names below; idempotent. Imports Megatron's trainer."""
-    with _eager_jit_fuser():
-        import megatron.core
-    del megatron
+    # It warns of a CUDA toolkit without a GPU; that is what this module is for.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with _eager_jit_fuser(), warnings.catch_warnings():
+        # Each module says at import that Apex and Transformer Engine are missing: here they must be.
+        warnings.simplefilter("ignore")
+        import_module("megatron.training.training")
 
     import megatron.training.training as training
     from megatron.core.dist_checkpointing.strategies import filesystem_async as mcore_writer

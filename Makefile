@@ -1,0 +1,42 @@
+# make demo    train a small GPT-MoE on four ranks of this machine
+# make test    lint is separate: make lint
+SHELL := bash
+PYTHON_BIN := .venv/bin/python
+RUN_DIR ?= runs/demo
+NPROC ?= 4
+
+.PHONY: help setup demo test test-full lint format lock bench clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: ## make .venv with the pinned dependencies (quick when nothing changed)
+	@scripts/bootstrap.sh
+
+demo: setup ## train a small GPT-MoE for about a minute: pipeline 2 x expert/data 2, on real text
+	@.venv/bin/moevement launch --nproc $(NPROC) examples/pretrain_moe/pretrain_gpt.py \
+	    --config examples/pretrain_moe/configs/laptop.yaml --run-dir $(RUN_DIR)
+	@.venv/bin/moevement report $(RUN_DIR) --plot $(RUN_DIR)/loss.png
+
+test: setup ## the whole test suite
+	@$(PYTHON_BIN) -m pytest
+
+test-full: setup ## the exhaustive matrix too
+	@$(PYTHON_BIN) -m pytest -m ""
+
+lint: setup ## ruff and mypy
+	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy
+
+format: setup ## let ruff format the code
+	@$(PYTHON_BIN) -m ruff check --fix-only . && $(PYTHON_BIN) -m ruff format .
+
+lock: setup ## resolve requirements/requirements.in into the lock file
+	@.venv/bin/uv pip compile --quiet --upgrade --python-version 3.12 --no-header --no-annotate \
+	    requirements/requirements.in --output-file requirements/lock.txt
+
+bench: setup ## startup, iteration time and memory of the laptop preset
+	@$(PYTHON_BIN) benchmarks/laptop.py
+
+clean: ## remove the environment and the demo's runs
+	@rm -rf .venv runs

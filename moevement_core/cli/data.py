@@ -1,0 +1,58 @@
+"""``moevement data build``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moevement_core.errors import ConfigError, DataError
+
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".txt.gz", ".jsonl.gz")
+
+
+def build(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    from megatron.moevement.data.token_files import ByteTokenizer, FileTokenizer, Tokenizer, build_token_files
+
+    prefix: Path = arguments.output
+    if prefix.suffix in (".bin", ".idx"):
+        raise ConfigError(f"--output {prefix}: needs a path without suffix; give {prefix.with_suffix('')}")
+    if Path(f"{prefix}.idx").exists() and not arguments.overwrite:
+        raise ConfigError(f"--output {prefix}: {prefix}.idx is there already; add --overwrite or give another prefix")
+    inputs = list(_files(arguments.inputs))
+    tokenizer: Tokenizer = FileTokenizer(arguments.tokenizer) if arguments.tokenizer else ByteTokenizer()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        # Compressed inputs are counted as they are read, so the bar may run past its end; better than none.
+        task = progress.add_task("tokens", total=sum(path.stat().st_size for path in inputs))
+        written = build_token_files(
+            inputs,
+            prefix,
+            tokenizer,
+            documents=arguments.documents,
+            json_key=arguments.json_key,
+            on_bytes=lambda nbytes: progress.advance(task, nbytes),
+        )
+    print(f"{prefix}.bin, .idx: {written.documents:,} documents, {written.tokens:,} tokens")
+    print("train on it with: --data-path", prefix, " ".join(written.train_flags))
+    if arguments.json:
+        print(json.dumps({**asdict(written), "prefix": str(prefix)}))
+    return 0
+
+
+def _files(inputs: list[Path]) -> Iterator[Path]:
+    for path in inputs:
+        if path.is_dir():
+            found = sorted(file for file in path.rglob("*") if file.name.endswith(TEXT_SUFFIXES) and file.is_file())
+            if not found:
+                raise DataError(f"{path}: no text in this folder; looked for {', '.join(TEXT_SUFFIXES)}")
+            yield from found
+        elif path.exists():
+            yield path
+        else:
+            raise DataError(f"{path}: no such file or folder")

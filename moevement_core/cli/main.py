@@ -1,0 +1,167 @@
+"""The `moevement` command line: one tool, a subcommand for each thing a user does.
+
+Every subcommand that reports takes ``--json`` and then prints one JSON object as its last line. Heavy imports happen
+inside the subcommand that needs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from moevement_core import __version__
+from moevement_core.cli.exit_codes import USAGE_ERROR, exit_cleanly
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"moevement: {message}; {self.prog} --help says more", file=sys.stderr)
+        raise SystemExit(USAGE_ERROR)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry of the console script; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    with exit_cleanly():
+        return int(arguments.run(arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _OneLineParser(prog="moevement", description="Native fault tolerance for MoE training on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_launch(commands)
+    _add_data(commands)
+    _add_verify(commands)
+    _add_report(commands)
+    return parser
+
+
+def _add_launch(commands: argparse._SubParsersAction) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="start the ranks of a training script",
+        description="Start SCRIPT on N ranks of this host with the fork active, or, under srun, as the one rank that "
+        "this task is. Everything after SCRIPT goes to the script, Megatron's flags and --config FILE, --run-dir DIR.",
+    )
+    launch.add_argument("--nproc", type=int, metavar="N", help="ranks on this host; left out under srun")
+    launch.add_argument(
+        "--logs",
+        choices=("console", "files"),
+        help="ranks print here, or each to files in the run directory while progress is shown here "
+        "(default: files if the script gets --run-dir)",
+    )
+    launch.add_argument(
+        "--fresh-interpreters",
+        action="store_true",
+        help="start each rank as a new Python process (always so with a GPU; without one ranks are forked from a "
+        "process that has imported Megatron once)",
+    )
+    launch.add_argument("script", metavar="SCRIPT", help="a training script, ours or Megatron-LM's own pretrain_gpt.py")
+    launch.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    launch.set_defaults(run=_launch)
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    from megatron.moevement import launch, worker
+
+    argv = [arguments.script, *arguments.arguments]
+    if arguments.nproc is None:
+        environment = launch.slurm_environment()
+        os.environ.update(environment)
+        worker.run_rank(argv)
+        return 0
+    return launch.launch_on_this_host(
+        launch.Launch(
+            nproc=arguments.nproc,
+            argv=argv,
+            show_logs=arguments.logs == "console" or launch.run_dir_of(argv) is None,
+            fresh_interpreters=arguments.fresh_interpreters,
+        )
+    )
+
+
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    data = commands.add_parser("data", help="make token files from text")
+    actions = data.add_subparsers(title="actions", metavar="ACTION", required=True)
+    build = actions.add_parser(
+        "build",
+        help="text files to the .bin and .idx that --data-path reads",
+        description="Write PREFIX.bin, PREFIX.idx and PREFIX.json from text files (or .jsonl, either also .gz). "
+        "Without --tokenizer a token is a byte.",
+    )
+    build.add_argument("inputs", metavar="INPUT", nargs="+", type=Path, help="a text file, .jsonl file or folder of them")
+    build.add_argument("--output", metavar="PREFIX", type=Path, required=True, help="path without suffix")
+    build.add_argument(
+        "--tokenizer", metavar="FILE", type=Path, help="a Hugging Face tokenizer.json or its folder, or a SentencePiece .model"
+    )
+    build.add_argument(
+        "--documents",
+        choices=("file", "line", "paragraph"),
+        default="file",
+        help="what of a text file is one document (default: the file)",
+    )
+    build.add_argument("--json-key", default="text", help="where a .jsonl line has its text (default: text)")
+    build.add_argument("--overwrite", action="store_true", help="replace token files that are there")
+    build.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    build.set_defaults(run=_data_build)
+
+
+def _data_build(arguments: argparse.Namespace) -> int:
+    from moevement_core.cli import data
+
+    return data.build(arguments)
+
+
+def _add_verify(commands: argparse._SubParsersAction) -> None:
+    verify = commands.add_parser(
+        "verify",
+        help="whether two runs are the same, bit for bit",
+        description="Compare two finished runs: losses and gradient norms of every iteration, and the digests of their "
+        "final states. Exits with 0 only if they are equal.",
+    )
+    verify.add_argument("run_a", metavar="RUN_A", type=Path)
+    verify.add_argument("run_b", metavar="RUN_B", type=Path)
+    verify.add_argument(
+        "--common", action="store_true", help="compare only iterations that both recorded (a resumed run has no early ones)"
+    )
+    verify.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    verify.set_defaults(run=_verify)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from moevement_core.run_record import RunRecord
+    from moevement_core.verify import compare
+
+    a, b = RunRecord(arguments.run_a), RunRecord(arguments.run_b)
+    verdict = compare(a, b, common_iterations=arguments.common)
+    if verdict.equal:
+        print(f"equal: {verdict.iterations_compared} iterations and the final state, bit for bit")
+    else:
+        print(f"DIFFERENT: {verdict.first_difference}")
+        differing = [part for part, same in verdict.parts.items() if not same]
+        print(f"parts of the final state that differ: {', '.join(differing) or 'none'}")
+    if arguments.json:
+        print(json.dumps(verdict.as_dict()))
+    return 0 if verdict.equal else 1
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser("report", help="summary and plot of finished or running runs")
+    report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
+    report.add_argument("--plot", metavar="FILE", type=Path, help="draw loss and gradient norm (.png, .svg or .pdf)")
+    report.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    report.set_defaults(run=_report)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from moevement_core.cli import report
+
+    return report.report(arguments.runs, arguments.plot, as_json=arguments.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What a user sees of a run whose ranks write to files: a live line on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from moevement_core.run_record import RunRecord
+
+PLAIN_EVERY_S = 10.0
+
+
+class Progress:
+    """Follows the metrics of ``run_dir``; shows nothing where there is none. Use as a context manager."""
+
+    def __init__(self, run_dir: Path | None, total: int | None) -> None:
+        self._record = RunRecord(run_dir) if run_dir is not None else None
+        self._total = total
+        self._offset = 0
+        self._last: dict[str, Any] = {}
+        self._printed: dict[str, Any] = {}
+        self._plain_due_s = time.monotonic() + PLAIN_EVERY_S
+        self._started_s = time.time()
+        self._console = Console(file=sys.stdout)
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Progress:
+        if self._record is not None and self._console.is_terminal:
+            self._bar = Bar(
+                TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"), TimeElapsedColumn(), TextColumn("eta"), TimeRemainingColumn(),
+                console=self._console,
+            )  # fmt: skip
+            self._task = self._bar.add_task("starting", total=self._total, numbers="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._last and self._last is not self._printed:
+            self._print_plain()
+
+    def update(self) -> None:
+        """Read what is new and show it; called a few times a second."""
+        if self._record is None or not (line := self._newest_line()):
+            return
+        self._last = line
+        numbers = f"loss {line['loss']:.3f}  {line['tokens_per_s'] or 0:,.0f} tokens/s" if _has_loss(line) else ""
+        if self._bar is not None:
+            self._bar.update(self._task, description="training", completed=line["iteration"], numbers=numbers)
+        elif time.monotonic() >= self._plain_due_s:
+            self._print_plain()
+
+    def _print_plain(self) -> None:
+        line = self._printed = self._last
+        self._plain_due_s = time.monotonic() + PLAIN_EVERY_S
+        of = f"/{self._total}" if self._total else ""
+        loss = f", loss {line['loss']:.3f}" if _has_loss(line) else ""
+        print(f"iteration {line['iteration']}{of}{loss}, {self._remaining()}", flush=True)
+
+    def _remaining(self) -> str:
+        done = self._last["iteration"]
+        if self._total is None or done >= self._total:
+            return f"{time.time() - self._started_s:.0f} s"
+        return f"{(self._total - done) * (self._last['iteration_s'] or 0):.0f} s to go"
+
+    def _newest_line(self) -> dict[str, Any] | None:
+        assert self._record is not None
+        path = self._record.metrics_path
+        # A file left by an earlier run is replaced when this one begins.
+        if not path.exists() or path.stat().st_size == self._offset or path.stat().st_mtime < self._started_s:
+            return None
+        self._offset = path.stat().st_size
+        lines = self._record.metrics()
+        return lines[-1] if lines else None
+
+
+def _has_loss(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("loss"), float)

@@ -1,0 +1,76 @@
+"""``moevement report``: what runs came to, as a table and as a plot."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moevement_core.errors import ConfigError, RunRecordError
+from moevement_core.run_record import RunRecord
+
+
+def report(runs: list[Path], plot: Path | None, *, as_json: bool) -> int:
+    """Print a table of ``runs``, draw them to ``plot`` if given; returns the exit code."""
+    rows = [_row(RunRecord(folder)) for folder in runs]
+    table = Table("run", "iterations", "loss", "validation", "test", "tokens/s", "state digest")
+    for row in rows:
+        table.add_row(
+            row["run"], str(row["iterations"]), _short(row["final_loss"]), _short(row["validation_loss"]),
+            _short(row["test_loss"]), f"{row['tokens_per_s']:,.0f}", (row["state_digest"] or "unfinished")[:16],
+        )  # fmt: skip
+    Console().print(table)
+    if plot is not None:
+        draw([RunRecord(folder) for folder in runs], plot)
+        print(f"plot: {plot}")
+    if as_json:
+        print(json.dumps({"runs": rows}))
+    return 0
+
+
+def _row(record: RunRecord) -> dict[str, Any]:
+    metrics = record.metrics()
+    if not metrics:
+        raise RunRecordError(f"{record.folder}: no metrics; give the --run-dir of a run that has begun to train")
+    summary = record.summary() if record.summary_path.exists() else {}
+    # The first iteration warms caches and pools, so it says nothing of the others.
+    rates = [line["tokens_per_s"] for line in metrics[1:] or metrics if line["tokens_per_s"]]
+    return {
+        "run": str(record.folder),
+        "iterations": metrics[-1]["iteration"],
+        "final_loss": metrics[-1]["loss"],
+        "validation_loss": summary.get("validation_loss"),
+        "test_loss": summary.get("test_loss"),
+        "tokens_per_s": statistics.median(rates) if rates else 0.0,
+        "state_digest": summary.get("state_digest", {}).get("all"),
+    }
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def draw(records: list[RunRecord], path: Path) -> None:
+    """Loss and gradient norm over iterations, one line a run."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; install the package with its report extra") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
+    for axis, name, title in ((axes[0], "loss", "training loss"), (axes[1], "grad_norm", "gradient norm")):
+        for record in records:
+            points = [(m["iteration"], m[name]) for m in record.metrics() if isinstance(m[name], float)]
+            axis.plot(*zip(*points, strict=True), linewidth=1, label=record.folder.name)
+        axis.set(xlabel="iteration", title=title)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

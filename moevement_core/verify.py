@@ -1,0 +1,77 @@
+"""Whether two runs are the same run, bit for bit, and if not, where they first differ."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from moevement_core.run_record import RunRecord
+
+SERIES = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of comparing two runs."""
+
+    equal: bool
+    iterations_compared: int
+    first_difference: str | None = None
+    """The earliest difference, in words; None if there is none."""
+    parts: dict[str, bool] = field(default_factory=dict)
+    """For each part of the state digest, whether both runs agree on it."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self)
+
+
+def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> Verdict:
+    """Compare the series of two finished runs bit by bit, and their state digests.
+
+    Args:
+        common_iterations: compare only iterations that both runs recorded (a resumed run records none before its
+            start); otherwise both must have recorded the same ones.
+
+    Raises:
+        RunRecordError: a run is missing, unfinished or damaged.
+    """
+    summaries = a.summary(), b.summary()
+    lines = {line["iteration"]: line for line in a.metrics()}, {line["iteration"]: line for line in b.metrics()}
+    common = sorted(lines[0].keys() & lines[1].keys())
+    difference = None
+    if not common:
+        difference = "the runs have no iteration in common"
+    elif not common_iterations and lines[0].keys() != lines[1].keys():
+        alone = min(lines[0].keys() ^ lines[1].keys())
+        owner = a if alone in lines[0] else b
+        difference = f"iteration {alone} is only in {owner.folder}"
+    series = _first_difference(lines, common)
+    digests = summaries[0]["state_digest"], summaries[1]["state_digest"]
+    names = sorted(digests[0]["parts"].keys() | digests[1]["parts"].keys())
+    parts = {name: digests[0]["parts"].get(name) == digests[1]["parts"].get(name) for name in names}
+    difference = series or difference or _first_state_difference(digests, parts)
+    return Verdict(difference is None, len(common), difference, parts)
+
+
+def _first_difference(lines: tuple[dict[int, Any], dict[int, Any]], iterations: list[int]) -> str | None:
+    for iteration in iterations:
+        left, right = lines[0][iteration], lines[1][iteration]
+        for name in (*SERIES, "loss_scale", "skipped", "learning_rate"):
+            # JSON keeps a float's shortest exact form, so equal values are equal bits (and NaN is a string here).
+            if left.get(name) != right.get(name):
+                return f"iteration {iteration}: {name} {left.get(name)} and {right.get(name)}"
+    return None
+
+
+def _first_state_difference(digests: tuple[dict[str, Any], dict[str, Any]], parts: dict[str, bool]) -> str | None:
+    if digests[0]["all"] == digests[1]["all"]:
+        return None
+    if len(digests[0]["ranks"]) != len(digests[1]["ranks"]):
+        return f"the state is of {len(digests[0]['ranks'])} ranks and of {len(digests[1]['ranks'])}"
+    for part, same in parts.items():
+        if not same:
+            pairs = zip(digests[0]["ranks"], digests[1]["ranks"], strict=True)
+            ranks = [str(rank) for rank, (left, right) in enumerate(pairs) if left.get(part) != right.get(part)]
+            return f"final state: {part} differ on rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"
+    return "final state: the digests differ"

@@ -1,0 +1,184 @@
+"""Bodies on N gloo ranks: imports preloaded once, the failing rank named with its traceback, no hang, nothing left.
+
+A fork server imports Megatron once in a test session; a rank is a fork of it, so it starts in milliseconds, and no
+thread of a test's own process is forked with it. Each rank leads a process group of its own, which is killed when the
+body is over, checkpoint writers and all.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from megatron.moevement.runtime.store import STORE_ENV
+from moevement_core.errors import ProcessGroupError
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.preload"])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended."""
+
+    rank: int
+    exit_code: int
+    """0, the code of ``sys.exit``, 1 for an exception, minus the signal that killed it."""
+    result: Any
+    """What the body returned."""
+    error: str
+    """The traceback; empty if there was none."""
+    output: str
+    """What the rank printed, both streams in order."""
+
+
+def run_ranks(
+    body: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    timeout_s: float = 120.0,
+    environment: dict[str, str] | None = None,
+    init_process_group: bool = True,
+    check: bool = True,
+    on_started: Callable[[list[int]], None] | None = None,
+) -> list[Outcome]:
+    """Run ``body(*args)`` on ``nproc`` ranks and return how each ended.
+
+    Args:
+        body: a function of a module; called with torch's environment variables set and, unless told otherwise, with
+            the gloo process group initialised.
+        check: raise if any rank failed.
+        on_started: called with the ranks' process ids, to hurt one of them.
+
+    Raises:
+        ProcessGroupError: a rank failed (its traceback and output are in the message) or the time was over.
+    """
+    import torch
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=nproc + 8)
+    port = listener.getsockname()[1]
+    store = torch.distributed.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(),
+        timeout=timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    common = {
+        "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        STORE_ENV: f"127.0.0.1:{port}", **(environment or {}),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for rank in range(nproc):
+            ours, theirs = _context.Pipe(duplex=False)
+            log = Path(folder) / f"{rank}.log"
+            rank_environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = _context.Process(
+                target=_rank_main, args=(body, args, rank_environment, str(log), theirs, init_process_group)
+            )
+            process.start()
+            theirs.close()
+            started.append((process, ours, log))
+        try:
+            if on_started is not None:
+                on_started([process.pid for process, _, _ in started])  # type: ignore[misc]
+            answers = _collect([connection for _, connection, _ in started], timeout_s, stop_at_failure=check)
+        finally:
+            for process, _, _ in started:
+                _kill_group(process)
+        outcomes = [
+            Outcome(rank, *answers.get(rank, (process.exitcode or -9, None, "")), log.read_text(errors="replace"))
+            for rank, (process, _, log) in enumerate(started)
+        ]
+        del store
+    if check:
+        _raise_for_failures(outcomes, answers, timeout_s)
+    return outcomes
+
+
+def _collect(connections: list[Connection], timeout_s: float, *, stop_at_failure: bool) -> dict[int, Any]:
+    """What each rank sent before it ended; ranks that were killed or ran out of time are missing."""
+    deadline = time.monotonic() + timeout_s
+    answers: dict[int, Any] = {}
+    pending = dict(zip(connections, range(len(connections)), strict=True))
+    while pending and (left := deadline - time.monotonic()) > 0:
+        for ready in wait(list(pending), timeout=left):
+            assert isinstance(ready, Connection)
+            rank = pending.pop(ready)
+            try:
+                answers[rank] = ready.recv()
+            except EOFError:
+                answers[rank] = (-int(signal.SIGKILL), None, "the process was killed")
+            if answers[rank][0] != 0 and stop_at_failure:
+                return answers
+    return answers
+
+
+def _raise_for_failures(outcomes: list[Outcome], answers: dict[int, Any], timeout_s: float) -> None:
+    failed = [outcome for outcome in outcomes if outcome.rank in answers and outcome.exit_code != 0]
+    if failed:
+        worst = failed[0]
+        raise ProcessGroupError(
+            f"rank {worst.rank} ended with {worst.exit_code}:\n{worst.error}\n--- its output:\n{worst.output[-6000:]}"
+        )
+    if len(answers) < len(outcomes):
+        late = [outcome for outcome in outcomes if outcome.rank not in answers]
+        raise ProcessGroupError(
+            f"ranks {[o.rank for o in late]} did not end within {timeout_s:.0f} s; "
+            f"output of rank {late[0].rank}:\n{late[0].output[-6000:]}"
+        )
+
+
+def _kill_group(process: Any) -> None:
+    if process.pid is None:
+        return
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.join(10)
+
+
+def _rank_main(
+    body: Callable[..., Any],
+    args: tuple[Any, ...],
+    environment: dict[str, str],
+    log: str,
+    answer: Connection,
+    init_process_group: bool,
+) -> None:
+    os.setpgid(0, 0)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.environ.update(environment)
+    import torch
+
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    outcome: tuple[int, Any, str]
+    try:
+        if init_process_group:
+            host, port = environment[STORE_ENV].split(":")
+            store = torch.distributed.TCPStore(host, int(port), is_master=False)
+            torch.distributed.init_process_group(
+                "gloo", store=store, rank=int(environment["RANK"]), world_size=int(environment["WORLD_SIZE"])
+            )
+        outcome = (0, body(*args), "")
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        outcome = (code, None, f"sys.exit({exit_.code!r})")
+    except BaseException:
+        outcome = (1, None, traceback.format_exc())
+    answer.send(outcome)
+    answer.close()
+    # The parent kills this group next; leaving by os._exit keeps gloo's threads from delaying that.
+    os._exit(outcome[0])
