@@ -43,7 +43,7 @@ TINY: dict[str, Any] = {
     "eval-iters": 0,
     "eval-interval": 1000,
     "log-interval": 1,
-    "make-vocab-size-divisible-by": 8,
+    "make-vocab-size-divisible-by": 16,
     "num-workers": 0,
 }
 """A GPT-MoE of four layers, three flags from an error at most, and quick."""
@@ -78,3 +78,9 @@ def outcomes(
 def losses(record: RunRecord) -> dict[int, float]:
     """Training loss by iteration."""
     return {line["iteration"]: line["loss"] for line in record.metrics()}
+
+
+def start_from(folder: Path, **overrides: Any) -> dict[str, Any]:
+    """Make a dense checkpoint of one rank and return the flags with which any layout starts from its weights."""
+    train(1, None, train_iters=1, save=str(folder), save_interval=1, **overrides)
+    return {"load": str(folder), "no_load_optim": True, "no_load_rng": True, "finetune": True}

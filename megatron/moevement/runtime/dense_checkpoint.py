@@ -47,7 +47,7 @@ def torn(checkpoint: Path) -> str | None:
         return f"no folder {checkpoint.name}"
     if not any(checkpoint.glob("*.distcp")) and not (checkpoint / "metadata.json").exists():
         return None if any(checkpoint.rglob("*.pt")) else f"{checkpoint.name} holds no checkpoint"
-    for name in ("metadata.json", ".metadata", "common.pt"):
+    for name in ("metadata.json", ".metadata"):
         if not (checkpoint / name).exists():
             return f"{name} is missing"
     from torch.distributed.checkpoint import FileSystemReader

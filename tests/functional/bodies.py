@@ -1,0 +1,29 @@
+"""What ranks of a functional test run and send back; functions of a module, so that the fork server finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron.moevement.runtime.job import current_job
+from megatron.moevement.worker import run_rank
+
+
+def _weights(wanted: Any) -> dict[str, np.ndarray]:
+    return {
+        name: param.detach().float().numpy().copy()
+        for chunk in current_job().model or []
+        for name, param in chunk.named_parameters()
+        if wanted(name, param)
+    }
+
+
+def expert_weights_after_one_iteration(argv: list[str]) -> dict[str, np.ndarray]:
+    run_rank(argv)
+    return _weights(lambda name, param: "local_experts" in name)
+
+
+def replicated_weights(argv: list[str]) -> dict[str, np.ndarray]:
+    run_rank(argv)
+    return _weights(lambda name, param: not getattr(param, "tensor_model_parallel", False))
