@@ -50,7 +50,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
     from megatron.moevement.runtime import dense_checkpoint, recorder, store
-    from megatron.moevement.transformer import norm
+    from megatron.moevement.transformer import attention, norm
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
     return (
@@ -61,6 +61,12 @@ def points() -> tuple[Point, ...]:
             "__new__",
             norm.norm_with_sequence_parallel,
             "refuses sequence parallelism, and the local spec has no other norm",
+        ),
+        Point(
+            ("megatron.core.transformer.dot_product_attention:DotProductAttention",),
+            "__init__",
+            attention.attention_with_channels,
+            "does not take the head widths that multi-latent attention names",
         ),
         Point(
             ("megatron.core.datasets.utils",),

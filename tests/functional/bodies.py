@@ -27,3 +27,17 @@ def expert_weights_after_one_iteration(argv: list[str]) -> dict[str, np.ndarray]
 def replicated_weights(argv: list[str]) -> dict[str, np.ndarray]:
     run_rank(argv)
     return _weights(lambda name, param: not getattr(param, "tensor_model_parallel", False))
+
+
+def draws_by_tracker(argv: list[str]) -> dict[str, float]:
+    """One number from each random tracker, after the same training on every rank."""
+    import torch
+    from megatron.core import tensor_parallel
+
+    run_rank(argv)
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    draws = {}
+    for name in tracker.get_states():
+        with tracker.fork(name):
+            draws[name] = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
+    return draws
