@@ -38,6 +38,7 @@ TINY: dict[str, Any] = {
     "train-iters": 4,
     "lr": 5e-3,
     "lr-decay-style": "constant",
+    "lr-decay-iters": 100,
     "weight-decay": 0.1,
     "seed": 1234,
     "eval-iters": 0,
@@ -46,7 +47,7 @@ TINY: dict[str, Any] = {
     "make-vocab-size-divisible-by": 16,
     "num-workers": 0,
 }
-"""A GPT-MoE of four layers, three flags from an error at most, and quick."""
+"""A GPT-MoE of four layers, small enough that a run takes seconds."""
 
 
 def flags(**overrides: Any) -> list[str]:

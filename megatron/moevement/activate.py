@@ -49,7 +49,7 @@ def points() -> tuple[Point, ...]:
     """Every replaced function. Imports Megatron's trainer."""
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
-    from megatron.moevement.runtime import dense_checkpoint, recorder, store
+    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, store
     from megatron.moevement.transformer import attention, norm
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
@@ -92,12 +92,69 @@ def points() -> tuple[Point, ...]:
             loaders.with_own_generator,
             "opening an iterator must not move the generator that training draws from",
         ),
+        *_optimizer_points(),
+        Point(
+            ("megatron.training.checkpointing",),
+            "get_rng_state",
+            checkpoint_rng.states_of_every_rank,
+            "expert-parallel ranks would all resume with the first one's random states",
+        ),
+        Point(
+            ("megatron.core.dist_checkpointing",),
+            "load",
+            checkpoint_rng.states_of_this_rank,
+            "expert-parallel ranks would all resume with the first one's random states",
+        ),
         Point((training,), "save_checkpoint", dense_checkpoint.save_or_report, "a failed save must not end the job"),
         Point(
             (training,),
             "maybe_finalize_async_save",
             dense_checkpoint.finalize_or_report,
             "an asynchronous save shows its failure here",
+        ),
+    )
+
+
+def _optimizer_points() -> tuple[Point, ...]:
+    """Dense checkpoints with torch's Adam, which Megatron meets only without Apex and Transformer Engine."""
+    from megatron.moevement.optimizer import chained, torch_adam
+
+    distributed = ("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",)
+    others = tuple(
+        (f"megatron.core.optimizer.optimizer:{name}",) for name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
+    )
+    return (
+        Point(
+            distributed,
+            "state_dict",
+            torch_adam.with_step_of_empty_shard,
+            "asserts a step count that torch's Adam has only after its first step, and only where a shard has parameters",
+        ),
+        Point(
+            distributed,
+            "_set_main_param_and_optimizer_states",
+            torch_adam.without_step,
+            "asks for a step count that the fully reshardable format keeps elsewhere",
+        ),
+        Point(
+            distributed,
+            "load_state_dict",
+            torch_adam.with_own_steps,
+            "gives all parameters one step counter, which torch's Adam then counts up once for each",
+        ),
+        Point(
+            ("megatron.core.optimizer.optimizer:ChainedOptimizer",),
+            "load_state_dict",
+            chained.across_expert_parallelism,
+            "cannot load between runs with and without expert parallelism",
+        ),
+        *(
+            Point(owner, "sharded_state_dict", torch_adam.with_adam_state, "torch's Adam has no moments before its first step")
+            for owner in others
+        ),
+        *(
+            Point(owner, "load_state_dict", torch_adam.with_step_zero, "a step count of zero is left out of checkpoints")
+            for owner in others
         ),
     )
 

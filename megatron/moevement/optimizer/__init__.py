@@ -1,0 +1,1 @@
+"""What this fork adds around Megatron's optimizers."""

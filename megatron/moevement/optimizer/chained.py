@@ -1,0 +1,44 @@
+"""Optimizer state between runs with and without expert parallelism.
+
+With expert parallelism Megatron chains two optimizers, dense and expert, and a checkpoint keeps the common part (options
+of the parameter groups, loss scaler) of each under its number; without it there is one optimizer and no number. The
+tensors themselves carry the parameters' names and fit either way. So only the common part has to be put in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+_TENSORS = "param_state"
+
+
+def across_expert_parallelism(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``ChainedOptimizer.load_state_dict`` for a checkpoint of another number of chained optimizers."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        if isinstance(state_dict, dict):
+            if len(self.chained_optimizers) == 1 and "optimizer" not in state_dict and 0 in state_dict:
+                state_dict = _into_one(state_dict)
+            elif len(self.chained_optimizers) > 1 and "optimizer" in state_dict:
+                state_dict = _into_several(state_dict, len(self.chained_optimizers))
+        return original(self, state_dict)
+
+    return load_state_dict
+
+
+def _into_one(state_dict: dict[Any, Any]) -> dict[Any, Any]:
+    members = [state_dict[index] for index in sorted(key for key in state_dict if isinstance(key, int))]
+    merged = {key: value for key, value in state_dict.items() if not isinstance(key, int)}
+    merged = {**members[0], **merged}
+    groups = [group for member in members for group in member["optimizer"]["param_groups"]]
+    merged["optimizer"] = {**members[0]["optimizer"], "param_groups": groups}
+    return merged
+
+
+def _into_several(state_dict: dict[Any, Any], count: int) -> dict[Any, Any]:
+    common = {key: value for key, value in state_dict.items() if not isinstance(key, int) and key != _TENSORS}
+    return {index: copy.deepcopy(common) | state_dict.get(index, {}) for index in range(count)}

@@ -1,0 +1,157 @@
+"""Megatron's dense checkpoints on this platform: resuming is exact, resharding is right, torn and failed ones are named."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_core.run_record import RunRecord
+from moevement_core.verify import compare
+from tests.functional.test_layouts import EP2, INTERLEAVED, OVERLAP, PP2, TP2, ULPS
+from tests.harness import Outcome
+from tests.training import losses, outcomes, train
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+ASYNC = {"async_save": True, "use_persistent_ckpt_worker": True}
+SIGMOID = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+# Megatron keeps the run's length in the scheduler and asserts that it did not change, unless told so.
+OTHER_END = {"override_opt_param_scheduler": True}
+
+RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
+    "bf16-distributed-optimizer": (4, PP2 | EP2 | OVERLAP | DROPOUT | {"bf16": True}),
+    "fp16-interleaved-expert-bias": (2, INTERLEAVED | SIGMOID | DROPOUT | {"fp16": True, "initial_loss_scale": 2**20}),
+    "fp32-tensor": (2, TP2 | EP2 | DROPOUT),
+    "async-nvrx": (2, PP2 | DROPOUT | ASYNC | {"bf16": True, "async_strategy": "nvrx"}),
+    "async-mcore": (2, EP2 | DROPOUT | ASYNC | {"async_strategy": "mcore"}),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Path) -> None:
+    nproc, layout = RESUMED[name]
+    save = {"save": str(tmp_path / "checkpoints"), "save_interval": 2}
+    whole = train(nproc, tmp_path / "whole", **layout, **save, train_iters=6)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == [
+        "iter_0000002", "iter_0000004", "iter_0000006",
+    ]  # fmt: skip
+    # As a job does that was stopped after iteration 5 and lost it: its record has a line too many.
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    resumed = train(nproc, tmp_path / "resumed", **layout, load=save["save"], ckpt_step=4, train_iters=6)
+    assert [line["iteration"] for line in resumed.metrics()] == [1, 2, 3, 4, 5, 6]
+    verdict = compare(whole, resumed)
+    assert verdict.equal, verdict.first_difference
+    assert resumed.events()[-2]["iteration"] == 4
+
+
+@pytest.mark.parametrize(
+    ("nproc", "layout"),
+    [(1, {}), (2, TP2), (4, {"pipeline_model_parallel_size": 4}), (4, {"expert_model_parallel_size": 4}), (2, INTERLEAVED)],
+    ids=["one-rank", "tensor", "pipeline-4", "expert-4", "interleaved"],
+)
+def test_a_checkpoint_loads_under_another_layout(
+    nproc: int, layout: dict[str, Any], saved_by_pp2_ep2: dict[str, Any], tmp_path: Path
+) -> None:
+    """Weights, moments and counters: the resharded run goes on as the saving layout does."""
+    resharded = train(
+        nproc, tmp_path, use_distributed_optimizer=True, dist_ckpt_optim_fully_reshardable=True, train_iters=5,
+        load=saved_by_pp2_ep2["save"], ckpt_step=2, no_load_rng=True, **layout,
+    )  # fmt: skip
+    expected = losses(saved_by_pp2_ep2["record"])
+    assert losses(resharded) == pytest.approx({i: expected[i] for i in (3, 4, 5)}, abs=2 * ULPS, rel=0)
+
+
+@pytest.fixture(scope="module")
+def saved_by_pp2_ep2(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("reshard")
+    record = train(
+        4, folder / "run", **PP2, **EP2, use_distributed_optimizer=True, dist_ckpt_optim_fully_reshardable=True,
+        save=str(folder / "checkpoints"), save_interval=2, train_iters=5,
+    )  # fmt: skip
+    return {"record": record, "save": str(folder / "checkpoints")}
+
+
+def _refused(tmp_path: Path, **flags: Any) -> str:
+    ranks = outcomes(2, tmp_path / "refused", check=False, **PP2, **flags)
+    assert [rank.exit_code for rank in ranks] == [2, 2]
+    return _one_line(ranks)
+
+
+def _one_line(ranks: list[Outcome]) -> str:
+    lines = [line for rank in ranks for line in rank.output.splitlines() if line.startswith("moevement: ")]
+    errors = [line for line in lines if not line.startswith("moevement: no ")]
+    assert len(errors) == 1, lines
+    return errors[0]
+
+
+def test_a_torn_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    save = tmp_path / "checkpoints"
+    train(2, None, **PP2, save=str(save), save_interval=2)
+    torn = save / "iter_0000004"
+    shard = next(torn.glob("*.distcp"))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    line = _refused(tmp_path, load=str(save))
+    assert f"{shard.name} has {len(whole) - 100} bytes, needs {len(whole)}" in line
+    assert "add --ckpt-step 2" in line
+    shard.unlink()
+    assert f"{shard.name} is missing" in _refused(tmp_path, load=str(save))
+    # A save that died before its end: no metadata, and the tracker still names the one before.
+    (torn / ".metadata").unlink()
+    (save / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = train(2, tmp_path / "resumed", **PP2, load=str(save), train_iters=3, **OTHER_END)
+    assert [line["iteration"] for line in resumed.metrics()] == [3]
+    assert "iteration 4 is torn" in _refused(tmp_path, load=str(save), ckpt_step=4)
+    assert "needs an iteration number" in _refused(_with_tracker(save, "tw0").parent, load=str(save))
+
+
+def _with_tracker(save: Path, text: str) -> Path:
+    (save / "latest_checkpointed_iteration.txt").write_text(text)
+    return save
+
+
+def test_a_save_over_a_torn_checkpoint_replaces_it(tmp_path: Path) -> None:
+    save = tmp_path / "checkpoints"
+    torn = save / "iter_0000002"
+    torn.mkdir(parents=True)
+    (torn / "__0_0.distcp").write_bytes(b"half a shard")
+    train(2, None, **PP2, save=str(save), save_interval=2)
+    resumed = train(2, tmp_path / "resumed", **PP2, load=str(save), ckpt_step=2, train_iters=3, **OTHER_END)
+    assert [line["iteration"] for line in resumed.metrics()] == [3]
+
+
+@pytest.mark.parametrize("flags", [{}, ASYNC], ids=["sync", "async"])
+def test_a_failed_save_is_reported_and_training_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
+    """Rank 1 cannot write its part of iteration 2: a folder stands where its file should go."""
+    save = tmp_path / "checkpoints"
+    for name in ("__1_0.distcp", "__1_1.distcp"):
+        (save / "iter_0000002" / name).mkdir(parents=True)
+    ranks = outcomes(2, tmp_path / "run", **PP2, **flags, save=str(save), save_interval=2)
+    record = RunRecord(tmp_path / "run")
+    assert [line["iteration"] for line in record.metrics()] == [1, 2, 3, 4]
+    kinds = [event["event"] for event in record.events()]
+    assert kinds.count("checkpoint_failed") == 1
+    assert "was NOT saved" in ranks[0].output
+    assert "training goes on" in ranks[0].output
+    # The next save succeeds, and nothing points at the failed one.
+    assert (save / "latest_checkpointed_iteration.txt").read_text() == "4"
+    resumed = train(2, tmp_path / "resumed", **PP2, load=str(save), train_iters=5, **OTHER_END)
+    assert [line["iteration"] for line in resumed.metrics()] == [5]
+
+
+def test_a_folder_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path: Path) -> None:
+    blocked = tmp_path / "a-file"
+    blocked.write_text("in the way")
+    record = train(2, tmp_path / "run", **PP2, save=str(blocked), save_interval=2)
+    failed = [event for event in record.events() if event["event"] == "checkpoint_failed"]
+    assert [event["iteration"] for event in failed] == [2, 4]
+    assert str(blocked) in failed[0]["reason"]
+    assert record.summary()["iterations"] == 4
