@@ -7,6 +7,7 @@ body is over, checkpoint writers and all.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -81,6 +82,7 @@ def run_ranks(
         for rank in range(nproc):
             ours, theirs = _context.Pipe(duplex=False)
             log = Path(folder) / f"{rank}.log"
+            log.touch()
             rank_environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             process = _context.Process(
                 target=_rank_main, args=(body, args, rank_environment, str(log), theirs, init_process_group)
@@ -141,10 +143,10 @@ def _raise_for_failures(outcomes: list[Outcome], answers: dict[int, Any], timeou
 def _kill_group(process: Any) -> None:
     if process.pid is None:
         return
-    try:
+    # The leader first: killed before it has made its group it has no children, killed after, its group remains.
+    process.kill()
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.join(10)
 
 

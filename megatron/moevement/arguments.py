@@ -85,6 +85,7 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
             parser = add_arguments(parser)
             if platform.is_cpu():
                 parser.set_defaults(**{default.dest: default.value for default in cpu_defaults()})
+            parser.formatter_class = _HelpWithPercentSigns
             parser.error = functools.partial(_raise_config_error, parser)  # type: ignore[method-assign]
             return parser
 
@@ -95,6 +96,16 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
         return args
 
     return parse_args
+
+
+class _HelpWithPercentSigns(argparse.HelpFormatter):
+    """Megatron's help texts hold bare percent signs, at which argparse's own formatter breaks off."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
 
 
 def _raise_config_error(parser: Parser, message: str) -> NoReturn:

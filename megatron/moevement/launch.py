@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -103,7 +104,7 @@ def launch_on_this_host(launch: Launch) -> int:
         finally:
             ranks.close()
             del store
-        return _verdict(result, logs)
+        return _verdict(ranks, result, logs)
 
 
 def _entry(launch: Launch) -> tuple[Any, tuple[Any, ...], str]:
@@ -180,21 +181,32 @@ def _logs_specs(nproc: int, errors: Path, logs: Path | None) -> Any:
     return RankFiles()
 
 
-def _verdict(result: Any, logs: Path | None) -> int:
+def _verdict(ranks: Any, result: Any, logs: Path | None) -> int:
     if not result.is_failed():
         return 0
-    codes = {failure.exitcode for failure in result.failures.values()}
-    rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
-    if USAGE_ERROR in codes:
+    codes = _exit_codes(ranks)
+    if USAGE_ERROR in codes.values():
         if logs is not None:
             sys.stderr.write("".join(_lines_of_ours(logs)))
         return USAGE_ERROR
-    if logs is not None:
+    # A rank that is killed makes its peers fail by their broken connections, not the other way round; and those that
+    # went on were ended by SIGTERM just now.
+    failed = {rank: code for rank, code in codes.items() if code not in (0, None, -signal.SIGTERM)}
+    rank = min(failed or codes, key=lambda rank: (codes[rank] or 0) >= 0)
+    code = codes[rank] or 0
+    if logs is not None and code > 0:
         print(_tail(logs / f"rank_{rank}.err", 30), file=sys.stderr)
-    how = f"was killed by signal {-failure.exitcode}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
     where = f"; its output is in {logs}/rank_{rank}.out and .err" if logs is not None else ""
-    print(f"moevement: rank {rank} (pid {failure.pid}) {how}{where}", file=sys.stderr)
+    print(f"moevement: rank {rank} (pid {ranks.pids()[rank]}) {how}{where}", file=sys.stderr)
     return 1
+
+
+def _exit_codes(ranks: Any) -> dict[int, int | None]:
+    """Of all ranks; the result of torch's context names only the failure that it noticed first."""
+    if hasattr(ranks, "subprocess_handlers"):
+        return {rank: handler.proc.poll() for rank, handler in ranks.subprocess_handlers.items()}
+    return {rank: process.exitcode for rank, process in enumerate(ranks._pc.processes)}
 
 
 def _lines_of_ours(logs: Path) -> list[str]:

@@ -35,10 +35,19 @@ def run_rank(argv: list[str], environment: Mapping[str, str] | None = None) -> N
         with exit_cleanly():
             sys.argv = [script, *config_file.expand(argv[1:])]
             activate()
+            _set_threads()
             _run_script(script)
     except SystemExit as exit_:
         if exit_.code not in (0, None):
             raise
+
+
+def _set_threads() -> None:
+    """Torch reads OMP_NUM_THREADS at import, which in a forked rank was its parent's; sums depend on the number."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(threads))
 
 
 def _run_script(script: str) -> None:

@@ -1,0 +1,129 @@
+"""`moevement launch` as a user runs it: real processes, exit codes, signals, its console."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from moevement_core.cli.main import main
+from moevement_core.run_record import RunRecord
+from tests.training import ROOT, SCRIPT, flags
+
+
+def launch(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "moevement_core.cli.main", "launch", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
+
+
+def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=180)
+    return process.returncode, out, err
+
+
+def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
+    """And both leave the record, the logs of each rank, and a console that says how far it came."""
+    layout = flags(pipeline_model_parallel_size=2, hidden_dropout=0.1)
+    for name, options in (("forked", []), ("fresh", ["--fresh-interpreters"])):
+        words = ["--nproc", "2", *options, str(SCRIPT), *layout, "--run-dir", str(tmp_path / name)]
+        code, out, err = finished(launch(*words))
+        assert (code, err) == (0, "")
+        assert "iteration 4/4, loss " in out
+        assert (tmp_path / name / "logs" / "rank_1.out").read_text()
+        ranks = json.loads((tmp_path / name / "ranks.json").read_text())
+        assert [rank["rank"] for rank in ranks] == [0, 1]
+        assert len({rank["pid"] for rank in ranks}) == 2
+    assert main(["verify", str(tmp_path / "forked"), str(tmp_path / "fresh"), "--json"]) == 0
+
+
+@pytest.mark.parametrize("where", ["files", "console"])
+def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
+    words = flags(num_experts=6, expert_model_parallel_size=4)
+    started = time.monotonic()
+    code, _, err = finished(
+        launch("--nproc", "4", "--logs", where, str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
+    )
+    assert code == 2
+    assert err == (
+        "moevement: --num-experts 6: not a multiple of --expert-model-parallel-size 4; use 4 or 8 experts or an expert "
+        "parallel size that divides 6\n"
+    )
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nproc", "2", "no_such_script.py"], "no_such_script.py: no such training script"),
+        (["--nproc", "0", str(SCRIPT)], "--nproc 0: needs 1 or more"),
+        ([str(SCRIPT)], "no --nproc and not started by srun"),
+        (["--nproc", "1", str(SCRIPT), "--config", "none.yaml"], "--config none.yaml: cannot be read"),
+    ],
+)
+def test_what_cannot_be_launched_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["launch", *words])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    words = flags(pipeline_model_parallel_size=2, train_iters=100000)
+    process = launch("--nproc", "2", str(SCRIPT), *words, "--run-dir", str(tmp_path))
+    pids = _pids_when_training(process, tmp_path)
+    os.kill(pids[1], signal.SIGKILL)
+    code, _, err = finished(process)
+    assert code == 1
+    assert f"rank 1 (pid {pids[1]}) was killed by signal 9; its output is in {tmp_path}/logs/rank_1.out" in err
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    # Killed runs have whole lines, and no summary.
+    assert RunRecord(tmp_path).metrics()
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
+    words = flags(pipeline_model_parallel_size=2, train_iters=100000)
+    process = launch("--nproc", "2", str(SCRIPT), *words, "--run-dir", str(tmp_path))
+    pids = _pids_when_training(process, tmp_path)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finished(process)
+    assert code == 130
+    assert "stopped by" in err
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def _pids_when_training(process: subprocess.Popen[str], run_dir: Path) -> list[int]:
+    deadline = time.monotonic() + 120
+    record = RunRecord(run_dir)
+    while len(record.metrics()) < 2:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return [rank["pid"] for rank in json.loads(record.ranks_path.read_text())]
+
+
+def test_a_task_of_slurm_starts_the_same_way(tmp_path: Path) -> None:
+    environment = {
+        **os.environ, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip
+    process = launch(str(SCRIPT), *flags(train_iters=2), "--run-dir", str(tmp_path), env=environment)
+    code, out, _ = finished(process)
+    assert code == 0
+    assert "iteration        2/       2" in out
+    assert RunRecord(tmp_path).summary()["iterations"] == 2
+
+
+def test_a_planned_exit_is_no_failure(tmp_path: Path) -> None:
+    words = flags(train_iters=10, exit_interval=3, save=str(tmp_path / "c"), save_interval=100)
+    code, _, err = finished(launch("--nproc", "1", str(SCRIPT), *words, "--run-dir", str(tmp_path / "run")))
+    assert (code, err) == (0, "")
+    assert RunRecord(tmp_path / "run").summary()["iterations"] == 3

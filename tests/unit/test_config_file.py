@@ -1,0 +1,53 @@
+"""--config files: Megatron's flags by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement import config_file
+from moevement_core.errors import ConfigError
+from tests.training import ROOT
+
+PRESETS = sorted((ROOT / "examples" / "pretrain_moe" / "configs").glob("*.yaml"))
+
+
+def test_a_file_becomes_flags_before_those_of_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("num_layers: 4\nswiglu: true\nbf16: false\nload: null\nsplit: 1,2\n--recompute-modules: [moe, mlp]\nlr: 1.0e-3\n")
+    assert config_file.expand(["--num-layers", "8", "--config", str(path)]) == [
+        "--num-layers", "4", "--swiglu", "--split", "1,2", "--recompute-modules", "moe", "mlp", "--lr", "0.001",
+        "--num-layers", "8",
+    ]  # fmt: skip
+
+
+def test_megatrons_functional_test_layout_is_taken(tmp_path: Path) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text("ENV_VARS:\n  A_VARIABLE: 1\nMODEL_ARGS:\n  --num-layers: 2\n  --bf16: true\nTEST_TYPE: regular\n")
+    assert config_file.expand([f"--config={path}"]) == ["--num-layers", "2", "--bf16"]
+    assert config_file.environment_of(["--config", str(path)]) == {"A_VARIABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "cannot be read"),
+        ("a: [", "not YAML"),
+        ("- a\n- b", "holds list; needs a mapping"),
+        ("model: {num-layers: 2}", "--model is a mapping"),
+        ("MODEL_ARGS: 3", "MODEL_ARGS is int"),
+    ],
+)
+def test_a_file_that_cannot_be_flags_says_why(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config_file.expand(["--config", str(path)])
+    with pytest.raises(ConfigError, match="needs the path"):
+        config_file.expand(["--config"])
+
+
+def test_there_are_presets() -> None:
+    assert {path.stem for path in PRESETS} >= {"laptop", "gpt_moe", "qwen_moe", "deepseek_moe", "moe_llava"}

@@ -1,0 +1,116 @@
+"""What cannot work is said in one line naming flag, value and remedy, before anything is built."""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_core.errors import ConfigError
+from tests.training import flags
+
+
+@pytest.fixture
+def parse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Namespace]:
+    """Parse and validate the tiny model's flags with changes, as ``world_size`` ranks would."""
+    from megatron.moevement.activate import activate
+
+    activate()
+    from megatron.training import arguments
+
+    def run(world_size: int = 1, *words: str, **changes: Any) -> Namespace:
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setattr("sys.argv", ["script", *flags(**changes), *words])
+        args = arguments.parse_args()
+        arguments.validate_args(args, {})
+        return args
+
+    return run
+
+
+def test_the_tiny_model_passes(parse: Callable[..., Namespace]) -> None:
+    args = parse(4, pipeline_model_parallel_size=2, expert_model_parallel_size=2)
+    assert args.distributed_backend == "gloo"
+    assert args.data_parallel_size == 2
+
+
+BAD: dict[str, tuple[int, dict[str, Any], str]] = {
+    "experts by EP": (4, {"expert_model_parallel_size": 4, "num_experts": 6}, r"--num-experts 6: .*--expert-model-parallel-size 4; use 4 or 8"),
+    "EP without experts": (2, {"expert_model_parallel_size": 2, "num_experts": False, "moe_router_topk": False}, "--expert-model-parallel-size 2: the model has no experts"),
+    "world by EP": (3, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: world size 3"),
+    "topk": (1, {"moe_router_topk": 5}, "--moe-router-topk 5: more than --num-experts 4; lower it to 4"),
+    "layers by PP": (3, {"pipeline_model_parallel_size": 3}, "--num-layers 4: not a multiple of --pipeline-model-parallel-size 3; use 3 or 6"),
+    "layers by VPP": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3}, "--num-virtual-stages-per-pipeline-rank 3: does not divide the 2 layers"),
+    "layers by chunk": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4}, "--num-layers-per-virtual-pipeline-stage 4: does not divide"),
+    "VPP without PP": (1, {"num_virtual_stages_per_pipeline_rank": 2}, "interleaving needs --pipeline-model-parallel-size 2 or more"),
+    "world size": (3, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "world size 3: not a multiple of 2"),
+    "heads by TP": (4, {"tensor_model_parallel_size": 4, "sequence_parallel": True, "num_attention_heads": 2}, "--num-attention-heads 2: not a multiple of --tensor-model-parallel-size 4"),
+    "hidden by heads": (1, {"num_attention_heads": 5}, "--hidden-size 32: not a multiple of --num-attention-heads 5"),
+    "TP experts without SP": (2, {"tensor_model_parallel_size": 2}, "add --sequence-parallel"),
+    "sequence length": (1, {"seq_length": 64}, "--seq-length 64: longer than --max-position-embeddings 32; raise the latter to 64"),
+    "sequence by TP": (4, {"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30}, "--seq-length 30: not a multiple of --tensor-model-parallel-size 4"),
+    "global batch": (3, {}, r"--global-batch-size 8: not a multiple of 6 = --micro-batch-size 2 x 3 data-parallel ranks; use 6 or 12"),
+    "interleaved batch": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 6}, "needs a multiple of --pipeline-model-parallel-size 2; use 4 or 8"),
+    "missing data": (1, {"data_path": "/nowhere/text"}, r"--data-path /nowhere/text: no /nowhere/text\.bin; moevement data build"),
+    "data with suffix": (1, {"data_path": "/nowhere/text.bin"}, "leave the suffix out"),
+    "missing blend": (1, {"data_path": ["0.5", "/nowhere/a", "0.5", "/nowhere/b"]}, r"no /nowhere/a\.bin"),
+    "missing tokenizer": (1, {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/nowhere/t", "mock_data": True}, "--tokenizer-model /nowhere/t: no such file"),
+    "tokenizer without data": (1, {"tokenizer_type": "HuggingFaceTokenizer"}, "the embedded corpus is bytes"),
+    "context parallel": (2, {"context_parallel_size": 2}, "--context-parallel-size 2: .*Transformer Engine"),
+    "nccl": (1, {"distributed_backend": "nccl"}, "--distributed-backend nccl: no GPU here"),
+    "transformer engine": (1, {"transformer_impl": "transformer_engine"}, "Transformer Engine is not installed"),
+    "fp8": (1, {"fp8_format": "e4m3"}, "--fp8-format e4m3: needs a GPU"),
+    "flex": (1, {"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: needs a GPU"),
+    "expert TP on gloo": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2: gloo cannot gather"),
+    "expert biases": (1, {"disable_bias_linear": False}, "add --disable-bias-linear"),
+    "negative": (1, {"num_layers": -4}, "--num-layers -4: needs a positive number"),
+    "zero seed": (1, {"seed": 0}, "--seed 0: needs a positive number"),
+    "no length": (1, {"train_iters": False}, "--train-iters: missing"),
+    "no eval interval": (1, {"eval_interval": False}, "--eval-interval: missing"),
+    "no layers": (1, {"num_layers": False}, "--num-layers: missing"),
+    "save without interval": (1, {"save": "/tmp/x"}, "--save-interval: missing"),
+    "router groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "--moe-router-num-groups 3: does not divide"),
+    "Megatron's own assertion": (1, {"overlap_param_gather": True}, "Megatron refuses these flags: --overlap-param-gather only supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_flags_are_named(name: str, parse: Callable[..., Namespace]) -> None:
+    world_size, changes, message = BAD[name]
+    with pytest.raises(ConfigError) as caught:
+        parse(world_size, **changes)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--num-layer", "3"], r"unknown flag --num-layer; did you mean --num-layers"),
+        (["--pipeline-parallel-size", "2"], "did you mean --pipeline-model-parallel-size"),
+        (["--zzz"], "unknown flag --zzz; --help lists"),
+        (["--hidden-size", "many"], "invalid int value: 'many'"),
+        (["stray"], "'stray' is not a flag"),
+        (["--moe-token-dispatcher-type", "alltoal"], "invalid choice: 'alltoal'"),
+    ],
+)
+def test_flags_that_do_not_parse_are_named(words: list[str], message: str, parse: Callable[..., Namespace]) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(1, *words)
+
+
+def test_help_of_the_whole_parser_still_works(parse: Callable[..., Namespace], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(1, "--help")
+    assert caught.value.code == 0
+    assert "--run-dir" in capsys.readouterr().out
+
+
+def test_a_run_directory_gets_tensorboard(parse: Callable[..., Namespace], tmp_path: Path) -> None:
+    args = parse(1, "--run-dir", str(tmp_path))
+    assert args.tensorboard_dir == str(tmp_path / "tensorboard")

@@ -1,0 +1,97 @@
+"""The run directory: whole lines, one per iteration, a summary only at the end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moevement_core.errors import RunRecordError
+from moevement_core.run_record import RunRecord
+from moevement_core.verify import compare
+
+
+def record(folder: Path, losses: dict[int, float], **summary: object) -> RunRecord:
+    run = RunRecord(folder)
+    run.begin({"seed": 1}, first_iteration=1)
+    for iteration, loss in losses.items():
+        run.metric(iteration=iteration, loss=loss, grad_norm=1.5, learning_rate=0.1, loss_scale=1.0, skipped=False)
+    parts = {"weights": "a", "rng": "b"}
+    run.write_summary({"state_digest": {"all": "x", "parts": parts, "ranks": [parts, parts]}, **summary})
+    return run
+
+
+def test_a_run_resumed_from_an_earlier_iteration_has_each_line_once(tmp_path: Path) -> None:
+    run = record(tmp_path, {1: 3.0, 2: 2.0, 3: 1.0})
+    run.begin({}, first_iteration=3)
+    run.metric(iteration=3, loss=1.0)
+    assert [line["iteration"] for line in run.metrics()] == [1, 2, 3]
+    with pytest.raises(RunRecordError, match=r"no summary\.json"):
+        run.summary()
+
+
+def test_a_torn_last_line_is_skipped_and_a_torn_middle_is_an_error(tmp_path: Path) -> None:
+    run = record(tmp_path, {1: 3.0, 2: 2.0})
+    with run.metrics_path.open("a") as file:
+        file.write('{"iteration": 3, "lo')
+    assert [line["iteration"] for line in run.metrics()] == [1, 2]
+    with run.metrics_path.open("a") as file:
+        file.write('\n{"iteration": 4}\n')
+    with pytest.raises(RunRecordError, match=r"metrics\.jsonl, line 3: not JSON"):
+        run.metrics()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such run directory"), ("{", "not JSON"), ("{}", "holds no state_digest")],
+)
+def test_a_summary_that_cannot_be_used_says_why(content: str | None, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    if content is not None:
+        folder.mkdir()
+        (folder / "summary.json").write_text(content)
+    with pytest.raises(RunRecordError, match=message):
+        RunRecord(folder).summary()
+
+
+def test_equal_runs_are_equal(tmp_path: Path) -> None:
+    a, b = record(tmp_path / "a", {1: 3.0, 2: 2.0}), record(tmp_path / "b", {1: 3.0, 2: 2.0})
+    assert compare(a, b).equal
+
+
+@pytest.mark.parametrize(
+    ("losses", "difference"),
+    [
+        ({1: 3.0, 2: 2.0000000000000004}, r"iteration 2: loss 2\.0 and 2\.0000000000000004"),
+        ({1: 3.0}, "iteration 2 is only in .*a"),
+        ({1: 3.0, 2: 2.0, 3: 1.0}, "iteration 3 is only in .*b"),
+        ({7: 1.0}, "no iteration in common"),
+    ],
+)
+def test_the_first_difference_is_named(losses: dict[int, float], difference: str, tmp_path: Path) -> None:
+    a, b = record(tmp_path / "a", {1: 3.0, 2: 2.0}), record(tmp_path / "b", losses)
+    verdict = compare(a, b)
+    assert not verdict.equal
+    import re
+
+    assert re.search(difference, verdict.first_difference or "")
+
+
+def test_a_resumed_run_can_be_compared_where_it_overlaps(tmp_path: Path) -> None:
+    a, b = record(tmp_path / "a", {1: 3.0, 2: 2.0}), record(tmp_path / "b", {2: 2.0})
+    assert not compare(a, b).equal
+    verdict = compare(a, b, common_iterations=True)
+    assert verdict.equal
+    assert verdict.iterations_compared == 1
+
+
+def test_a_difference_in_the_final_state_names_part_and_rank(tmp_path: Path) -> None:
+    a, b = record(tmp_path / "a", {1: 3.0}), record(tmp_path / "b", {1: 3.0})
+    summary = json.loads(b.summary_path.read_text())
+    summary["state_digest"] |= {"all": "y", "parts": {"weights": "a", "rng": "c"}}
+    summary["state_digest"]["ranks"][1] = {"weights": "a", "rng": "c"}
+    b.write_summary(summary)
+    verdict = compare(a, b)
+    assert verdict.first_difference == "final state: rng differ on rank 1"
+    assert verdict.parts == {"weights": True, "rng": False}
