@@ -75,6 +75,7 @@ def run_ranks(
     )  # fmt: skip
     common = {
         "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
         STORE_ENV: f"127.0.0.1:{port}", **(environment or {}),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -97,10 +98,10 @@ def run_ranks(
         finally:
             for process, _, _ in started:
                 _kill_group(process)
-        outcomes = [
-            Outcome(rank, *answers.get(rank, (process.exitcode or -9, None, "")), log.read_text(errors="replace"))
-            for rank, (process, _, log) in enumerate(started)
-        ]
+        outcomes = []
+        for rank, (process, _, log) in enumerate(started):
+            exit_code, result, error = answers.get(rank, (process.exitcode or -9, None, ""))
+            outcomes.append(Outcome(rank, exit_code, result, error, log.read_text(errors="replace")))
         del store
     if check:
         _raise_for_failures(outcomes, answers, timeout_s)

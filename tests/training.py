@@ -62,7 +62,9 @@ def flags(**overrides: Any) -> list[str]:
     return words
 
 
-def train(nproc: int, run_dir: Path | None, *, check: bool = True, timeout_s: float = 150.0, **overrides: Any) -> RunRecord:
+def train(
+    nproc: int, run_dir: Path | None, *, check: bool = True, timeout_s: float = 150.0, **overrides: Any
+) -> RunRecord:
     """Train on ``nproc`` ranks and return the record of the run."""
     outcomes(nproc, run_dir, check=check, timeout_s=timeout_s, **overrides)
     return RunRecord(run_dir or Path())

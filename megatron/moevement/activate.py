@@ -55,7 +55,9 @@ def points() -> tuple[Point, ...]:
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
     return (
         Point((arguments_,), "parse_args", arguments.parse_args_with_ours, "our flags, and one-line errors"),
-        Point((arguments_,), "validate_args", preflight.validate_args_after_preflight, "one-line errors, from one rank"),
+        Point(
+            (arguments_,), "validate_args", preflight.validate_args_after_preflight, "one-line errors, from one rank"
+        ),
         Point(
             ("megatron.core.transformer.torch_norm:WrappedTorchNorm",),
             "__new__",
@@ -80,12 +82,16 @@ def points() -> tuple[Point, ...]:
             lambda pretrain: recorder.record_pretrain(store.meet_in_launcher_store(pretrain)),
             "the launcher's store, and a run's summary",
         ),
-        Point((training,), "setup_model_and_optimizer", recorder.record_setup, "model and optimizer are handed to nobody"),
+        Point(
+            (training,), "setup_model_and_optimizer", recorder.record_setup, "model and optimizer are handed to nobody"
+        ),
         Point((training,), "train_step", recorder.record_train_step, "duration of a step"),
         Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),
         Point((training,), "evaluate_and_print_results", recorder.record_evaluation, "which set is evaluated"),
         Point((training,), "evaluate", recorder.record_evaluated, "held-out losses are printed and dropped"),
-        Point((training,), "build_train_valid_test_datasets", recorder.retain_datasets, "batches can be asked for again"),
+        Point(
+            (training,), "build_train_valid_test_datasets", recorder.retain_datasets, "batches can be asked for again"
+        ),
         Point(
             (training,),
             "build_pretraining_data_loader",
@@ -121,14 +127,15 @@ def _optimizer_points() -> tuple[Point, ...]:
 
     distributed = ("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",)
     others = tuple(
-        (f"megatron.core.optimizer.optimizer:{name}",) for name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
+        (f"megatron.core.optimizer.optimizer:{name}",)
+        for name in ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
     )
     return (
         Point(
             distributed,
             "state_dict",
             torch_adam.with_step_of_empty_shard,
-            "asserts a step count that torch's Adam has only after its first step, and only where a shard has parameters",
+            "asserts a step count that torch's Adam has only after its first step, and no empty shard has",
         ),
         Point(
             distributed,
@@ -149,11 +156,18 @@ def _optimizer_points() -> tuple[Point, ...]:
             "cannot load between runs with and without expert parallelism",
         ),
         *(
-            Point(owner, "sharded_state_dict", torch_adam.with_adam_state, "torch's Adam has no moments before its first step")
+            Point(
+                owner,
+                "sharded_state_dict",
+                torch_adam.with_adam_state,
+                "torch's Adam has no moments before its first step",
+            )
             for owner in others
         ),
         *(
-            Point(owner, "load_state_dict", torch_adam.with_step_zero, "a step count of zero is left out of checkpoints")
+            Point(
+                owner, "load_state_dict", torch_adam.with_step_zero, "a step count of zero is left out of checkpoints"
+            )
             for owner in others
         ),
     )

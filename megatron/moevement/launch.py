@@ -132,6 +132,8 @@ def _environments(launch: Launch, store_port: int) -> dict[int, dict[str, str]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": os.environ.get("MASTER_PORT", str(_free_port())),
         STORE_ENV: f"127.0.0.1:{store_port}",
+        # All ranks are on this host, so gloo need not listen on any other interface.
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         # Each rank its share of the cores: more threads than cores make every collective wait for a straggler.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // launch.nproc))),
         **config_file.environment_of(launch.argv[1:]),
@@ -219,7 +221,7 @@ def _tail(path: Path, count: int) -> str:
 
 
 def slurm_environment() -> dict[str, str]:
-    """torch's variables for the task of Slurm that this process is.
+    """Torch's variables for the task of Slurm that this process is.
 
     Raises:
         ConfigError: not inside a task that ``srun`` started.

@@ -1,7 +1,7 @@
 """What cannot work, said before anything is built: one line with the flag, the value found and what to do.
 
 Megatron answers most of these with an assertion from every rank, some of them after the model is built. Every rank
-runs the same checks on the same flags and comes to the same answer; rank 0 prints it (:mod:`moevement_core.cli.exit_codes`).
+runs the same checks on the same flags and comes to the same answer; rank 0 prints it.
 Each check is a small function from the parsed, not yet validated, namespace to complaints; the first one wins.
 """
 
@@ -125,7 +125,7 @@ def experts(args: Namespace) -> Iterator[str]:
             f"use {_multiples(number, ep)} experts or an expert parallel size that divides {number}"
         )
     if args.moe_router_topk > number:
-        yield f"--moe-router-topk {args.moe_router_topk}: more than --num-experts {number}; lower it to {number} or less"
+        yield f"--moe-router-topk {args.moe_router_topk}: more than --num-experts {number}; use {number} or less"
     groups = args.moe_router_num_groups
     if groups and number % groups:
         yield f"--moe-router-num-groups {groups}: does not divide --num-experts {number}; use a divisor of {number}"
@@ -185,14 +185,17 @@ def widths(args: Namespace) -> Iterator[str]:
             "change one of them or give --kv-channels"
         )
     if heads % tp:
-        yield f"--num-attention-heads {heads}: not a multiple of --tensor-model-parallel-size {tp}; use a multiple of {tp}"
+        yield f"--num-attention-heads {heads}: not a multiple of --tensor-model-parallel-size {tp}"
     groups = args.num_query_groups
     if args.group_query_attention and groups:
         if heads % groups:
-            yield f"--num-query-groups {groups}: does not divide --num-attention-heads {heads}; use a divisor of {heads}"
+            yield f"--num-query-groups {groups}: does not divide --num-attention-heads {heads}; use a divisor"
         if groups % tp and tp % groups:
             yield f"--num-query-groups {groups}: neither a multiple nor a divisor of --tensor-model-parallel-size {tp}"
-    for flag, width in (("--ffn-hidden-size", args.ffn_hidden_size), ("--moe-ffn-hidden-size", args.moe_ffn_hidden_size)):
+    for flag, width in (
+        ("--ffn-hidden-size", args.ffn_hidden_size),
+        ("--moe-ffn-hidden-size", args.moe_ffn_hidden_size),
+    ):
         if width is not None and (width <= 0 or width % tp):
             yield f"{flag} {width}: needs a positive multiple of --tensor-model-parallel-size {tp}"
 
@@ -216,7 +219,8 @@ def lengths_and_batches(args: Namespace) -> Iterator[str]:
             f"--sequence-parallel cuts it; use {_multiples(length, tp)}"
         )
     if cp > 1 and length % (2 * cp):
-        yield f"--seq-length {length}: not a multiple of {2 * cp} = 2 x --context-parallel-size; use {_multiples(length, 2 * cp)}"
+        near = _multiples(length, 2 * cp)
+        yield f"--seq-length {length}: not a multiple of {2 * cp} = 2 x --context-parallel-size; use {near}"
     model = tp * args.pipeline_model_parallel_size * cp
     if args.world_size % model or args.global_batch_size is None or args.rampup_batch_size:
         return
@@ -231,8 +235,8 @@ def lengths_and_batches(args: Namespace) -> Iterator[str]:
     pp, micro_batches = args.pipeline_model_parallel_size, args.global_batch_size // step
     if interleaved and not args.microbatch_group_size_per_vp_stage and micro_batches % pp:
         yield (
-            f"--global-batch-size {args.global_batch_size}: {micro_batches} micro-batches per rank, and the interleaved "
-            f"schedule needs a multiple of --pipeline-model-parallel-size {pp}; "
+            f"--global-batch-size {args.global_batch_size}: {micro_batches} micro-batches per rank, and the "
+            f"interleaved schedule needs a multiple of --pipeline-model-parallel-size {pp}; "
             f"use {_multiples(args.global_batch_size, step * pp)}"
         )
 
@@ -254,9 +258,9 @@ def data(args: Namespace) -> Iterator[str]:
                     "moevement data build makes both files from text"
                 )
     for flag in ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):
-        path = getattr(args, flag, None)
+        path = getattr(args, flag, None) or ""
         # A tokenizer may also be named by its repository on a hub, which looks like owner/name.
-        is_file = path is not None and (flag != "tokenizer_model" or path.startswith(("/", ".")) or path.count("/") > 1)
+        is_file = path and (flag != "tokenizer_model" or path.startswith(("/", ".")) or path.count("/") > 1)
         if is_file and not Path(path).exists():
             yield f"--{flag.replace('_', '-')} {path}: no such file"
 

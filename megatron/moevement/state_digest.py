@@ -109,7 +109,7 @@ def _loss_scaler(member: Any) -> Any:
 def _random_states() -> dict[str, Any]:
     from megatron.core import tensor_parallel
 
-    kind, keys, position, has_gauss, gauss = np.random.get_state()  # type: ignore[misc]
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": [kind, keys, position, has_gauss, gauss],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from types import ModuleType
+from types import CodeType, ModuleType
 
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
 """Absolute path of the script that this process, and the processes it spawns, run."""
@@ -59,7 +59,7 @@ def _run_script(script: str) -> None:
     exec(_code(script), main.__dict__)
 
 
-def _code(script: str) -> object:
+def _code(script: str) -> CodeType:
     with open(script, "rb") as file:
         return compile(file.read(), script, "exec")
 
@@ -73,4 +73,4 @@ elif __name__ == "__mp_main__" and SCRIPT_ENV in os.environ:
 
     platform.install()
     __file__ = os.environ[SCRIPT_ENV]
-    exec(_code(__file__), globals())  # type: ignore[arg-type]
+    exec(_code(__file__), globals())

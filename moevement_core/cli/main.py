@@ -93,10 +93,15 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
         description="Write PREFIX.bin, PREFIX.idx and PREFIX.json from text files (or .jsonl, either also .gz). "
         "Without --tokenizer a token is a byte.",
     )
-    build.add_argument("inputs", metavar="INPUT", nargs="+", type=Path, help="a text file, .jsonl file or folder of them")
+    build.add_argument(
+        "inputs", metavar="INPUT", nargs="+", type=Path, help="a text file, .jsonl file or folder of them"
+    )
     build.add_argument("--output", metavar="PREFIX", type=Path, required=True, help="path without suffix")
     build.add_argument(
-        "--tokenizer", metavar="FILE", type=Path, help="a Hugging Face tokenizer.json or its folder, or a SentencePiece .model"
+        "--tokenizer",
+        metavar="FILE",
+        type=Path,
+        help="a Hugging Face tokenizer.json or its folder, or a SentencePiece .model",
     )
     build.add_argument(
         "--documents",
@@ -126,7 +131,9 @@ def _add_verify(commands: argparse._SubParsersAction) -> None:
     verify.add_argument("run_a", metavar="RUN_A", type=Path)
     verify.add_argument("run_b", metavar="RUN_B", type=Path)
     verify.add_argument(
-        "--common", action="store_true", help="compare only iterations that both recorded (a resumed run has no early ones)"
+        "--common",
+        action="store_true",
+        help="compare only iterations that both recorded (a resumed run has no early ones)",
     )
     verify.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     verify.set_defaults(run=_verify)

@@ -29,8 +29,8 @@ def replicated_weights(argv: list[str]) -> dict[str, np.ndarray]:
     return _weights(lambda name, param: not getattr(param, "tensor_model_parallel", False))
 
 
-def draws_by_tracker(argv: list[str]) -> dict[str, float]:
-    """One number from each random tracker, after the same training on every rank."""
+def draws_by_tracker(argv: list[str]) -> dict[str, list[float]]:
+    """A dropout mask from each random tracker, after the same training on every rank."""
     import torch
     from megatron.core import tensor_parallel
 

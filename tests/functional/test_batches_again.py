@@ -28,7 +28,12 @@ def _train_and_ask_again(argv: list[str], micro_batches: int) -> dict[str, Any]:
             return loader
         seen_loader.append(True)
         collate = torch.utils.data.default_collate
-        loader.collate_fn = lambda samples: seen.append(batch := collate(samples)) or batch
+
+        def collate_and_keep(samples: Any) -> Any:
+            seen.append(collate(samples))
+            return seen[-1]
+
+        loader.collate_fn = collate_and_keep
         return loader
 
     seen_loader: list[bool] = []
@@ -49,12 +54,18 @@ def _train_and_ask_again(argv: list[str], micro_batches: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("nproc", "layout", "micro_batches"),
-    [(2, {"expert_model_parallel_size": 2}, 2), (2, {"pipeline_model_parallel_size": 2, "dataloader_type": "cyclic"}, 4)],
+    [
+        (2, {"expert_model_parallel_size": 2}, 2),
+        (2, {"pipeline_model_parallel_size": 2, "dataloader_type": "cyclic"}, 4),
+    ],
     ids=["expert-single", "pipeline-cyclic"],
 )
 def test_batches_come_again(nproc: int, layout: dict[str, Any], micro_batches: int) -> None:
     argv = [str(SCRIPT), *flags(**layout)]
-    ranks = [outcome.result for outcome in run_ranks(_train_and_ask_again, nproc, argv, micro_batches, init_process_group=False)]
+    ranks = [
+        outcome.result
+        for outcome in run_ranks(_train_and_ask_again, nproc, argv, micro_batches, init_process_group=False)
+    ]
     for rank in ranks:
         assert not rank["moved"]
         for iteration, batches in rank["again"].items():

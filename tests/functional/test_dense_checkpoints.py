@@ -1,4 +1,4 @@
-"""Megatron's dense checkpoints on this platform: resuming is exact, resharding is right, torn and failed ones are named."""
+"""Megatron's dense checkpoints here: resuming is exact, resharding right, torn and failed ones are named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Path) -> None:
     nproc, layout = RESUMED[name]
-    save = {"save": str(tmp_path / "checkpoints"), "save_interval": 2}
+    save: dict[str, Any] = {"save": str(tmp_path / "checkpoints"), "save_interval": 2}
     whole = train(nproc, tmp_path / "whole", **layout, **save, train_iters=6)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("iter_*")) == [
         "iter_0000002", "iter_0000004", "iter_0000006",
@@ -54,7 +54,13 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("nproc", "layout"),
-    [(1, {}), (2, TP2), (4, {"pipeline_model_parallel_size": 4}), (4, {"expert_model_parallel_size": 4}), (2, INTERLEAVED)],
+    [
+        (1, {}),
+        (2, TP2),
+        (4, {"pipeline_model_parallel_size": 4}),
+        (4, {"expert_model_parallel_size": 4}),
+        (2, INTERLEAVED),
+    ],
     ids=["one-rank", "tensor", "pipeline-4", "expert-4", "interleaved"],
 )
 def test_a_checkpoint_loads_under_another_layout(

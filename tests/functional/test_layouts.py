@@ -84,13 +84,17 @@ def test_batched_p2p_between_four_interleaved_stages_agrees_with_one_rank(tmp_pa
     assert losses(record) == pytest.approx(losses(reference), abs=ULPS, rel=0)
 
 
-def test_a_wrong_layout_would_be_seen(reference: dict[int, float], same_weights: dict[str, Any], tmp_path: Path) -> None:
+def test_a_wrong_layout_would_be_seen(
+    reference: dict[int, float], same_weights: dict[str, Any], tmp_path: Path
+) -> None:
     """The comparison can fail: a learning rate off by a thousandth is beyond the tolerance."""
     other = losses(train(1, tmp_path, **same_weights, lr=5.005e-3))
     assert other != pytest.approx(reference, abs=ULPS, rel=0)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 65536}], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 65536}], ids=["fp32", "bf16", "fp16"]
+)
 @pytest.mark.parametrize("name", ["interleaved-expert-overlap", "pipeline-tensor-expert"])
 def test_the_same_seed_twice_is_the_same_run(name: str, precision: dict[str, Any], tmp_path: Path) -> None:
     nproc, layout = LAYOUTS[name]
@@ -126,7 +130,7 @@ def test_experts_of_different_ranks_start_different(tmp_path: Path) -> None:
 
 
 def test_replicated_weights_stay_equal_over_tensor_parallel_ranks_under_dropout(tmp_path: Path) -> None:
-    """Without sequence parallelism tensor-parallel ranks must drop the same hidden values, though one reads the data."""
+    """Without sequence parallelism tensor-parallel ranks drop the same hidden values, though only one reads data."""
     from tests.functional.bodies import replicated_weights
     from tests.harness import run_ranks
     from tests.training import SCRIPT, flags

@@ -26,7 +26,10 @@ def _signatures() -> dict[str, str]:
     found = {}
     for point in points():
         function = _original(getattr(_resolve(point.modules[0]), point.name))
-        names = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in inspect.signature(function).parameters.values()]
+        names = [
+            str(parameter.replace(annotation=inspect.Parameter.empty))
+            for parameter in inspect.signature(function).parameters.values()
+        ]
         found[f"{point.modules[0]}.{point.name}"] = ", ".join(names)
     return found
 

@@ -44,7 +44,9 @@ def test_ranks_meet_and_return() -> None:
 
 def test_the_failing_rank_is_named_with_its_traceback_and_its_peers_do_not_hang() -> None:
     started = time.monotonic()
-    with pytest.raises(ProcessGroupError, match=r"(?s)rank 1 ended with 1:.*ValueError: this rank is broken.*about to fail"):
+    with pytest.raises(
+        ProcessGroupError, match=r"(?s)rank 1 ended with 1:.*ValueError: this rank is broken.*about to fail"
+    ):
         run_ranks(_fail_on_rank_one, 2)
     assert time.monotonic() - started < 30
 

@@ -43,7 +43,7 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "experts by EP": (4, {"expert_model_parallel_size": 4, "num_experts": 6}, r"--num-experts 6: .*--expert-model-parallel-size 4; use 4 or 8"),
     "EP without experts": (2, {"expert_model_parallel_size": 2, "num_experts": False, "moe_router_topk": False}, "--expert-model-parallel-size 2: the model has no experts"),
     "world by EP": (3, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: world size 3"),
-    "topk": (1, {"moe_router_topk": 5}, "--moe-router-topk 5: more than --num-experts 4; lower it to 4"),
+    "topk": (1, {"moe_router_topk": 5}, "--moe-router-topk 5: more than --num-experts 4; use 4"),
     "layers by PP": (3, {"pipeline_model_parallel_size": 3}, "--num-layers 4: not a multiple of --pipeline-model-parallel-size 3; use 3 or 6"),
     "layers by VPP": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3}, "--num-virtual-stages-per-pipeline-rank 3: does not divide the 2 layers"),
     "layers by chunk": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4}, "--num-layers-per-virtual-pipeline-stage 4: does not divide"),
@@ -104,7 +104,9 @@ def test_flags_that_do_not_parse_are_named(words: list[str], message: str, parse
         parse(1, *words)
 
 
-def test_help_of_the_whole_parser_still_works(parse: Callable[..., Namespace], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_the_whole_parser_still_works(
+    parse: Callable[..., Namespace], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as caught:
         parse(1, "--help")
     assert caught.value.code == 0

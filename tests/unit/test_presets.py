@@ -37,7 +37,10 @@ def _parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
     from megatron.training import arguments
 
     monkeypatch.setenv("WORLD_SIZE", str(TABLE_2[path.stem][0]))
-    monkeypatch.setattr("sys.argv", ["script", *config_file.expand(["--config", str(path)]), "--mock-data", "--tokenizer-type", "NullTokenizer"])
+    monkeypatch.setattr(
+        "sys.argv",
+        ["script", *config_file.expand(["--config", str(path)]), "--mock-data", "--tokenizer-type", "NullTokenizer"],
+    )
     args = arguments.parse_args()
     arguments.validate_args(args, {})
     return args
@@ -46,9 +49,11 @@ def _parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
 def _parameters(args: Namespace, experts: int) -> float:
     """Matrices of a GPT-MoE with ``experts`` experts a layer; norms and routers are left out."""
     matrices = 3 if args.swiglu else 2
-    pattern = args.moe_layer_freq if isinstance(args.moe_layer_freq, list) else [
-        int(layer % args.moe_layer_freq == 0) for layer in range(args.num_layers)
-    ]
+    pattern = (
+        args.moe_layer_freq
+        if isinstance(args.moe_layer_freq, list)
+        else [int(layer % args.moe_layer_freq == 0) for layer in range(args.num_layers)]
+    )
     expert = matrices * args.hidden_size * args.moe_ffn_hidden_size
     shared = matrices * args.hidden_size * (args.moe_shared_expert_intermediate_size or 0)
     dense = matrices * args.hidden_size * args.ffn_hidden_size

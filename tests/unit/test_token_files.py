@@ -21,9 +21,7 @@ def documents(prefix: Path) -> list[list[int]]:
 
     data = IndexedDataset(str(prefix))
     starts = data.document_indices
-    return [
-        np.concatenate([data[i] for i in range(starts[d], starts[d + 1])]).tolist() for d in range(len(starts) - 1)
-    ]
+    return [np.concatenate([data[i] for i in range(starts[d], starts[d + 1])]).tolist() for d in range(len(starts) - 1)]
 
 
 def test_bytes_come_back(tmp_path: Path) -> None:
@@ -89,7 +87,9 @@ def hugging_face_tokenizer(tmp_path: Path) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
     tokenizer.train_from_iterator(["the model trains and the rank dies"] * 20, trainer)
     folder = tmp_path / "tokenizer"
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)

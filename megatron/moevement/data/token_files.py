@@ -44,7 +44,9 @@ class ByteTokenizer:
 
     vocab_size = BYTE_VOCAB_SIZE
     end_of_document = END_OF_DOCUMENT
-    train_flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_VOCAB_SIZE)]
+
+    def __init__(self) -> None:
+        self.train_flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_VOCAB_SIZE)]
 
     def encode(self, text: bytes) -> np.ndarray:
         """The bytes themselves."""

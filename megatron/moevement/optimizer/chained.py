@@ -1,8 +1,9 @@
 """Optimizer state between runs with and without expert parallelism.
 
-With expert parallelism Megatron chains two optimizers, dense and expert, and a checkpoint keeps the common part (options
-of the parameter groups, loss scaler) of each under its number; without it there is one optimizer and no number. The
-tensors themselves carry the parameters' names and fit either way. So only the common part has to be put in its place.
+With expert parallelism Megatron chains two optimizers, dense and expert, and a checkpoint keeps the common part
+(options of the parameter groups, loss scaler) of each under its number; without it there is one optimizer and no
+number. The tensors themselves carry the parameters' names and fit either way. So only the common part has to be put in
+its place.
 """
 
 from __future__ import annotations

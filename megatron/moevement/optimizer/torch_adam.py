@@ -41,11 +41,12 @@ def with_step_of_empty_shard(original: Callable[..., Any]) -> Callable[..., Any]
         make_adam_state(self.optimizer)
         if not isinstance(self.optimizer, torch.optim.Adam) or self.optimizer.state:
             return original(self)
-        self.optimizer.state[_NO_SHARD] = {"step": torch.tensor(0.0)}
+        state: dict[Any, Any] = self.optimizer.state
+        state[_NO_SHARD] = {"step": torch.tensor(0.0)}
         try:
             return original(self)
         finally:
-            del self.optimizer.state[_NO_SHARD]
+            del state[_NO_SHARD]
 
     return state_dict
 

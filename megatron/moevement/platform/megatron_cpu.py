@@ -71,7 +71,7 @@ def _eager_jit_fuser() -> Iterator[None]:
     def eager(function: Any = None, **kwargs: Any) -> Any:
         return function if function is not None else lambda decorated: decorated
 
-    torch.compile = eager
+    torch.compile = eager  # type: ignore[assignment]
     try:
         yield
     finally:

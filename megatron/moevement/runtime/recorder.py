@@ -119,7 +119,9 @@ def record_evaluated(original: Callable[..., Any]) -> Callable[..., Any]:
         job, losses = current_job(), result[0]
         if losses and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             job.held_out[job.evaluated_set] = _number(losses["lm loss"]) if "lm loss" in losses else None
-            job.event("evaluation", set=job.evaluated_set, iteration=job.iteration, loss=job.held_out[job.evaluated_set])
+            job.event(
+                "evaluation", set=job.evaluated_set, iteration=job.iteration, loss=job.held_out[job.evaluated_set]
+            )
         return result
 
     return evaluate

@@ -1,0 +1,149 @@
+"""Startup to first iteration, iteration time and memory of the laptop preset; writes benchmarks/laptop.md.
+
+    make bench
+
+Repeats the demo's run a few times, forked and fresh ranks interleaved, because a laptop's clock is not steady.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+MODES = {"forked": [], "fresh": ["--fresh-interpreters"]}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run."""
+
+    first_iteration_s: float
+    """From the command to the end of iteration 1."""
+    iteration_s: float
+    """Median over all iterations but the first five."""
+    tokens_per_s: float
+    peak_gib: float
+    """Largest sum of the proportional set sizes of all processes."""
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--iterations", type=int, default=40)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "laptop.md")
+    arguments = parser.parse_args()
+    measured: dict[str, list[Measured]] = {mode: [] for mode in MODES}
+    for repeat in range(arguments.repeats):
+        for mode, options in MODES.items():
+            measured[mode].append(measure(options, arguments.iterations))
+            print(f"{repeat + 1}/{arguments.repeats} {mode}: {measured[mode][-1]}", flush=True)
+    arguments.output.write_text(report(measured, arguments.repeats, arguments.iterations), encoding="utf-8")
+    print(f"written: {arguments.output}")
+
+
+def measure(options: list[str], iterations: int) -> Measured:
+    """Train ``iterations`` iterations of the laptop preset on four ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        command = [
+            sys.executable, "-m", "moevement_core.cli.main", "launch", "--nproc", "4", *options,
+            "examples/pretrain_moe/pretrain_gpt.py", "--config", "examples/pretrain_moe/configs/laptop.yaml",
+            "--train-iters", str(iterations), "--eval-iters", "0", "--run-dir", str(run_dir),
+        ]  # fmt: skip
+        started_s = time.time()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        peak = _PeakMemory(process.pid)
+        if process.wait() != 0:
+            raise RuntimeError(f"the run failed with {process.returncode}; run it by hand: {' '.join(command)}")
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        steady = lines[5:]
+        return Measured(
+            first_iteration_s=lines[0]["time"] - started_s,
+            iteration_s=statistics.median(line["iteration_s"] for line in steady),
+            tokens_per_s=statistics.median(line["tokens_per_s"] for line in steady),
+            peak_gib=peak.stop() / 2**30,
+        )
+
+
+class _PeakMemory:
+    """Samples the proportional set size of a process tree: a page that forked ranks share counts once."""
+
+    def __init__(self, pid: int) -> None:
+        self._peak = 0
+        self._done = threading.Event()
+        self._process = psutil.Process(pid)
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.5):
+            total = 0
+            try:
+                for process in [self._process, *self._process.children(recursive=True)]:
+                    total += process.memory_full_info().pss
+            except psutil.Error:
+                continue
+            self._peak = max(self._peak, total)
+
+    def stop(self) -> int:
+        """Bytes."""
+        self._done.set()
+        self._thread.join()
+        return self._peak
+
+
+def report(measured: dict[str, list[Measured]], repeats: int, iterations: int) -> str:
+    """The table, with all that is needed to make it again."""
+
+    def median(mode: str, name: str) -> float:
+        return statistics.median(getattr(one, name) for one in measured[mode])
+
+    def spread(mode: str, name: str) -> str:
+        values = [getattr(one, name) for one in measured[mode]]
+        return f"{median(mode, name):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+    rows = [
+        ("command to end of iteration 1 (s)", "first_iteration_s"),
+        ("iteration (s)", "iteration_s"),
+        ("tokens/s", "tokens_per_s"),
+        ("peak memory of all processes (GiB)", "peak_gib"),
+    ]
+    table = "\n".join(f"| {label} | {spread('forked', name)} | {spread('fresh', name)} |" for label, name in rows)
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
+    return (
+        "# The laptop preset\n\n"
+        "`make bench` (`benchmarks/laptop.py`) trains `examples/pretrain_moe/configs/laptop.yaml` on four ranks "
+        f"(pipeline 2 x expert/data 2), {iterations} iterations, {repeats} times each way, interleaved.\n"
+        "Median and range. "
+        "Forked ranks come from one process that has imported Megatron; fresh ones import it each.\n\n"
+        f"| | forked (default) | fresh interpreters |\n|---|---|---|\n{table}\n\n"
+        f"{datetime.now(UTC):%Y-%m-%d}, {_processor()}, {os.cpu_count()} cores, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, Python {platform.python_version()}, {packages}, gloo.\n"
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()
