@@ -27,6 +27,9 @@ import yaml
 
 from moevement_core.errors import RunRecordError
 
+_TAIL_BYTES = 16 << 10
+"""More than a line of metrics ever has."""
+
 
 class RunRecord:
     """One run directory. Each file has one writer at a time; readers may come at any moment."""
@@ -72,6 +75,19 @@ class RunRecord:
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, in the order written."""
         return list(_read_lines(self.metrics_path))
+
+    def newest_metric(self) -> dict[str, Any] | None:
+        """The last whole line of ``metrics.jsonl``, read without the lines before it; None if there is none."""
+        if not self.metrics_path.exists():
+            return None
+        with self.metrics_path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        try:
+            return dict(json.loads(whole[-1])) if whole else None
+        except ValueError:
+            return None
 
     def events(self) -> list[dict[str, Any]]:
         """The lines of ``events.jsonl``, in the order written."""

@@ -58,6 +58,15 @@ def points() -> tuple[Point, ...]:
         Point(
             (arguments_,), "validate_args", preflight.validate_args_after_preflight, "one-line errors, from one rank"
         ),
+        *(
+            Point(
+                ("megatron.training.argument_utils",),
+                name,
+                preflight.one_line_errors,
+                "what configuration objects refuse, every rank prints as a traceback",
+            )
+            for name in ("gpt_config_from_args", "pretrain_cfg_container_from_args")
+        ),
         Point(
             ("megatron.core.transformer.torch_norm:WrappedTorchNorm",),
             "__new__",

@@ -22,7 +22,7 @@ from typing import Any
 from megatron.moevement import config_file
 from megatron.moevement.runtime.store import STORE_ENV
 from moevement_core.cli.exit_codes import USAGE_ERROR
-from moevement_core.cli.progress import Progress
+from moevement_core.cli.progress import OURS, Progress
 from moevement_core.errors import ConfigError
 
 POLL_S = 0.2
@@ -91,7 +91,8 @@ def launch_on_this_host(launch: Launch) -> int:
         # After the ranks are forked, so that none of them inherits the store's thread.
         store = _store(listener, launch.nproc)
         try:
-            with Progress(run_dir if logs is not None else None, train_iters_of(launch.argv)) as progress:
+            followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
+            with Progress(*followed) as progress:
                 result = ranks.wait(POLL_S)
                 while result is None:
                     progress.update()
@@ -213,7 +214,7 @@ def _exit_codes(ranks: Any) -> dict[int, int | None]:
 
 def _lines_of_ours(logs: Path) -> list[str]:
     lines = (logs / "rank_0.err").read_text(errors="replace").splitlines(keepends=True)
-    return [line for line in lines if line.startswith("moevement: ")]
+    return [line for line in lines if line.startswith(OURS)]
 
 
 def _tail(path: Path, count: int) -> str:

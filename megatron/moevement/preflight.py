@@ -41,6 +41,19 @@ def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[...,
     return validate_args
 
 
+def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes Megatron's configuration objects from flags, whose refusals become one line."""
+
+    @functools.wraps(original)
+    def from_args(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except (AssertionError, ValueError, NotImplementedError) as error:
+            raise ConfigError(_one_line(error)) from error
+
+    return from_args
+
+
 def check(args: Namespace) -> None:
     """Raise the first complaint about ``args`` as a :class:`ConfigError`."""
     for one in CHECKS:
@@ -138,6 +151,16 @@ def experts(args: Namespace) -> Iterator[str]:
         yield (
             "--num-experts with biases in linear layers: Megatron's local experts add them in place into a view, "
             "which torch refuses in backward; add --disable-bias-linear"
+        )
+
+
+def initialization(args: Namespace) -> Iterator[str]:
+    """Ways to make initial weights that are wrong without a word."""
+    if args.use_cpu_initialization and args.num_experts and args.expert_model_parallel_size > 1:
+        yield (
+            "--use-cpu-initialization with --expert-model-parallel-size "
+            f"{args.expert_model_parallel_size}: Megatron then gives every expert-parallel rank the same experts; "
+            "leave it out"
         )
 
 
@@ -328,5 +351,5 @@ def _multiples(value: int, of: int) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    positive_sizes, world_size, experts, layers, widths, lengths_and_batches, without_gpu, data, checkpoints,
+    positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, without_gpu, data, checkpoints,
 )  # fmt: skip

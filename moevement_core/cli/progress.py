@@ -15,13 +15,20 @@ from rich.progress import Progress as Bar
 from moevement_core.run_record import RunRecord
 
 PLAIN_EVERY_S = 10.0
+OURS = "moevement: "
+"""How every line begins that this project prints among Megatron's."""
 
 
 class Progress:
-    """Follows the metrics of ``run_dir``; shows nothing where there is none. Use as a context manager."""
+    """Follows the metrics of ``run_dir`` and our own lines in ``log``, rank 0's output; shows nothing without them.
 
-    def __init__(self, run_dir: Path | None, total: int | None) -> None:
+    Use as a context manager.
+    """
+
+    def __init__(self, run_dir: Path | None, total: int | None, log: Path | None = None) -> None:
         self._record = RunRecord(run_dir) if run_dir is not None else None
+        self._log = log
+        self._log_offset = 0
         self._total = total
         self._offset = 0
         self._last: dict[str, Any] = {}
@@ -52,6 +59,7 @@ class Progress:
 
     def update(self) -> None:
         """Read what is new and show it; called a few times a second."""
+        self._show_our_lines()
         if self._record is None or not (line := self._newest_line()):
             return
         self._last = line
@@ -60,6 +68,20 @@ class Progress:
             self._bar.update(self._task, description="training", completed=line["iteration"], numbers=numbers)
         elif time.monotonic() >= self._plain_due_s:
             self._print_plain()
+
+    def _show_our_lines(self) -> None:
+        """What rank 0 has to say to the user: defaults that were filled in, a checkpoint that was not saved."""
+        if self._log is None or not self._log.exists() or self._log.stat().st_size <= self._log_offset:
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._log_offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._log_offset += len(line)
+                text = line.decode(errors="replace").rstrip()
+                if text.startswith(OURS):
+                    self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _print_plain(self) -> None:
         line = self._printed = self._last
@@ -81,8 +103,7 @@ class Progress:
         if not path.exists() or path.stat().st_size == self._offset or path.stat().st_mtime < self._started_s:
             return None
         self._offset = path.stat().st_size
-        lines = self._record.metrics()
-        return lines[-1] if lines else None
+        return self._record.newest_metric()
 
 
 def _has_loss(line: dict[str, Any]) -> bool:

@@ -37,6 +37,8 @@ def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
         code, out, err = finished(launch(*words))
         assert (code, err) == (0, "")
         assert "iteration 4/4, loss " in out
+        assert "moevement: no GPU: running on the CPU with --distributed-backend gloo" in out
+        assert "moevement: no --data-path: training on the embedded corpus" in out
         assert (tmp_path / name / "logs" / "rank_1.out").read_text()
         ranks = json.loads((tmp_path / name / "ranks.json").read_text())
         assert [rank["rank"] for rank in ranks] == [0, 1]
@@ -57,6 +59,14 @@ def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
         "parallel size that divides 6\n"
     )
     assert time.monotonic() - started < 60
+
+
+def test_what_megatrons_own_configuration_refuses_is_one_line_too(tmp_path: Path) -> None:
+    words = flags(moe_router_enable_expert_bias=True, moe_router_score_function="softmax", recompute_granularity="full")
+    code, _, err = finished(launch("--nproc", "1", str(SCRIPT), *words, "--run-dir", str(tmp_path / "run")))
+    assert code == 2
+    assert err.startswith("moevement: Megatron refuses these flags: ")
+    assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "flex": (1, {"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: needs a GPU"),
     "expert TP on gloo": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2: gloo cannot gather"),
     "expert biases": (1, {"disable_bias_linear": False}, "add --disable-bias-linear"),
+    "CPU initialization": (2, {"expert_model_parallel_size": 2, "use_cpu_initialization": True}, "--use-cpu-initialization with --expert-model-parallel-size 2: .*same experts"),
     "negative": (1, {"num_layers": -4}, "--num-layers -4: needs a positive number"),
     "zero seed": (1, {"seed": 0}, "--seed 0: needs a positive number"),
     "no length": (1, {"train_iters": False}, "--train-iters: missing"),

@@ -42,6 +42,17 @@ def test_a_torn_last_line_is_skipped_and_a_torn_middle_is_an_error(tmp_path: Pat
         run.metrics()
 
 
+def test_the_newest_line_is_found_without_reading_the_others(tmp_path: Path) -> None:
+    run = RunRecord(tmp_path)
+    assert run.newest_metric() is None
+    record(tmp_path, {iteration: 1.0 for iteration in range(1, 1001)})
+    with run.metrics_path.open("a") as file:
+        file.write('{"iteration": 1001, "lo')
+    newest = run.newest_metric()
+    assert newest is not None
+    assert newest["iteration"] == 1000
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "no such run directory"), ("{", "not JSON"), ("{}", "holds no state_digest")],

@@ -42,6 +42,7 @@ def corpus_prefix() -> Path:
         with open(prefix.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not prefix.with_suffix(".idx").exists():
+                print("moevement: building the embedded corpus, once", flush=True)
                 build_token_files(stdlib_sources(), prefix, ByteTokenizer())
     return prefix
 
