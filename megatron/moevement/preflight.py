@@ -351,5 +351,6 @@ def _multiples(value: int, of: int) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, without_gpu, data, checkpoints,
+    positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, without_gpu, data,
+    checkpoints,
 )  # fmt: skip
