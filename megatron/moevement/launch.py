@@ -74,7 +74,8 @@ def launch_on_this_host(launch: Launch) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException, start_processes
 
     # It logs a traceback of its own internals for every rank that fails; the verdict below says what a user needs.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
     environments = _environments(launch, listener.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="moevement-") as errors:
@@ -114,7 +115,7 @@ def _entry(launch: Launch) -> tuple[Any, tuple[Any, ...], str]:
     if launch.fresh_interpreters or not platform.is_cpu():
         return sys.executable, ("-m", worker.__name__, *launch.argv), "spawn"
     preload()
-    return worker.run_rank, (launch.argv,), "fork"
+    return worker.run_forked_rank, (launch.argv,), "fork"
 
 
 def preload() -> None:

@@ -264,6 +264,19 @@ def lengths_and_batches(args: Namespace) -> Iterator[str]:
         )
 
 
+def learning_rate(args: Namespace) -> Iterator[str]:
+    """Warmup ends before the decay does."""
+    if args.lr is None and not args.skip_train and not args.use_checkpoint_args:
+        yield "--lr: missing; Megatron has no default learning rate"
+    for unit, length in (("iters", args.train_iters), ("samples", args.train_samples)):
+        warmup = getattr(args, f"lr_warmup_{unit}") or 0
+        decay = getattr(args, f"lr_decay_{unit}")
+        end = decay if decay is not None else length
+        if warmup and end is not None and warmup >= end:
+            flag = f"--lr-decay-{unit}" if decay is not None else f"--train-{unit}"
+            yield f"--lr-warmup-{unit} {warmup}: not below {flag} {end}; warm up for less, or train longer"
+
+
 def data(args: Namespace) -> Iterator[str]:
     """Every named token file is there."""
     from megatron.core.datasets.utils import get_blend_from_list
@@ -351,6 +364,6 @@ def _multiples(value: int, of: int) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, without_gpu, data,
-    checkpoints,
+    positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, learning_rate,
+    without_gpu, data, checkpoints,
 )  # fmt: skip

@@ -8,7 +8,9 @@ room before anything else, and then the script's own definitions.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Mapping
 from types import CodeType, ModuleType
 
@@ -40,6 +42,19 @@ def run_rank(argv: list[str], environment: Mapping[str, str] | None = None) -> N
     except SystemExit as exit_:
         if exit_.code not in (0, None):
             raise
+
+
+def run_forked_rank(argv: list[str]) -> None:
+    """:func:`run_rank` in a process that was forked; its traceback goes where its other output goes."""
+    # The launcher turns signals into exceptions; a rank that is ended must simply end.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run_rank(argv)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
 
 
 def _set_threads() -> None:

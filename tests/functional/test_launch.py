@@ -99,6 +99,20 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "summary.json").exists()
 
 
+@pytest.mark.parametrize("options", [[], ["--fresh-interpreters"]], ids=["forked", "fresh"])
+def test_a_rank_that_fails_shows_its_traceback(options: list[str], tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\nif os.environ['RANK'] == '1':\n    raise KeyError('this one')\nimport time; time.sleep(60)\n"
+    )
+    started = time.monotonic()
+    code, _, err = finished(launch("--nproc", "2", *options, str(script), "--run-dir", str(tmp_path / "run")))
+    assert code == 1
+    assert "KeyError: 'this one'" in err
+    assert "rank 1 (pid " in err
+    assert time.monotonic() - started < 50
+
+
 def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
     words = flags(pipeline_model_parallel_size=2, train_iters=100000)
     process = launch("--nproc", "2", str(SCRIPT), *words, "--run-dir", str(tmp_path))
