@@ -19,7 +19,6 @@ setup(
     description="Native fault tolerance for training Mixture-of-Experts models with Megatron-Core",
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
-    license="Apache-2.0",
     python_requires=">=3.12",
     packages=find_namespace_packages(include=["megatron.moevement*", "moevement_core*"]),
     install_requires=[

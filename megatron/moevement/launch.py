@@ -162,7 +162,10 @@ def _logs_specs(nproc: int, errors: Path, logs: Path | None) -> Any:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
     if logs is not None:
-        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--run-dir {logs.parent}: {error.strerror}; give a folder that can be made") from None
 
     class RankFiles(LogsSpecs):
         """``rank_N.out`` and ``rank_N.err`` for each rank, or nothing redirected."""

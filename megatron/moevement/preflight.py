@@ -301,6 +301,15 @@ def data(args: Namespace) -> Iterator[str]:
             yield f"--{flag.replace('_', '-')} {path}: no such file"
 
 
+def run_directory(args: Namespace) -> Iterator[str]:
+    """The run directory can be made."""
+    if args.run_dir:
+        try:
+            Path(args.run_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            yield f"--run-dir {args.run_dir}: {error.strerror}; give a folder that can be made"
+
+
 def checkpoints(args: Namespace) -> Iterator[str]:
     """A dense checkpoint that is to be loaded is whole; a folder to save to can be made."""
     from megatron.moevement.runtime import dense_checkpoint
@@ -365,5 +374,5 @@ def _multiples(value: int, of: int) -> str:
 
 CHECKS: tuple[Check, ...] = (
     positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, learning_rate,
-    without_gpu, data, checkpoints,
+    without_gpu, data, run_directory, checkpoints,
 )  # fmt: skip

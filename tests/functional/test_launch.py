@@ -76,6 +76,7 @@ def test_what_megatrons_own_configuration_refuses_is_one_line_too(tmp_path: Path
         (["--nproc", "0", str(SCRIPT)], "--nproc 0: needs 1 or more"),
         ([str(SCRIPT)], "no --nproc and not started by srun"),
         (["--nproc", "1", str(SCRIPT), "--config", "none.yaml"], "--config none.yaml: cannot be read"),
+        (["--nproc", "1", str(SCRIPT), "--run-dir", __file__], f"--run-dir {__file__}: Not a directory"),
     ],
 )
 def test_what_cannot_be_launched_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
