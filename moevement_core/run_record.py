@@ -74,7 +74,10 @@ class RunRecord:
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, in the order written."""
-        return list(_read_lines(self.metrics_path))
+        lines = list(_read_lines(self.metrics_path))
+        if any("iteration" not in line for line in lines):
+            raise RunRecordError(f"{self.metrics_path}: a line has no iteration; it was not written by this version")
+        return lines
 
     def newest_metric(self) -> dict[str, Any] | None:
         """The last whole line of ``metrics.jsonl``, read without the lines before it; None if there is none."""
@@ -101,7 +104,7 @@ class RunRecord:
         """
         try:
             summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        except OSError:
             if not self.folder.is_dir():
                 raise RunRecordError(f"{self.folder}: no such run directory") from None
             raise RunRecordError(
@@ -110,7 +113,8 @@ class RunRecord:
             ) from None
         except ValueError as error:
             raise RunRecordError(f"{self.summary_path}: not JSON ({error}); the run must be done again") from None
-        if not isinstance(summary, dict) or "state_digest" not in summary:
+        digest = summary.get("state_digest") if isinstance(summary, dict) else None
+        if not isinstance(digest, dict) or not {"all", "parts", "ranks"} <= digest.keys():
             raise RunRecordError(f"{self.summary_path}: holds no state_digest; it was not written by this version")
         return summary
 
@@ -137,7 +141,12 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
         lines = file.readlines()
     for number, line in enumerate(lines, start=1):
         try:
-            yield json.loads(line)
+            fields = json.loads(line)
+            if not isinstance(fields, dict):
+                raise ValueError(line)
+            yield fields
         except ValueError:
             if number < len(lines):
-                raise RunRecordError(f"{path}, line {number}: not JSON; the file was damaged after writing") from None
+                raise RunRecordError(
+                    f"{path}, line {number}: no JSON object; the file was damaged after writing"
+                ) from None

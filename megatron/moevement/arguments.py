@@ -141,6 +141,11 @@ def _fill_data(args: argparse.Namespace) -> None:
             f"--tokenizer-type {args.tokenizer_type} without --data-path: the embedded corpus is bytes; "
             "give --data-path (moevement data build makes one) or leave the tokenizer out"
         )
+    if args.vocab_size not in (None, embedded.VOCAB_SIZE):
+        raise ConfigError(
+            f"--vocab-size {args.vocab_size} without --data-path: the embedded corpus has {embedded.VOCAB_SIZE}; "
+            "leave the flag out or give --data-path"
+        )
     corpus = embedded.corpus_prefix()
     args.data_path = [str(corpus)]
     args.tokenizer_type = "NullTokenizer"
@@ -158,4 +163,6 @@ def describe_filled_in(args: argparse.Namespace) -> list[str]:
         lines.append("no GPU: running on the CPU with " + " ".join(filled))
     if args.data_path and Path(args.data_path[-1]) == embedded.corpus_path():
         lines.append("no --data-path: training on the embedded corpus, the text of Python's standard library")
+    if args.load and args.ckpt_step is None and not (Path(args.load) / "latest_checkpointed_iteration.txt").exists():
+        lines.append(f"no checkpoint in --load {args.load}: starting from fresh weights")
     return lines

@@ -66,7 +66,10 @@ def environment_of(argv: list[str]) -> dict[str, str]:
             path = Path(word.split("=", 1)[1])
         else:
             continue
-        variables |= {str(key): str(value) for key, value in (_load(path).get("ENV_VARS") or {}).items()}
+        found = _load(path).get("ENV_VARS") or {}
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path}: ENV_VARS is {type(found).__name__}; needs a mapping of names to values")
+        variables |= {str(key): str(value) for key, value in found.items()}
     return variables
 
 

@@ -7,17 +7,22 @@ each rank is a fresh interpreter.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megatron.moevement import config_file
 from megatron.moevement.runtime.store import STORE_ENV
@@ -26,6 +31,7 @@ from moevement_core.cli.progress import OURS, Progress
 from moevement_core.errors import ConfigError
 
 POLL_S = 0.2
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -78,17 +84,23 @@ def launch_on_this_host(launch: Launch) -> int:
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
     environments = _environments(launch, listener.getsockname()[1])
-    with tempfile.TemporaryDirectory(prefix="moevement-") as errors:
+    with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, _nothing_left_behind():
+        # A path of a Unix socket, which multiprocessing puts there, has 107 bytes and takes some thirty for itself.
+        if len(scratch) < 72:
+            for environment in environments.values():
+                environment["TMPDIR"] = scratch
         logs = None if launch.show_logs or run_dir is None else run_dir / "logs"
         entry, arguments, method = _entry(launch)
-        ranks = start_processes(
-            name="rank",
-            entrypoint=entry,
-            args=dict.fromkeys(range(launch.nproc), arguments),
-            envs=environments,
-            logs_specs=_logs_specs(launch.nproc, Path(errors), logs),
-            start_method=method,
-        )
+        specs = _logs_specs(launch.nproc, Path(scratch), logs)
+        with _temporary_files_in(scratch):
+            ranks = start_processes(
+                name="rank",
+                entrypoint=entry,
+                args=dict.fromkeys(range(launch.nproc), arguments),
+                envs=environments,
+                logs_specs=specs,
+                start_method=method,
+            )
         # After the ranks are forked, so that none of them inherits the store's thread.
         store = _store(listener, launch.nproc)
         try:
@@ -100,13 +112,43 @@ def launch_on_this_host(launch: Launch) -> int:
                     result = ranks.wait(POLL_S)
                 progress.update()
         except (SignalException, KeyboardInterrupt) as interrupt:
-            ranks.close(timeout=10)
-            print(f"moevement: stopped by {getattr(interrupt, 'sigval', 'Ctrl-C')}", file=sys.stderr)
-            return 130
+            number = getattr(interrupt, "sigval", signal.SIGINT)
+            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+            print(f"moevement: stopped by {name}", file=sys.stderr, flush=True)
+            return 128 + int(number)
         finally:
-            ranks.close()
+            ranks.close(timeout=10)
             del store
         return _verdict(ranks, result, logs)
+
+
+@contextmanager
+def _nothing_left_behind() -> Iterator[None]:
+    """End every process that descends from those started in a ``with`` block, however it was orphaned.
+
+    A rank that is killed leaves its checkpoint writers and data workers to the nearest subreaper: this process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    launcher = psutil.Process()
+    before = set(launcher.children(recursive=True))
+    try:
+        yield
+    finally:
+        left = [process for process in launcher.children(recursive=True) if process not in before]
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=5)
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """Torch keeps a file for the traceback of each forked rank and forgets it; make it where it is cleaned up."""
+    before, tempfile.tempdir = tempfile.tempdir, folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _entry(launch: Launch) -> tuple[Any, tuple[Any, ...], str]:

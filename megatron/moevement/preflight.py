@@ -77,6 +77,7 @@ def positive_sizes(args: Namespace) -> Iterator[str]:
         "--num-attention-heads": args.num_attention_heads,
         "--seq-length": args.seq_length,
         "--micro-batch-size": args.micro_batch_size,
+        "--log-interval": args.log_interval,
     }
     if not getattr(args, "hybrid_layer_pattern", None) and not args.use_checkpoint_args:
         required["--num-layers"] = args.num_layers
@@ -293,12 +294,44 @@ def data(args: Namespace) -> Iterator[str]:
                     f"--{flag.replace('_', '-')} {prefix}: no {prefix}{missing[0]}{hint}; "
                     "moevement data build makes both files from text"
                 )
+    if args.data_path and args.split is not None:
+        yield from _split(args)
     for flag in ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):
         path = getattr(args, flag, None) or ""
         # A tokenizer may also be named by its repository on a hub, which looks like owner/name.
         is_file = path and (flag != "tokenizer_model" or path.startswith(("/", ".")) or path.count("/") > 1)
         if is_file and not Path(path).exists():
             yield f"--{flag.replace('_', '-')} {path}: no such file"
+
+
+def _split(args: Namespace) -> Iterator[str]:
+    try:
+        shares = [float(share) for share in args.split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or min(shares) < 0 or sum(shares) <= 0:
+        yield f"--split {args.split}: needs the shares of training, validation and test data, as in 95,4,1"
+    elif not args.skip_train and shares[0] == 0:
+        yield f"--split {args.split}: no share for training; the first number must be positive"
+    elif args.eval_iters and shares[1] == 0:
+        yield f"--split {args.split}: no share for validation; make the second number positive, or give --eval-iters 0"
+
+
+def optimizer(args: Namespace) -> Iterator[str]:
+    """The optimizer is one that this layout and this machine have."""
+    if args.use_distributed_optimizer and args.optimizer == "sgd":
+        yield f"--optimizer {args.optimizer}: the distributed optimizer has only Adam; do without it"
+    emerging = args.optimizer not in ("adam", "sgd")
+    if emerging and importlib.util.find_spec("emerging_optimizers") is None:
+        yield f"--optimizer {args.optimizer}: needs the package emerging_optimizers; install it or use adam"
+    kinds = args.moe_router_load_balancing_type
+    coefficients = args.moe_aux_loss_coeff
+    if (
+        args.num_experts
+        and "sinkhorn" in kinds
+        and any(coefficients if isinstance(coefficients, list) else [coefficients])
+    ):
+        yield "--moe-router-load-balancing-type sinkhorn: takes no auxiliary loss; give --moe-aux-loss-coeff 0"
 
 
 def run_directory(args: Namespace) -> Iterator[str]:
@@ -374,5 +407,5 @@ def _multiples(value: int, of: int) -> str:
 
 CHECKS: tuple[Check, ...] = (
     positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, learning_rate,
-    without_gpu, data, run_directory, checkpoints,
+    without_gpu, optimizer, data, run_directory, checkpoints,
 )  # fmt: skip

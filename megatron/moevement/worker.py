@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping
 from types import CodeType, ModuleType
@@ -49,7 +50,9 @@ def run_forked_rank(argv: list[str]) -> None:
     # The launcher turns signals into exceptions; a rank that is ended must simply end.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ctrl-C reaches every process of the terminal; the launcher answers it for all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tempfile.tempdir = None  # TMPDIR is this rank's own now
     try:
         run_rank(argv)
     except Exception:

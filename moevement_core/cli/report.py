@@ -38,11 +38,11 @@ def _row(record: RunRecord) -> dict[str, Any]:
         raise RunRecordError(f"{record.folder}: no metrics; give the --run-dir of a run that has begun to train")
     summary = record.summary() if record.summary_path.exists() else {}
     # The first iteration warms caches and pools, so it says nothing of the others.
-    rates = [line["tokens_per_s"] for line in metrics[1:] or metrics if line["tokens_per_s"]]
+    rates = [line["tokens_per_s"] for line in metrics[1:] or metrics if line.get("tokens_per_s")]
     return {
         "run": str(record.folder),
         "iterations": metrics[-1]["iteration"],
-        "final_loss": metrics[-1]["loss"],
+        "final_loss": metrics[-1].get("loss"),
         "validation_loss": summary.get("validation_loss"),
         "test_loss": summary.get("test_loss"),
         "tokens_per_s": statistics.median(rates) if rates else 0.0,
@@ -66,11 +66,15 @@ def draw(records: list[RunRecord], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
     for axis, name, title in ((axes[0], "loss", "training loss"), (axes[1], "grad_norm", "gradient norm")):
         for record in records:
-            points = [(m["iteration"], m[name]) for m in record.metrics() if isinstance(m[name], float)]
-            axis.plot(*zip(*points, strict=True), linewidth=1, label=record.folder.name)
+            points = [(m["iteration"], m[name]) for m in record.metrics() if isinstance(m.get(name), float)]
+            axis.plot([x for x, _ in points], [y for _, y in points], linewidth=1, label=record.folder.name)
         axis.set(xlabel="iteration", title=title)
         axis.grid(alpha=0.3)
     axes[0].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: cannot be written: {' '.join(str(error).split())}") from None
+    finally:
+        plt.close(figure)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -114,15 +115,31 @@ def test_a_rank_that_fails_shows_its_traceback(options: list[str], tmp_path: Pat
     assert time.monotonic() - started < 50
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
-    words = flags(pipeline_model_parallel_size=2, train_iters=100000)
-    process = launch("--nproc", "2", str(SCRIPT), *words, "--run-dir", str(tmp_path))
+@pytest.mark.parametrize("hurt", ["rank", "launcher"])
+def test_nothing_is_left_of_a_job_with_checkpoint_writers(hurt: str, tmp_path: Path) -> None:
+    """Neither when a rank is killed, whose writers are then nobody's children, nor after Ctrl-C."""
+    words = flags(
+        pipeline_model_parallel_size=2, train_iters=100000, save=str(tmp_path / "c"), save_interval=1, async_save=True,
+        use_persistent_ckpt_worker=True, num_workers=1,
+    )  # fmt: skip
+    scratch = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))  # short: it holds the paths of Unix sockets
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    process = launch(
+        "--nproc", "2", str(SCRIPT), *words, "--run-dir", str(tmp_path), env=environment, start_new_session=True
+    )
     pids = _pids_when_training(process, tmp_path)
-    process.send_signal(signal.SIGINT)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) > 4
+    if hurt == "rank":
+        os.kill(pids[0], signal.SIGKILL)
+    else:
+        os.killpg(process.pid, signal.SIGINT)
     code, _, err = finished(process)
-    assert code == 130
-    assert "stopped by" in err
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert code == (1 if hurt == "rank" else 130)
+    assert ("was killed by signal 9" in err) if hurt == "rank" else (err == "moevement: stopped by Ctrl-C\n")
+    assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert list(scratch.iterdir()) == []
+    scratch.rmdir()
 
 
 def _pids_when_training(process: subprocess.Popen[str], run_dir: Path) -> list[int]:

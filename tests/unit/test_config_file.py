@@ -48,6 +48,9 @@ def test_a_file_that_cannot_be_flags_says_why(text: str | None, message: str, tm
         path.write_text(text)
     with pytest.raises(ConfigError, match=message):
         config_file.expand(["--config", str(path)])
+    (tmp_path / "env.yaml").write_text("ENV_VARS: [A]")
+    with pytest.raises(ConfigError, match="ENV_VARS is list"):
+        config_file.environment_of(["--config", str(tmp_path / "env.yaml")])
     with pytest.raises(ConfigError, match="needs the path"):
         config_file.expand(["--config"])
 

@@ -38,7 +38,7 @@ def test_a_torn_last_line_is_skipped_and_a_torn_middle_is_an_error(tmp_path: Pat
     assert [line["iteration"] for line in run.metrics()] == [1, 2]
     with run.metrics_path.open("a") as file:
         file.write('\n{"iteration": 4}\n')
-    with pytest.raises(RunRecordError, match=r"metrics\.jsonl, line 3: not JSON"):
+    with pytest.raises(RunRecordError, match=r"metrics\.jsonl, line 3: no JSON object"):
         run.metrics()
 
 
@@ -55,7 +55,12 @@ def test_the_newest_line_is_found_without_reading_the_others(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "no such run directory"), ("{", "not JSON"), ("{}", "holds no state_digest")],
+    [
+        (None, "no such run directory"),
+        ("{", "not JSON"),
+        ("{}", "holds no state_digest"),
+        ('{"state_digest": 1}', "holds no state_digest"),
+    ],
 )
 def test_a_summary_that_cannot_be_used_says_why(content: str | None, message: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -114,7 +114,10 @@ def build_token_files(
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    prefix.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"{prefix}: its folder cannot be made ({error.strerror}); give another place") from None
     partial = prefix.with_name(f".{prefix.name}.{os.getpid()}.partial")
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
     builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)

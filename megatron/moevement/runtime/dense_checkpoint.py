@@ -24,6 +24,9 @@ def complaints(folder: Path, step: int | None) -> Iterator[str]:
     A folder without a tracker file is no complaint: Megatron then starts from fresh weights, as at a first start.
     """
     tracker = folder / TRACKER
+    if folder.exists() and not folder.is_dir():
+        yield f"--load {folder}: a file; needs the folder of checkpoints that --save wrote"
+        return
     if step is None:
         if not tracker.exists():
             return
