@@ -53,7 +53,13 @@ TOLERANCE = {
 }
 
 
-@pytest.mark.parametrize("name", FEATURES)
+ONLY_IN_FULL = ("sequence-aux-loss", "capacity-with-padding", "per-token-loss", "router-in-fp32")
+"""Close relatives of others here; make test-full runs them too."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in ONLY_IN_FULL else []) for name in FEATURES]
+)
 def test_a_feature_agrees_with_one_rank(name: str, tmp_path: Path) -> None:
     feature = FEATURES[name]
     weights = start_from(tmp_path / "weights", **feature)
