@@ -384,7 +384,6 @@ def without_gpu(args: Namespace) -> Iterator[str]:
         "--moe-permute-fusion": args.moe_permute_fusion or None,
         "--moe-router-fusion": args.moe_router_fusion or None,
         "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm or None,
-        "--tp-comm-bootstrap-backend": None,
     }
     for flag, value in refused.items():
         if value is not None:
