@@ -102,7 +102,7 @@ def launch_on_this_host(launch: Launch) -> int:
                 start_method=method,
             )
         # After the ranks are forked, so that none of them inherits the store's thread.
-        store = _store(listener, launch.nproc)
+        store = _store(listener)
         try:
             followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
             with Progress(*followed) as progress:
@@ -190,7 +190,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _store(listener: socket.socket, nproc: int) -> Any:
+def _store(listener: socket.socket) -> Any:
     import torch
 
     port = listener.getsockname()[1]

@@ -12,14 +12,13 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
 from types import CodeType, ModuleType
 
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
 """Absolute path of the script that this process, and the processes it spawns, run."""
 
 
-def run_rank(argv: list[str], environment: Mapping[str, str] | None = None) -> None:
+def run_rank(argv: list[str]) -> None:
     """Run ``argv[0]`` with the rest as its arguments, as if ``python`` had started it, with the fork active.
 
     Returns when the script has come to its end, a planned ``sys.exit(0)`` included.
@@ -31,7 +30,6 @@ def run_rank(argv: list[str], environment: Mapping[str, str] | None = None) -> N
     from megatron.moevement.activate import activate
     from moevement_core.cli.exit_codes import exit_cleanly
 
-    os.environ.update(environment or {})
     script = os.path.abspath(argv[0])
     os.environ[SCRIPT_ENV] = script
     try:

@@ -87,7 +87,8 @@ def save_or_report(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         save = get_args().save
-        if problem := _from_rank_zero(lambda: _unwritable(Path(save))):
+        # Non-persistent checkpoints may have folders of their own and no --save.
+        if save and (problem := _from_rank_zero(lambda: _unwritable(Path(save)))):
             _report(iteration, problem)
             return None
         with _Reported(iteration) as outcome:
