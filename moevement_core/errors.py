@@ -13,6 +13,22 @@ class ConfigError(MoEvementError):
     """A flag, a configuration file or a combination of them cannot work; nothing was started."""
 
 
+class OperatorError(ConfigError):
+    """Operators that cannot be: a negative size, a name twice, a name that nobody has."""
+
+
+class PopularityError(ConfigError):
+    """Activation counts that cannot be: NaN, negative, missing or of an unknown operator."""
+
+
+class WindowError(ConfigError):
+    """No window follows from the numbers given: no bandwidth, no iteration time, no operator."""
+
+
+class ScheduleError(MoEvementError):
+    """A question that a schedule has no answer to: an iteration before it begins, snapshots that recover nothing."""
+
+
 class DataError(MoEvementError):
     """Text, token files or a tokenizer that cannot be read or do not fit together."""
 

@@ -1,0 +1,1 @@
+"""What a training job is, without running it: model, parallel layout, cluster."""

@@ -1,0 +1,226 @@
+"""Operators: the units of snapshotting (MoEvement section 3.2), and what each of them weighs.
+
+An operator is one expert of one layer, one gate, everything else of one layer (the non-expert), the embedding, or the
+head with the final norm. In a model without experts a whole layer is one (appendix E).
+
+Names say where an operator stands in the *model*, never on a rank, so that all ranks speak of the same thing:
+``layers.3.experts.17``, ``layers.3.gate``, ``layers.3.non_expert``, ``layers.3``, ``embedding``, ``head``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.errors import OperatorError
+
+Bytes = npt.NDArray[np.int64]
+
+
+class OperatorKind(StrEnum):
+    """What an operator is; experts are the ones whose popularity is counted."""
+
+    EXPERT = "expert"
+    GATE = "gate"
+    NON_EXPERT = "non_expert"
+    LAYER = "layer"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+
+
+class SizedTensor(Protocol):
+    """What is asked of a tensor to weigh it; ``torch.Tensor`` has it."""
+
+    def numel(self) -> int: ...  # noqa: D102
+
+    def element_size(self) -> int: ...  # noqa: D102
+
+
+def tensor_bytes(tensors: Iterable[SizedTensor]) -> int:
+    """Bytes of ``tensors`` as they are: their dtypes, their shards. Scales of FP8 weights are tensors of their own."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Bytes of one operator's state on one rank.
+
+    Raises:
+        OperatorError: a size is negative or no whole number, or the full state is smaller than the compute weights,
+            which are made from it.
+    """
+
+    compute: int
+    """What forward and backward read."""
+    master: int
+    """What the optimizer updates. In FP32 training these are the compute weights themselves, counted here too."""
+    optimizer: int
+    """Moments, and their scales and step counters."""
+
+    def __post_init__(self) -> None:
+        for name in ("compute", "master", "optimizer"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+                raise OperatorError(f"{name} state of {value!r} bytes; needs a whole number that is not negative")
+        if self.full < self.compute:
+            raise OperatorError(
+                f"full state of {self.full} bytes is smaller than the compute weights ({self.compute} bytes); compute "
+                "weights are made from full state, so count them as master weights where there is no optimizer state"
+            )
+
+    @property
+    def full(self) -> int:
+        """Master weights and optimizer state: what the slot of the operator saves."""
+        return self.master + self.optimizer
+
+    @classmethod
+    def of_tensors(
+        cls, compute: Iterable[SizedTensor], master: Iterable[SizedTensor], optimizer: Iterable[SizedTensor]
+    ) -> StateBytes:
+        """What live tensors weigh; an operator that is not trained has its compute weights as full state."""
+        compute_bytes, master_bytes, optimizer_bytes = (tensor_bytes(part) for part in (compute, master, optimizer))
+        return cls(compute_bytes, max(master_bytes, compute_bytes - optimizer_bytes), optimizer_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One unit of snapshotting."""
+
+    name: str
+    kind: OperatorKind
+    state: StateBytes
+
+    def __post_init__(self) -> None:
+        if not self.name or not isinstance(self.name, str):
+            raise OperatorError(f"an operator is named {self.name!r}; needs a string that is not empty")
+        if self.kind not in OperatorKind:
+            raise OperatorError(
+                f"operator {self.name} is of kind {self.kind!r}; needs one of {', '.join(OperatorKind)}"
+            )
+
+
+def expert_name(layer: int, expert: int) -> str:
+    """The operator of expert ``expert`` (its number in the model, not on its rank) of layer ``layer``, from 0."""
+    return f"layers.{layer}.experts.{expert}"
+
+
+def gate_name(layer: int) -> str:
+    """The operator of the router of layer ``layer``."""
+    return f"layers.{layer}.gate"
+
+
+def non_expert_name(layer: int) -> str:
+    """The operator of everything else in layer ``layer`` of a model with experts."""
+    return f"layers.{layer}.non_expert"
+
+
+def layer_name(layer: int) -> str:
+    """The operator of a whole layer, in a model without experts."""
+    return f"layers.{layer}"
+
+
+EMBEDDING = "embedding"
+HEAD = "head"
+
+
+class OperatorTable:
+    """The operators that are scheduled together, in an order of names that every rank agrees on.
+
+    A table has a row of bytes for each rank that takes part: with one row it is a rank by itself, with several a
+    pipeline stage, whose ranks must give an operator the same slot because they replay it together. A rank that holds
+    nothing of an operator has zeros there.
+
+    Numbers in names compare as numbers (``layers.2`` before ``layers.10``), so the place in the table is the tie
+    breaker of every order.
+
+    Args:
+        operators: in any order; with ``ranks`` left out they are one rank's.
+        ranks: for a stage, the operators of each of its ranks.
+
+    Raises:
+        OperatorError: no operators, a name twice on one rank, or one name with two kinds.
+    """
+
+    def __init__(
+        self, operators: Iterable[Operator] = (), *, ranks: Sequence[Iterable[Operator]] | None = None
+    ) -> None:
+        rows = [list(rank) for rank in ranks] if ranks is not None else [list(operators)]
+        kinds: dict[str, OperatorKind] = {}
+        for row in rows:
+            _refuse_duplicates(row)
+            for operator in row:
+                if kinds.setdefault(operator.name, operator.kind) != operator.kind:
+                    raise OperatorError(
+                        f"operator {operator.name} is {kinds[operator.name]} on one rank and {operator.kind} on "
+                        "another; an operator has one kind"
+                    )
+        if not kinds:
+            raise OperatorError("no operators; a schedule needs at least one")
+        self.names: tuple[str, ...] = tuple(sorted(kinds, key=_natural))
+        self.kinds: tuple[OperatorKind, ...] = tuple(kinds[name] for name in self.names)
+        self.full: Bytes = self._matrix(rows, "full")
+        """Bytes of full state, int64 ``[ranks, operators]``."""
+        self.compute: Bytes = self._matrix(rows, "compute")
+        """Bytes of compute weights, int64 ``[ranks, operators]``."""
+
+    def _matrix(self, rows: list[list[Operator]], part: str) -> Bytes:
+        matrix = np.zeros((len(rows), len(self.names)), dtype=np.int64)
+        for rank, row in enumerate(rows):
+            places = [self.index_of[operator.name] for operator in row]
+            matrix[rank, places] = [getattr(operator.state, part) for operator in row]
+        matrix.setflags(write=False)
+        return matrix
+
+    @cached_property
+    def index_of(self) -> Mapping[str, int]:
+        """Where an operator stands in :attr:`names`."""
+        return {name: index for index, name in enumerate(self.names)}
+
+    @cached_property
+    def is_expert(self) -> npt.NDArray[np.bool_]:
+        """Which operators are experts, bool ``[operators]``."""
+        return np.fromiter((kind is OperatorKind.EXPERT for kind in self.kinds), dtype=bool, count=len(self))
+
+    @cached_property
+    def layers(self) -> npt.NDArray[np.int64]:
+        """The layer that each operator stands in, -1 for those in none, int64 ``[operators]``."""
+        return np.fromiter((_layer_of(name) for name in self.names), dtype=np.int64, count=len(self))
+
+    @cached_property
+    def depth(self) -> npt.NDArray[np.int64]:
+        """How far from the input each operator stands: embedding, layers, head, int64 ``[operators]``."""
+        head = np.fromiter((kind is OperatorKind.HEAD for kind in self.kinds), dtype=bool, count=len(self))
+        return np.where(head, self.layers.max(initial=0) + 1, self.layers)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+
+def _layer_of(name: str) -> int:
+    """The layer number in an operator's name, -1 if there is none."""
+    found = re.match(r"layers\.(\d+)", name)
+    return int(found[1]) if found else -1
+
+
+def _natural(name: str) -> tuple[tuple[bool, int, str], ...]:
+    """A sort key under which numbers compare as numbers and any two names compare."""
+    parts = re.split(r"(\d+)", name)
+    return tuple((part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts)
+
+
+def _refuse_duplicates(operators: list[Operator]) -> None:
+    seen: set[str] = set()
+    for operator in operators:
+        if operator.name in seen:
+            raise OperatorError(f"operator {operator.name} is there twice; every operator needs a name of its own")
+        seen.add(operator.name)

@@ -1,0 +1,85 @@
+"""Which snapshots recover a state, told from what they hold (MoEvement section 3.3; figure 8).
+
+Consecutive snapshots ``SS_a ... SS_b`` are a recoverable run if every operator's full state is in one of them, and its
+compute weights are in each one before that. Then ``SS_a`` is loaded, iteration a+1 is replayed, ``SS_(a+1)`` is loaded,
+and so on: an operator is frozen until its full state has been loaded, active from then on, and with ``SS_b`` all are.
+Nothing is inferred from indices, so a run may reach across a reorder or a new window size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.errors import ScheduleError
+from moevement_core.policy.schedule import Contents, Saved
+
+
+@dataclass(frozen=True, eq=False)
+class RecoverableRun:
+    """Snapshots ``first`` to ``last``, which together hold a dense state."""
+
+    first: int
+    """a: where replay begins, from ``state@first``."""
+    full_at: npt.NDArray[np.int64]
+    """The snapshot that each operator's full state is loaded from, int64 ``[operators]``."""
+
+    @property
+    def last(self) -> int:
+        """b: the first iteration at which every operator is active, so the state is dense."""
+        return int(self.full_at.max())
+
+    def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
+        """Which operators are active while ``iteration`` is replayed, bool ``[operators]``; the others are frozen."""
+        return self.full_at < iteration
+
+    def loads(self, iteration: int) -> npt.NDArray[np.int8]:
+        """What is loaded of each operator from ``SS_iteration`` before the next one is replayed, int8 ``[operators]``.
+
+        Full state where it becomes active, compute weights while it is still frozen, nothing once it is active.
+        """
+        loads = np.full(len(self.full_at), Saved.NOTHING, dtype=np.int8)
+        loads[self.full_at > iteration] = Saved.COMPUTE
+        loads[self.full_at == iteration] = Saved.FULL
+        return loads
+
+
+def newest_recoverable_run(snapshots: Mapping[int, Contents], until: int | None = None) -> RecoverableRun | None:
+    """The recoverable run that begins last, hence replays least.
+
+    Args:
+        snapshots: what each available snapshot holds, by iteration. A snapshot that is torn, or gone, is not in it.
+        until: the iteration that is to be recovered; snapshots of later ones are not used.
+
+    Returns:
+        The run, or nothing if the snapshots recover no state.
+
+    Raises:
+        ScheduleError: snapshots of different numbers of operators.
+    """
+    usable = sorted((iteration for iteration in snapshots if until is None or iteration <= until), reverse=True)
+    if not usable:
+        return None
+    operators = len(snapshots[usable[0]])
+    full_at = np.full(operators, -1, dtype=np.int64)
+    covered = np.zeros(operators, dtype=bool)
+    expected = usable[0]
+    for iteration in usable:
+        saved = snapshots[iteration]
+        if len(saved) != operators:
+            raise ScheduleError(
+                f"snapshot {iteration} is of {len(saved)} operators, snapshot {usable[0]} of {operators}; snapshots "
+                "of different tables cannot be used together"
+            )
+        if iteration != expected:  # one is missing in between, and no run crosses a gap
+            covered[:] = False
+        full = saved == Saved.FULL
+        covered = full | (covered & (saved == Saved.COMPUTE))
+        full_at[full] = iteration
+        if covered.all():
+            return RecoverableRun(iteration, full_at)
+        expected = iteration - 1
+    return None

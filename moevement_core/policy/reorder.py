@@ -1,0 +1,74 @@
+"""When the order of operators is made anew (MoEvement section 3.5): at a window boundary, if popularity has moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.errors import ConfigError
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.popularity import Scores, checked
+
+
+@dataclass(frozen=True, slots=True)
+class ReorderThresholds:
+    """How much has to change."""
+
+    share_change: float = 0.10
+    """By how much an expert's activation share must have changed, relative to what it was, to count as changed."""
+    fraction: float = 0.25
+    """Of how many experts it must have changed: more than this fraction of them."""
+
+    def __post_init__(self) -> None:
+        for name, most in (("share_change", np.inf), ("fraction", 1.0)):
+            value = getattr(self, name)
+            if not 0.0 <= value <= most:
+                raise ConfigError(f"reorder threshold {name} of {value}; needs 0 to {most}")
+
+
+@dataclass(slots=True)
+class ReorderTrigger:
+    """Compares popularity now with what it was when the order in force was made.
+
+    Ask it at window boundaries only: an order holds for whole windows. All ranks that share operators ask with the
+    same scores and get the same answer.
+    """
+
+    table: OperatorTable
+    thresholds: ReorderThresholds = field(default_factory=ReorderThresholds)
+    reference: Scores | None = None
+    """Scores that the order in force was made from; part of what a recovery restores."""
+
+    def ordered(self, scores: Scores) -> None:
+        """Note that the operators were ordered by ``scores``."""
+        self.reference = checked(self.table, scores, "score").copy()
+
+    def changed_fraction(self, scores: Scores) -> float:
+        """Fraction of the experts whose activation share has changed enough, 0 if there are none.
+
+        A share is the expert's part of the scores of its layer. From zero any tokens are a change. Before the first
+        order every expert counts as changed.
+        """
+        experts = np.flatnonzero(self.table.is_expert)
+        if not len(experts):
+            return 0.0
+        if self.reference is None:
+            return 1.0
+        layers = self.table.layers[experts]
+        before, now = self.reference[experts], checked(self.table, scores, "score")[experts]
+        before_total, now_total = _layer_totals(before, layers), _layer_totals(now, layers)
+        # Shares, both multiplied by both totals: whole counts then compare exactly.
+        change = np.abs(now * before_total - before * now_total)
+        return float(np.mean(change > self.thresholds.share_change * before * now_total))
+
+    def should_reorder(self, scores: Scores) -> bool:
+        """Whether enough experts have changed; call :meth:`ordered` after acting on it."""
+        return self.changed_fraction(scores) > self.thresholds.fraction
+
+
+def _layer_totals(scores: Scores, layers: npt.NDArray[np.int64]) -> Scores:
+    """For each expert the sum over its layer, 1 where that is zero: a share of nothing is nothing."""
+    totals = np.bincount(layers, weights=scores)[layers]
+    return np.where(totals > 0, totals, 1.0)

@@ -1,0 +1,69 @@
+"""How skewed the popularity of experts is, and popularities of a wanted skew (MoEvement appendix D)."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.errors import PopularityError
+
+Shares = npt.NDArray[np.float64]
+
+
+def shares_of(counts: npt.ArrayLike) -> Shares:
+    """Token shares ``[..., experts]`` of counts ``[..., experts]``; zero where no token was routed at all.
+
+    Raises:
+        PopularityError: NaN, infinite or negative counts, or fewer than one expert.
+    """
+    array = np.asarray(counts, dtype=np.float64)
+    if array.ndim == 0 or array.shape[-1] < 1:
+        raise PopularityError(f"counts of shape {list(array.shape)}; needs at least one expert in the last dimension")
+    if not np.isfinite(array).all() or (array < 0).any():
+        wrong = array[~(np.isfinite(array) & (array >= 0))][0]
+        raise PopularityError(f"a count of {wrong}; needs finite numbers that are not negative")
+    totals = array.sum(axis=-1, keepdims=True)
+    return np.divide(array, totals, out=np.zeros_like(array), where=totals > 0)
+
+
+def herfindahl(counts: npt.ArrayLike) -> Shares:
+    """Herfindahl-Hirschman index of counts ``[..., experts]``: the sum of squared shares, ``[...]``."""
+    return (shares_of(counts) ** 2).sum(axis=-1)
+
+
+def skewness(counts: npt.ArrayLike) -> Shares:
+    """Normalised skewness S of counts ``[..., experts]``, ``[...]``: 0 is even, 1 is all tokens at one expert.
+
+    Raises:
+        PopularityError: fewer than two experts, for which S is not defined.
+    """
+    shares = shares_of(counts)
+    experts = shares.shape[-1]
+    _at_least_two(experts)
+    return ((shares**2).sum(axis=-1) - 1 / experts) / (1 - 1 / experts)
+
+
+def dirichlet_alpha(wanted: float, experts: int) -> float:
+    """Parameter of the symmetric Dirichlet distribution whose expected S is ``wanted``.
+
+    From the appendix: E[HHI] = (a + 1) / (a E + 1), hence E[S] = 1 / (a E + 1). Infinite for 0, zero for 1.
+    """
+    _at_least_two(experts)
+    if not 0.0 <= wanted <= 1.0:
+        raise PopularityError(f"a skewness of {wanted}; needs 0 (even) to 1 (one expert has all tokens)")
+    return np.inf if wanted == 0.0 else (1.0 / wanted - 1.0) / experts
+
+
+def sample_shares(wanted: float, experts: int, generator: np.random.Generator, size: int = 1) -> Shares:
+    """``size`` random popularities, float64 ``[size, experts]``, whose skewness is ``wanted`` on average."""
+    alpha = dirichlet_alpha(wanted, experts)
+    if np.isinf(alpha):
+        return np.full((size, experts), 1.0 / experts)
+    if alpha == 0.0:
+        return np.eye(experts)[generator.integers(experts, size=size)]
+    return generator.dirichlet(np.full(experts, alpha), size=size)
+
+
+def _at_least_two(experts: int) -> None:
+    if experts < 2:
+        raise PopularityError(f"{experts} experts; skewness needs at least 2")

@@ -1,0 +1,321 @@
+"""How many iterations a snapshot of everything is spread over: the sparse window (MoEvement section 3.5, Algorithm 1).
+
+Two answers live here. :func:`find_window_size` is the paper's, for operators of one size and one bandwidth.
+:func:`choose_window` is what live runs use: sizes as they are, one row for each rank of a stage, and two budgets, what
+device-to-host copies can move in an iteration and what the network can carry to ``r`` peers (as in MoEtion, its
+section 4.2).
+
+What the paper leaves open, decided here:
+
+* An operator that alone exceeds the budget has a slot alone, which is reported as over budget: it will stall. The
+  other operators still keep to the budget, so that one slot of the window stalls and not all.
+* When the compute weights that a slot must hold exceed the budget by themselves, slots hold one operator each until
+  they no longer do; each of them is reported.
+* A window has at most as many slots as there are operators. Only a window that is imposed (the maximum over the ranks
+  of the job, or a flag) may be longer; then the last slots are empty.
+* No bandwidth, no iteration time or no operator is an error. One operator has a window of one iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.errors import WindowError
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.popularity import Order
+
+_BALANCE_STEPS = 10  # the peak is balanced to within 1/1024 of the budget
+
+
+class WindowKind(StrEnum):
+    """Which operators a slot saves compute weights of."""
+
+    ALIGNED = "aligned"
+    """Those of later slots (the paper's). Recovery needs a whole window: rollback of W to 2W iterations."""
+    ROLLING = "rolling"
+    """All other operators. Any W consecutive snapshots recover: rollback of W iterations, at more bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaperWindow:
+    """What ``FindWindowSize()`` returns."""
+
+    window: int
+    """W_sparse, iterations."""
+    active: int
+    """O_Active, operators that a slot saves in full."""
+    fits: bool
+    """Whether the first snapshot takes no longer than an iteration. The paper stops at two operators either way."""
+
+
+def find_window_size(
+    operators: int,
+    iteration_s: float,
+    compute_bytes: float,
+    master_bytes: float,
+    optimizer_bytes: float,
+    bytes_per_s: float,
+) -> PaperWindow:
+    """``FindWindowSize()`` of the paper's Algorithm 1, line by line: all operators are of one size.
+
+    Args:
+        operators: how many.
+        iteration_s: T_Iter, seconds.
+        compute_bytes: S_Compute of one operator; ``master_bytes`` and ``optimizer_bytes`` likewise.
+        master_bytes: S_Master.
+        optimizer_bytes: S_Optim.
+        bytes_per_s: B_PCIe, effective bandwidth from device to host.
+
+    Raises:
+        WindowError: no operators, a negative size, or no bandwidth or time.
+    """
+    if operators < 1:
+        raise WindowError(f"{operators} operators; a window needs at least one")
+    _positive("iteration time", iteration_s, "s", "measure one, or give --iteration-time")
+    _positive("bandwidth from device to host", bytes_per_s, "bytes/s", "measure it, or give --d2h-bandwidth")
+    for name, size in (("compute", compute_bytes), ("master", master_bytes), ("optimizer", optimizer_bytes)):
+        if not (math.isfinite(size) and size >= 0):
+            raise WindowError(f"{name} state of {size} bytes for an operator; needs a size that is not negative")
+
+    def snapshot_s(active: int) -> float:
+        frozen = operators - active
+        return ((master_bytes + optimizer_bytes) * active + compute_bytes * frozen) / bytes_per_s
+
+    active = operators
+    while active > 2:
+        if snapshot_s(active) <= iteration_s:
+            break
+        active -= 1
+    return PaperWindow(math.ceil(operators / active), active, snapshot_s(active) <= iteration_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What one rank can move in one iteration without stalling it."""
+
+    iteration_s: float
+    """Seconds of an iteration."""
+    d2h_bytes_per_s: float
+    """Copies from device to host."""
+    replication_bytes_per_s: float = math.inf
+    """What the network carries for this rank beside training; infinite if nothing is replicated."""
+    replicas: int = 2
+    """r: peers that every snapshot is sent to (MoEvement section 3.2)."""
+    reserved_d2h_bytes: float = 0.0
+    """Bytes of every iteration that other copies take from the first budget: the boundary log."""
+
+    def __post_init__(self) -> None:
+        _positive("iteration time", self.iteration_s, "s", "measure one, or give --iteration-time")
+        _positive("bandwidth from device to host", self.d2h_bytes_per_s, "bytes/s", "measure it, or give it")
+        if self.replicas < 0:
+            raise WindowError(f"{self.replicas} replicas; needs 0 or more")
+        if self.replicas:
+            _positive("bandwidth to the peers", self.replication_bytes_per_s, "bytes/s", "measure it, or give it")
+        if not (math.isfinite(self.reserved_d2h_bytes) and self.reserved_d2h_bytes >= 0):
+            raise WindowError(f"{self.reserved_d2h_bytes} bytes reserved; needs a number that is not negative")
+        if self.d2h_bytes <= 0:
+            raise WindowError(
+                f"boundary logs of {self.reserved_d2h_bytes:,.0f} bytes take all that {self.d2h_bytes_per_s:,.0f} "
+                f"bytes/s copy in {self.iteration_s} s; needs more bandwidth, or no boundary log"
+            )
+
+    @property
+    def d2h_bytes(self) -> float:
+        """What copies can move in an iteration."""
+        return self.d2h_bytes_per_s * self.iteration_s - self.reserved_d2h_bytes
+
+    @property
+    def replication_bytes(self) -> float:
+        """How large a snapshot may be for the network to carry it to every peer in an iteration."""
+        return self.replication_bytes_per_s * self.iteration_s / self.replicas if self.replicas else math.inf
+
+    @property
+    def bytes(self) -> float:
+        """How large a snapshot may be: the smaller of both."""
+        return min(self.d2h_bytes, self.replication_bytes)
+
+    @property
+    def binding(self) -> str:
+        """Which of both is the smaller one: ``device to host`` or ``replication``."""
+        return "device to host" if self.d2h_bytes <= self.replication_bytes else "replication"
+
+    def copy_s(self, snapshot_bytes: float) -> float:
+        """Seconds that a snapshot's copy to the host takes, with the boundary log beside it."""
+        return (snapshot_bytes + self.reserved_d2h_bytes) / self.d2h_bytes_per_s
+
+    def send_s(self, snapshot_bytes: float) -> float:
+        """Seconds that sending a snapshot to every peer takes."""
+        return snapshot_bytes * self.replicas / self.replication_bytes_per_s if self.replicas else 0.0
+
+    def stall_s(self, snapshot_bytes: float) -> float:
+        """Seconds that training waits for a snapshot's copy. Slow peers do not stall it: replication falls behind."""
+        return max(0.0, self.copy_s(snapshot_bytes) - self.iteration_s)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Window:
+    """Ordered operators, cut into consecutive slots."""
+
+    kind: WindowKind
+    ends: tuple[int, ...]
+    """Where each slot ends in the order; its length is W."""
+    slot_bytes: npt.NDArray[np.int64]
+    """What each slot weighs on each rank, int64 ``[ranks, W]``."""
+    budget_bytes: float
+    """What a slot may weigh; infinite for an imposed window that had no budget."""
+
+    @property
+    def size(self) -> int:
+        """W, iterations."""
+        return len(self.ends)
+
+    @property
+    def over_budget(self) -> tuple[int, ...]:
+        """Slots that will stall, because one operator alone, or the compute weights beside it, exceed the budget."""
+        return tuple(int(slot) for slot in np.flatnonzero((self.slot_bytes > self.budget_bytes).any(axis=0)))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The heaviest slot of the heaviest rank."""
+        return int(self.slot_bytes.max())
+
+
+def choose_window(table: OperatorTable, order: Order, budget: Budget, kind: WindowKind = WindowKind.ALIGNED) -> Window:
+    """The smallest window whose slots keep to the budget, its slots about equally heavy.
+
+    For one rank, or for all ranks of a stage at once: a slot must fit on each of them. The window of a job is the
+    largest one of its stages; give it to :func:`impose_window` on the others.
+
+    Cutting greedily is optimal: a slot that begins later in the order weighs less with the same end, so reaching as
+    far as possible with each slot never costs a slot later.
+    """
+    cutter = _Cutter(table, order, kind)
+    ends = cutter.greedy(budget.bytes)
+    if max(cutter.weights(ends)) <= budget.bytes:
+        ends = cutter.balanced(len(ends), low=0.0, high=budget.bytes)
+    return cutter.window(ends, budget.bytes)
+
+
+def impose_window(
+    table: OperatorTable,
+    order: Order,
+    size: int,
+    kind: WindowKind = WindowKind.ALIGNED,
+    budget_bytes: float = math.inf,
+) -> Window:
+    """A window of exactly ``size`` slots, about equally heavy; with fewer operators than slots the last are empty.
+
+    Raises:
+        WindowError: a size below one.
+    """
+    if size < 1:
+        raise WindowError(f"a window of {size} iterations; needs at least 1")
+    cutter = _Cutter(table, order, kind)
+    slots = min(size, len(table))
+    ends = cutter.split_to(slots, cutter.balanced(slots, low=0.0, high=float(cutter.heaviest())))
+    return cutter.window(ends + [len(table)] * (size - slots), budget_bytes)
+
+
+def peak_of_window(table: OperatorTable, order: Order, size: int, kind: WindowKind = WindowKind.ALIGNED) -> int:
+    """The least budget in bytes from which a window of ``size`` slots, or fewer, is possible (to within 0.1%)."""
+    return impose_window(table, order, min(size, len(table)), kind).peak_bytes
+
+
+class _Cutter:
+    """Cuts one order into slots.
+
+    With ``F`` and ``C`` the running sums of full and compute bytes along the order, a slot from ``s`` to ``e`` weighs
+    ``F[e] - F[s] + C[n] - C[e]`` (aligned) or ``F[e] - F[s] + C[n] - (C[e] - C[s])`` (rolling). Full state is never
+    smaller than compute weights, so ``G = F - C`` never falls and the farthest end is found by bisection.
+    """
+
+    def __init__(self, table: OperatorTable, order: Order, kind: WindowKind) -> None:
+        if not _is_permutation(order, len(table)):
+            raise WindowError(f"an order of {len(order)} entries that is no permutation of the {len(table)} operators")
+        if kind not in tuple(WindowKind):
+            raise WindowError(f"window kind {kind!r}; needs one of {', '.join(WindowKind)}")
+        self._kind = kind
+        self._n = len(table)
+        self._full = _running_sum(table.full[:, order])
+        self._compute = _running_sum(table.compute[:, order])
+        self._gain = [row.tolist() for row in self._full - self._compute]
+
+    def _before(self, start: int) -> npt.NDArray[np.int64]:
+        """What does not depend on the end of a slot that begins at ``start``, int64 ``[ranks]``."""
+        before = self._compute[:, -1] - self._full[:, start]
+        return before + self._compute[:, start] if self._kind is WindowKind.ROLLING else before
+
+    def weight(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        return self._before(start) + self._full[:, end] - self._compute[:, end]
+
+    def weights(self, ends: Sequence[int]) -> list[int]:
+        return [int(self.weight(start, end).max()) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def heaviest(self) -> int:
+        return int(self.weight(0, self._n).max())
+
+    def _farthest(self, start: int, budget: float) -> int:
+        before = self._before(start).tolist()
+        return min(bisect_right(gain, budget - fixed) - 1 for gain, fixed in zip(self._gain, before, strict=True))
+
+    def greedy(self, budget: float, most: int | None = None) -> list[int]:
+        """Ends of slots that each reach as far as ``budget`` lets them, but over one operator at least.
+
+        With ``most`` it gives up, and returns nothing, when one more slot than that would be needed or a slot would
+        exceed the budget.
+        """
+        ends: list[int] = []
+        start = 0
+        while start < self._n:
+            end = self._farthest(start, budget)
+            if most is not None and (len(ends) == most or end <= start):
+                return []
+            start = max(end, start + 1)
+            ends.append(start)
+        return ends
+
+    def balanced(self, slots: int, low: float, high: float) -> list[int]:
+        """At most ``slots`` slots of about the least possible peak, given that ``high`` suffices."""
+        best = self.greedy(high, most=slots)
+        for _ in range(_BALANCE_STEPS):
+            middle = (low + high) / 2
+            ends = self.greedy(middle, most=slots)
+            low, high, best = (low, middle, ends) if ends else (middle, high, best)
+        return best
+
+    def split_to(self, slots: int, ends: list[int]) -> list[int]:
+        """``ends`` with the heaviest slots that can be split split, until there are ``slots`` of them."""
+        while len(ends) < slots:
+            weights = self.weights(ends)
+            starts = [0, *ends]
+            slot = max((s for s in range(len(ends)) if ends[s] - starts[s] > 1), key=weights.__getitem__)
+            ends = [*ends[:slot], (starts[slot] + ends[slot]) // 2, *ends[slot:]]
+        return ends
+
+    def window(self, ends: list[int], budget: float) -> Window:
+        columns = [self.weight(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        return Window(self._kind, tuple(ends), np.stack(columns, axis=1), budget)
+
+
+def _is_permutation(order: Order, size: int) -> bool:
+    seen = np.zeros(size, dtype=bool)
+    if len(order) != size or not ((order >= 0) & (order < size)).all():
+        return False
+    seen[order] = True
+    return bool(seen.all())
+
+
+def _running_sum(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.concatenate([np.zeros((len(values), 1), dtype=np.int64), values.cumsum(axis=1)], axis=1)
+
+
+def _positive(what: str, value: float, unit: str, remedy: str) -> None:
+    if not value > 0 or math.isnan(value):
+        raise WindowError(f"{what} of {value} {unit}; needs more than 0: {remedy}")

@@ -1,0 +1,44 @@
+"""Tables of operators for the tests of the policy."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
+
+
+def equal_experts(count: int, compute: int = 2, full: int = 12) -> OperatorTable:
+    """``count`` experts of one layer, all of one size."""
+    return table_of([(compute, full)] * count)
+
+
+def table_of(sizes: list[tuple[int, int]]) -> OperatorTable:
+    """Experts of one layer with (compute, full) bytes each, on one rank."""
+    return OperatorTable(
+        Operator(expert_name(0, index), OperatorKind.EXPERT, StateBytes(compute, full, 0))
+        for index, (compute, full) in enumerate(sizes)
+    )
+
+
+@st.composite
+def stages(draw: st.DrawFn, most: int = 12) -> OperatorTable:
+    """Stages of one to three ranks; some ranks hold nothing of some operators."""
+    ranks = draw(st.integers(1, 3))
+    count = draw(st.integers(1, most))
+    rows = []
+    for _ in range(ranks):
+        computes = draw(st.lists(st.integers(0, 20), min_size=count, max_size=count))
+        extras = draw(st.lists(st.integers(0, 60), min_size=count, max_size=count))
+        rows.append(
+            [
+                Operator(expert_name(0, index), OperatorKind.EXPERT, StateBytes(compute, compute + extra, 0))
+                for index, (compute, extra) in enumerate(zip(computes, extras, strict=True))
+            ]
+        )
+    return OperatorTable(ranks=rows)
+
+
+@st.composite
+def orders(draw: st.DrawFn, table: OperatorTable) -> np.ndarray:
+    return np.array(draw(st.permutations(range(len(table)))), dtype=np.intp)

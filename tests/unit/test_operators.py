@@ -1,0 +1,94 @@
+"""Operators are weighed as they are, named once, and refused when they cannot be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moevement_core import precision
+from moevement_core.errors import ConfigError, OperatorError
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name, gate_name
+
+SOME = StateBytes(compute=2, master=4, optimizer=8)
+
+
+def test_live_tensors_are_weighed_by_their_own_dtypes() -> None:
+    weight, scale = torch.empty(10, 3, dtype=torch.float8_e4m3fn), torch.empty(1)
+    moments = [torch.empty(30), torch.empty(30, dtype=torch.float16)]
+    assert StateBytes.of_tensors([weight, scale], [torch.empty(30)], moments) == StateBytes(34, 120, 180)
+
+
+def test_an_operator_that_is_not_trained_has_its_compute_weights_as_full_state() -> None:
+    state = StateBytes.of_tensors([torch.empty(5, dtype=torch.bfloat16)], [], [])
+    assert state.full == state.compute == 10
+
+
+@pytest.mark.parametrize(
+    ("sizes", "found"),
+    [((-1, 4, 8), "-1"), ((2, 4.5, 8), "4.5"), ((2, 4, float("nan")), "nan"), ((16, 4, 8), "smaller than the compute")],
+)
+def test_sizes_that_cannot_be_are_refused(sizes: tuple[Any, Any, Any], found: str) -> None:
+    with pytest.raises(OperatorError, match=found):
+        StateBytes(*sizes)
+
+
+def test_names_are_ordered_as_numbers_whatever_the_order_they_come_in() -> None:
+    names = [expert_name(10, 0), expert_name(2, 11), "head", gate_name(2), expert_name(2, 2), "embedding"]
+    table = OperatorTable(Operator(name, OperatorKind.EXPERT, SOME) for name in names)
+    assert table.names == tuple(
+        ["embedding", "head", expert_name(2, 2), expert_name(2, 11), gate_name(2), expert_name(10, 0)]
+    )
+
+
+def test_a_table_of_a_stage_has_a_row_for_each_rank() -> None:
+    shared = Operator("embedding", OperatorKind.EMBEDDING, SOME)
+    own = [Operator(expert_name(0, rank), OperatorKind.EXPERT, StateBytes(1, 1, rank)) for rank in range(2)]
+    table = OperatorTable(ranks=[[shared, own[0]], [own[1], shared]])
+    np.testing.assert_array_equal(table.full, [[12, 1, 0], [12, 0, 2]])
+    np.testing.assert_array_equal(table.compute, [[2, 1, 0], [2, 0, 1]])
+
+
+def test_a_name_twice_two_kinds_and_no_operators_are_refused() -> None:
+    gate = Operator("g", OperatorKind.GATE, SOME)
+    with pytest.raises(OperatorError, match="g is there twice"):
+        OperatorTable([gate, gate])
+    with pytest.raises(OperatorError, match="g is gate on one rank and head on another"):
+        OperatorTable(ranks=[[gate], [Operator("g", OperatorKind.HEAD, SOME)]])
+    with pytest.raises(OperatorError, match="no operators"):
+        OperatorTable()
+    with pytest.raises(OperatorError, match="named ''"):
+        Operator("", OperatorKind.GATE, SOME)
+    with pytest.raises(OperatorError, match="kind 'router'"):
+        Operator("g", "router", SOME)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("regime", "compute", "full"),
+    [("mixed", 2, 12), ("fp32", 4, 12), ("table7-row1", 2, 6), ("FP8/FP32/FP32+FP32", 1, 12), ("table7-row3", 1, 10),
+     ("table7-row4", 1, 5), ("fp8/fp8/fp8+fp16", 1, 4)],
+)  # fmt: skip
+def test_regimes_have_the_bytes_per_parameter_of_the_paper(regime: str, compute: int, full: int) -> None:
+    state = precision.parse(regime).state_bytes([2_000_000, 1_000_000])
+    assert state.compute / 3e6 == pytest.approx(compute, rel=1e-4)
+    assert state.full / 3e6 == pytest.approx(full, rel=1e-4)
+
+
+@pytest.mark.parametrize(("scaling", "scale_bytes"), [("tensor", 2 * 4), ("block", (4 + 1) * 4), ("mx", (2048 + 1))])
+def test_scales_of_fp8_are_counted_and_those_of_other_formats_are_not(scaling: str, scale_bytes: int) -> None:
+    regime = precision.parse("FP8/FP32/FP32+FP16", precision.Scaling(scaling))
+    assert regime.state_bytes([4 * 128 * 128, 1]) == StateBytes(
+        4 * 128 * 128 + 1 + scale_bytes, 4 * (4 * 128 * 128 + 1), 6 * (4 * 128 * 128 + 1)
+    )
+
+
+def test_a_shard_weighs_its_part_rounded_up() -> None:
+    assert precision.MIXED.state_bytes([10], shards=3) == StateBytes(8, 16, 32)
+
+
+@pytest.mark.parametrize("text", ["fp64/fp32/fp32+fp32", "fp8", "fp8/fp16/fp8", ""])
+def test_a_regime_that_is_none_is_refused_with_those_there_are(text: str) -> None:
+    with pytest.raises(ConfigError, match="needs one of"):
+        precision.parse(text)
