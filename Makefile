@@ -36,7 +36,7 @@ lock: setup ## resolve requirements/requirements.in into the lock file
 	    requirements/requirements.in --output-file requirements/lock.txt
 
 bench: setup ## startup, iteration time and memory of the laptop preset
-	@$(PYTHON_BIN) benchmarks/laptop.py
+	@$(PYTHON_BIN) -m benchmarks.laptop
 
 clean: ## remove the environment and the demo's runs
 	@rm -rf .venv runs

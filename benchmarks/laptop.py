@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -18,11 +16,11 @@ import tempfile
 import threading
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
+
+from benchmarks.environment import measured_on
 
 ROOT = Path(__file__).parents[1]
 MODES = {"forked": [], "fresh": ["--fresh-interpreters"]}
@@ -125,7 +123,6 @@ def report(measured: dict[str, list[Measured]], repeats: int, iterations: int) -
         ("peak memory of all processes (GiB)", "peak_gib"),
     ]
     table = "\n".join(f"| {label} | {spread('forked', name)} | {spread('fresh', name)} |" for label, name in rows)
-    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "megatron-core"))
     return (
         "# The laptop preset\n\n"
         "`make bench` (`benchmarks/laptop.py`) trains `examples/pretrain_moe/configs/laptop.yaml` on four ranks "
@@ -133,16 +130,8 @@ def report(measured: dict[str, list[Measured]], repeats: int, iterations: int) -
         "Median and range. "
         "Forked ranks come from one process that has imported Megatron; fresh ones import it each.\n\n"
         f"| | forked (default) | fresh interpreters |\n|---|---|---|\n{table}\n\n"
-        f"{datetime.now(UTC):%Y-%m-%d}, {_processor()}, {os.cpu_count()} cores, "
-        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, Python {platform.python_version()}, {packages}, gloo.\n"
+        f"{measured_on('torch', 'megatron-core')}, gloo.\n"
     )
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

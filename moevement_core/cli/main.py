@@ -35,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_launch(commands)
     _add_data(commands)
+    _add_plan(commands)
     _add_verify(commands)
     _add_report(commands)
     return parser
@@ -119,6 +120,60 @@ def _data_build(arguments: argparse.Namespace) -> int:
     from moevement_core.cli import data
 
     return data.build(arguments)
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    from moevement_core.description.cluster import CLUSTERS
+    from moevement_core.policy.window import WindowKind
+    from moevement_core.precision import PRESETS, Scaling
+
+    plan = commands.add_parser(
+        "plan",
+        help="what sparse checkpointing of a job will cost",
+        description="Say how many iterations a window needs and what it costs, from the model, the layout and the "
+        "bandwidths, without starting anything. Megatron builds the model without memory, so every flag means what it "
+        "means in a run. docs/windows.md explains the numbers.",
+    )
+    plan.add_argument("model", metavar="MODEL", help="a preset (gpt_moe, ...) or a .yaml of Megatron's flags")
+    plan.add_argument("flags", metavar="FLAGS", nargs="*", help="after --: Megatron's flags; they win over the file's")
+    plan.add_argument("--ranks", type=int, required=True, metavar="N", help="GPUs of the job")
+    plan.add_argument(
+        "--iteration-time", type=float, required=True, metavar="S", help="seconds that an iteration takes; measure one"
+    )
+    plan.add_argument("--cluster", choices=tuple(CLUSTERS), help="machines of the paper; what you give below wins")
+    plan.add_argument(
+        "--d2h-bandwidth", type=float, metavar="GB/S", help="copies of one GPU to its host, all GPUs copying"
+    )
+    plan.add_argument("--network-bandwidth", type=float, metavar="GB/S", help="what all NICs of a node send together")
+    plan.add_argument(
+        "--network-share", type=float, metavar="F", help="fraction left for replication beside training (default: 1)"
+    )
+    plan.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node")
+    plan.add_argument("--host-memory", type=float, metavar="GB", help="host memory of a node, to be checked")
+    plan.add_argument("--replicas", type=int, default=2, metavar="R", help="peers that keep a copy (default: 2)")
+    plan.add_argument(
+        "--window-kind", choices=[str(kind) for kind in WindowKind], default="aligned", help="default: aligned"
+    )
+    plan.add_argument("--window", type=int, metavar="W", help="impose a window (default: the smallest that fits)")
+    plan.add_argument(
+        "--regime",
+        metavar="R",
+        help=f"{', '.join(PRESETS)}, or compute/master/moments as FP8/FP16/FP8+FP16 (default: what the flags say)",
+    )
+    plan.add_argument(
+        "--fp8-scaling",
+        choices=[str(scaling) for scaling in Scaling],
+        default="tensor",
+        help="a scale for each tensor, 128 x 128 block, or 32 elements (default: tensor)",
+    )
+    plan.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from moevement_core.cli import plan
+
+    return plan.plan(arguments)
 
 
 def _add_verify(commands: argparse._SubParsersAction) -> None:

@@ -1,0 +1,27 @@
+"""What a number was measured on; stands beside every table."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+
+
+def measured_on(*packages: str) -> str:
+    """Date, processor, memory and versions, in one line."""
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}, {_processor()}, {os.cpu_count()} cores, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB, Python {platform.python_version()}, {versions}"
+    )
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()

@@ -1,0 +1,1 @@
+"""What the papers publish, made again and set beside it."""

@@ -1,0 +1,117 @@
+"""W of the paper's models and precision rows, planned, beside the published ones; writes benchmarks/papers/windows.md.
+
+    python -m benchmarks.papers.windows
+
+No constant is fitted. What the paper does not give is left open, and the table says what it would have to be.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.environment import measured_on
+from megatron.moevement.describe import describe
+from moevement_core.cli.plan import PRESETS
+from moevement_core.description.cluster import CLUSTERS, GB
+from moevement_core.description.job import JobShape
+from moevement_core.policy.plan import CheckpointPlan, PlanInput
+from moevement_core.precision import MIXED, TABLE_7, Regime
+
+OUTPUT = Path(__file__).with_suffix(".md")
+# Eight stages do not divide 28 layers; the paper does not say how it placed them.
+H100_LAYOUT = "Ettt|tttt|ttt|tttt|ttt|tttt|ttt|ttttL"
+H100_FLAGS = [
+    "--pipeline-model-parallel-size", "8", "--pipeline-model-parallel-layout", H100_LAYOUT, "--micro-batch-size", "2",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of table 3 or 7."""
+
+    label: str
+    preset: str
+    ranks: int
+    cluster: str
+    regime: Regime
+    stall_s: float
+    """MoC's checkpointing overhead per iteration as published, seconds ..."""
+    stall_share: float
+    """... and as published share of an iteration; their quotient is the iteration time, which is not published."""
+    published: int
+    """W_sparse."""
+    flags: tuple[str, ...] = ()
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of an iteration, to the two digits that the published quotient has."""
+        return round(self.stall_s / self.stall_share, 2)
+
+
+CASES = (
+    Case("MoE-LLaVA", "moe_llava", 96, "moevement-a100", MIXED, 0.14, 0.08, 3),
+    Case("GPT-MoE", "gpt_moe", 96, "moevement-a100", MIXED, 0.18, 0.09, 3),
+    Case("QWen-MoE", "qwen_moe", 96, "moevement-a100", MIXED, 0.19, 0.09, 5),
+    Case("DeepSeek-MoE", "deepseek_moe", 96, "moevement-a100", MIXED, 0.22, 0.08, 6),
+    *(
+        Case(f"DeepSeek-MoE, {regime}", "deepseek_moe", 128, "moevement-h100", regime, stall, share, published, tuple(H100_FLAGS))
+        for regime, stall, share, published in zip(
+            TABLE_7, (2.91, 8.89, 7.25, 2.92, 2.19), (0.97, 3.86, 3.45, 1.54, 1.29), (3, 6, 4, 3, 3), strict=True
+        )
+    ),
+)  # fmt: skip
+
+
+def main() -> None:
+    """Plan every case and write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    shapes: dict[tuple, JobShape] = {}
+    rows = []
+    for case in CASES:
+        key = (case.preset, case.ranks, case.flags)
+        if key not in shapes:
+            config = PRESETS / f"{case.preset}.yaml"
+            shapes[key] = describe(case.preset, ["--config", str(config), *case.flags], case.ranks)
+        rows.append(row(case, shapes[key]))
+        print(rows[-1], flush=True)
+    OUTPUT.write_text(report(rows), encoding="utf-8")
+
+
+def row(case: Case, shape: JobShape) -> str:
+    """One line of the table."""
+    cluster = CLUSTERS[case.cluster]
+    given = PlanInput(shape, cluster, case.regime, case.iteration_s)
+    both, copies_only = CheckpointPlan(given), CheckpointPlan(replace(given, replicas=0))
+    low = both.bandwidth_for(case.published)
+    high = both.bandwidth_for(case.published - 1)
+    nic = cluster.replication_bytes_per_s / given.replicas
+    return (
+        f"| {case.label} | {case.iteration_s:.2f} s | {case.published} | {copies_only.size} | {both.size} | "
+        f"{low / GB:.2f} to {high / GB:.2f} GB/s | {low / nic:.0%} to {high / nic:.0%} | "
+        f"{low / cluster.d2h_bytes_per_s:.1%} to {high / cluster.d2h_bytes_per_s:.1%} |"
+    )
+
+
+def report(rows: list[str]) -> str:
+    """The whole file."""
+    return f"""# W of the paper's models
+
+    python -m benchmarks.papers.windows
+
+Planned, not measured: arithmetic on shapes that Megatron builds, {measured_on("megatron-core")}. "Copies only" is the paper's own
+budget (Algorithm 1 knows only the bandwidth from device to host), "both" adds replication to two peers over the node's
+NICs. The last three columns are what one rank's snapshots would have to travel at for the published W: as bandwidth, as
+share of the rank's part of the NICs with two replicas, and as share of its PCIe link.
+
+| model, regime | iteration | W published | W, copies only | W, both | bandwidth for the published W | share of NIC | share of PCIe |
+|---|---|---|---|---|---|---|---|
+{chr(10).join(rows)}
+
+`docs/windows.md` says which inputs are published, which are not, and what follows.
+"""
+
+
+if __name__ == "__main__":
+    main()

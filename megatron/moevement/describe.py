@@ -1,0 +1,209 @@
+"""A job's shape from Megatron's flags, without running it: each stage's model is built by Megatron, without memory.
+
+The model is built once for each pipeline stage in this one process, over process groups that only pretend
+(torch's ``fake`` backend) and on the meta device. So whatever Megatron can build is described as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import os
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.moevement import config_file
+from megatron.moevement.operators import OperatorId, operators_of_chunk
+from moevement_core.description.job import JobShape, OperatorShape, StageShape
+from moevement_core.errors import ConfigError
+from moevement_core.precision import Regime
+
+# What Transformer Engine, CUDA or DeepEP would be needed for, and what makes no difference to shapes.
+_NEUTRAL = {
+    "transformer_impl": "local",
+    "fp8": None,
+    "fp8_param_gather": False,
+    "fp4": None,
+    "moe_grouped_gemm": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_flex_dispatcher_backend": "deepep",
+    "use_precision_aware_optimizer": False,
+    "main_params_dtype": "fp32",
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
+    "tp_comm_overlap": False,
+    "gradient_accumulation_fusion": False,
+}
+
+
+def describe(name: str, flags: list[str], ranks: int) -> JobShape:
+    """The shape of a job of ``ranks`` ranks that is started with Megatron's ``flags`` (``--config FILE`` among them).
+
+    Starts nothing and needs no GPU; leaves ``sys.argv``, the environment and Megatron's global state as they were.
+
+    Raises:
+        ConfigError: flags that Megatron refuses, or that leave the model's sizes open.
+    """
+    with _quiet():
+        args, regime = _parse(flags, ranks)
+        stages = tuple(_stages(args))
+    tokens = args.seq_length // args.context_parallel_size
+    if args.sequence_parallel:
+        tokens //= args.tensor_model_parallel_size
+    element_bytes = 4 if args.params_dtype == torch.float32 else 2
+    return JobShape(
+        name=name,
+        ranks=ranks,
+        tensor_parallel=args.tensor_model_parallel_size,
+        pipeline_parallel=args.pipeline_model_parallel_size,
+        expert_parallel=args.expert_model_parallel_size,
+        context_parallel=args.context_parallel_size,
+        data_parallel=args.data_parallel_size,
+        micro_batches=args.global_batch_size // (args.micro_batch_size * args.data_parallel_size),
+        boundary_bytes=tokens * args.micro_batch_size * args.hidden_size * element_bytes,
+        regime=regime,
+        stages=stages,
+    )
+
+
+def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
+    from megatron.moevement.activate import activate
+    from megatron.moevement.preflight import one_line_errors
+
+    activate()
+    from megatron.training import arguments
+
+    validate = getattr(arguments.validate_args, "_moevement_original", arguments.validate_args)
+    argv, environment = sys.argv, dict(os.environ)
+    try:
+        words = config_file.expand(flags)
+        names = {word.split("=")[0] for word in words}
+        # A plan reads no data. Without data and vocabulary a run would train on the embedded corpus.
+        mock = ["--mock-data"] if "--vocab-size" in names and "--data-path" not in names else []
+        sys.argv = ["plan", *words, *mock]
+        os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
+        args = arguments.parse_args()
+        regime = _regime(args)
+        for flag, value in _NEUTRAL.items():
+            if hasattr(args, flag):
+                setattr(args, flag, value)
+        one_line_errors(validate)(args, {"tokenizer_type": "NullTokenizer"})
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+    if args.vocab_size is None and args.padded_vocab_size is None:
+        raise ConfigError("no --vocab-size, and a plan reads no tokenizer; give the size")
+    return args, regime
+
+
+def _regime(args: Namespace) -> Regime:
+    """The formats that the flags ask for."""
+    if not (args.bf16 or args.fp16):
+        return Regime("fp32", "fp32", "fp32", "fp32")
+    compute = "fp8" if args.fp8_param_gather else "bf16" if args.bf16 else "fp16"
+    if not args.use_precision_aware_optimizer:
+        return Regime(compute, "fp32", "fp32", "fp32")
+    return Regime(compute, args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype)
+
+
+def _stages(args: Namespace) -> Iterator[StageShape]:
+    from megatron.training.argument_utils import gpt_config_from_args
+
+    config = gpt_config_from_args(args)
+    config.transformer.perform_initialization = False
+    config.transformer.context_parallel_size = 1  # needs Transformer Engine's attention, which has the same weights
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    expert_shards = args.world_size // (
+        args.pipeline_model_parallel_size * args.expert_model_parallel_size * expert_tensor
+    )
+    dense_shards = args.data_parallel_size * args.context_parallel_size
+    for stage in range(args.pipeline_model_parallel_size):
+        tensors: dict[OperatorId, list[int]] = {}
+        shards: dict[OperatorId, int] = {}
+        with _pretended_groups(args, stage):
+            for chunk in _chunks(config, args.virtual_pipeline_model_parallel_size):
+                for operator, _, parameter in operators_of_chunk(chunk, expert_rank=0):
+                    tensors.setdefault(operator, []).append(parameter.numel())
+                    shards[operator] = dense_shards if getattr(parameter, "allreduce", True) else expert_shards
+        operators = tuple(OperatorShape(o.name, o.kind, tuple(sizes), shards[o]) for o, sizes in tensors.items())
+        if not operators:
+            raise ConfigError(f"pipeline stage {stage} has no parameters; lay the layers out over fewer stages")
+        yield StageShape(operators, _sends(stage, args))
+
+
+def _sends(stage: int, args: Namespace) -> int:
+    """Boundary tensors that a rank of ``stage`` sends for a micro-batch."""
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    forward = chunks - (stage == args.pipeline_model_parallel_size - 1)
+    backward = chunks - (stage == 0)
+    return (forward + backward) if args.pipeline_model_parallel_size > 1 else 0
+
+
+def _chunks(config: Any, virtual: int | None) -> Iterator[Any]:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    builder = config.get_builder_cls()(config)
+    for chunk in range(virtual or 1):
+        with _meta_device():
+            yield builder.build_model(groups, vp_stage=chunk if virtual else None)
+
+
+@contextlib.contextmanager
+def _pretended_groups(args: Namespace, stage: int) -> Iterator[None]:
+    """Megatron's process groups as the first rank of ``stage`` sees them, over as few ranks as shapes need."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if torch.distributed.is_initialized():
+        raise ConfigError("a job cannot be described in a process that is a rank of one; do it in another process")
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    expert = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tensor)
+    world = pipeline * math.lcm(tensor, expert)
+    torch.distributed.init_process_group("fake", rank=stage * (world // pipeline), world_size=world, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor,
+            pipeline,
+            args.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _meta_device() -> Iterator[None]:
+    """Tensors without memory; Megatron names its device, so the name it asks for is answered too."""
+    current_device = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.cuda.current_device = current_device
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron prints and warns of what concerns a run; nothing here runs."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

@@ -1,0 +1,84 @@
+"""Which operator a parameter of a Megatron model belongs to.
+
+The rest of a layer that has experts is its non-expert: attention, norms, shared experts, or a dense MLP where only some
+layers have experts. In a model without any expert a layer is one operator. A layer of multi-token prediction counts as
+one more layer after the last. An output layer that is tied to the embedding is the same operator as the embedding, on
+whichever stage its copy is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moevement_core.errors import OperatorError
+from moevement_core.operators import EMBEDDING, HEAD, OperatorKind, expert_name, gate_name, layer_name, non_expert_name
+
+_LAYER = re.compile(r"(?P<block>decoder|mtp)\.layers\.(?P<index>\d+)\.(?P<rest>.*)")
+_EXPERT = re.compile(r"(?:.*\.)?mlp\.experts\.(?P<rest>.*)")
+_SEQUENTIAL = re.compile(r"local_experts\.(?P<local>\d+)\.")
+_GROUPED = re.compile(r"linear_fc[12]\.(?:weight|bias)(?P<local>\d+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorId:
+    """The name and kind of an operator."""
+
+    name: str
+    kind: OperatorKind
+
+
+def operators_of_chunk(chunk: Any, expert_rank: int) -> Iterator[tuple[OperatorId, str, torch.nn.Parameter]]:
+    """The operator, name and tensor of every parameter of ``chunk``, in the model's order.
+
+    Args:
+        chunk: an unwrapped ``GPTModel``: one virtual stage of this rank.
+        expert_rank: this rank's place among the expert-parallel ranks, which says which experts its own are.
+
+    Raises:
+        OperatorError: experts of a kind whose tensors cannot be told apart.
+    """
+    config = chunk.config
+    for name, parameter in chunk.named_parameters():
+        yield _operator_of(name, chunk, config, expert_rank), name, parameter
+
+
+def _operator_of(name: str, chunk: Any, config: Any, expert_rank: int) -> OperatorId:
+    found = _LAYER.match(name)
+    if found is None:
+        tied = bool(getattr(chunk, "share_embeddings_and_output_weights", False))
+        if name.startswith("embedding.") or (tied and name.startswith("output_layer.")):
+            return OperatorId(EMBEDDING, OperatorKind.EMBEDDING)
+        return OperatorId(HEAD, OperatorKind.HEAD)
+    layer = _layer_number(chunk, config, found["block"], int(found["index"]))
+    rest = found["rest"]
+    if not getattr(config, "num_moe_experts", None):
+        return OperatorId(layer_name(layer), OperatorKind.LAYER)
+    if re.search(r"(?:^|\.)mlp\.router\.", rest):
+        return OperatorId(gate_name(layer), OperatorKind.GATE)
+    if expert := _EXPERT.match(rest):
+        return OperatorId(expert_name(layer, _expert_number(expert["rest"], config, expert_rank)), OperatorKind.EXPERT)
+    return OperatorId(non_expert_name(layer), OperatorKind.NON_EXPERT)
+
+
+def _layer_number(chunk: Any, config: Any, block: str, index: int) -> int:
+    """The layer's number in the model, from 0, whatever stage it is on."""
+    if block == "decoder":
+        return int(chunk.decoder.layers[index].layer_number) - 1
+    return int(config.num_layers) + index
+
+
+def _expert_number(rest: str, config: Any, expert_rank: int) -> int:
+    """The expert's number in its layer from its number on this rank."""
+    local = _SEQUENTIAL.match(rest) or _GROUPED.match(rest)
+    if local is None:
+        raise OperatorError(
+            f"experts.{rest} holds several experts in one tensor; needs SequentialMLP or Transformer Engine's grouped "
+            "MLP, whose experts have tensors of their own"
+        )
+    experts_here = config.num_moe_experts // config.expert_model_parallel_size
+    return expert_rank * experts_here + int(local["local"])

@@ -1,0 +1,301 @@
+"""``moevement plan``: what sparse checkpointing of a job will cost, as tables or as one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moevement_core import precision
+from moevement_core.description.cluster import CLUSTERS, GB, Cluster
+from moevement_core.errors import ConfigError
+from moevement_core.policy.plan import CheckpointPlan, PlanInput, StagePlan
+from moevement_core.policy.window import WindowKind
+
+PRESETS = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "configs"
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the plan that ``arguments`` ask for; returns the exit code."""
+    made = CheckpointPlan(_input(arguments))
+    console = Console()
+    _print(made, console)
+    if arguments.json:
+        print(json.dumps(as_json(made)))
+    return 0
+
+
+def _input(arguments: argparse.Namespace) -> PlanInput:
+    cluster = _cluster(arguments)  # before the model is built, which takes seconds
+    regime = precision.parse(arguments.regime) if arguments.regime else None
+    if not arguments.iteration_time > 0:
+        raise ConfigError(f"--iteration-time {arguments.iteration_time}; needs seconds, more than 0")
+    if arguments.ranks < 1:
+        raise ConfigError(f"--ranks {arguments.ranks}; needs at least 1")
+    if arguments.window is not None and arguments.window < 1:
+        raise ConfigError(f"--window {arguments.window}; needs at least 1, or none for the smallest that fits")
+    from megatron.moevement.describe import describe
+
+    path = config_path(arguments.model)
+    job = describe(path.stem, ["--config", str(path), *arguments.flags], arguments.ranks)
+    return PlanInput(
+        job=job,
+        cluster=cluster,
+        regime=replace(regime or job.regime, scaling=precision.Scaling(arguments.fp8_scaling)),
+        iteration_s=arguments.iteration_time,
+        kind=WindowKind(arguments.window_kind),
+        replicas=arguments.replicas,
+        window=arguments.window,
+    )
+
+
+def config_path(model: str) -> Path:
+    """The configuration file of a preset, or of a path."""
+    for path in (Path(model), PRESETS / f"{model}.yaml"):
+        if path.is_file():
+            return path
+    known = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml"))) or "none, in this installation"
+    raise ConfigError(f"{model!r} is no file and no preset; presets are {known}")
+
+
+def _cluster(arguments: argparse.Namespace) -> Cluster:
+    if arguments.cluster is not None:
+        cluster = CLUSTERS[arguments.cluster]
+    elif None in (arguments.d2h_bandwidth, arguments.network_bandwidth, arguments.gpus_per_node):
+        raise ConfigError(
+            "neither --cluster nor all of --d2h-bandwidth, --network-bandwidth and --gpus-per-node; give "
+            f"--cluster {' or '.join(CLUSTERS)}, or your own three numbers"
+        )
+    else:
+        cluster = Cluster(arguments.gpus_per_node, 1.0, 1.0)
+    given = {
+        "gpus_per_node": arguments.gpus_per_node,
+        "d2h_bytes_per_s": _gigabytes(arguments.d2h_bandwidth),
+        "network_bytes_per_s": _gigabytes(arguments.network_bandwidth),
+        "network_share": arguments.network_share,
+        "host_memory_bytes": _gigabytes(arguments.host_memory),
+    }
+    return replace(cluster, **{name: value for name, value in given.items() if value is not None})
+
+
+def _gigabytes(value: float | None) -> float | None:
+    return None if value is None else value * GB
+
+
+def _print(made: CheckpointPlan, console: Console) -> None:
+    given, job, stage = made.given, made.given.job, made.binding_stage
+    console.print(
+        f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), regime {given.regime}, "
+        f"{given.iteration_s:g} s an iteration, {given.replicas} replicas"
+    )
+    console.print(
+        f"budget of a rank: {_size(stage.budget.bytes)} an iteration, bound by [bold]{stage.budget.binding}[/bold] "
+        f"(device to host {_size(stage.budget.d2h_bytes)} at {given.cluster.d2h_bytes_per_s / GB:g} GB/s"
+        + (f" after {_size(stage.log_bytes)} of boundary log" if stage.log_bytes else "")
+        + (
+            f"; replication {_size(stage.budget.replication_bytes)} at "
+            f"{given.cluster.replication_bytes_per_s / GB:g} GB/s to {given.replicas} peers)"
+            if given.replicas
+            else "; nothing is replicated)"
+        )
+    )
+    console.print(
+        f"[bold]W = {made.size}[/bold], {given.kind}"
+        + (f", as asked (the smallest that fits is {_needed(made)})" if given.window else "")
+        + f"; Algorithm 1 with equal operators and {given.cluster.d2h_bytes_per_s / GB:g} GB/s: "
+        f"W = {made.paper_window.window}"
+    )
+    console.print(_stage_table(made))
+    console.print(_slot_table(made))
+    console.print(_cost_table(made))
+    for line in _warnings(made):
+        console.print(f"[bold]note[/bold] {line}")
+    console.print(_alternatives_table(made))
+
+
+def _needed(made: CheckpointPlan) -> int:
+    return max(stage.own.size for stage in made.stages)
+
+
+def _stage_table(made: CheckpointPlan) -> Table:
+    table = Table("stage", "operators", "parameters held", "full state", "compute weights", "W alone", title="one rank")
+    for number, stage in enumerate(made.stages):
+        table.add_row(
+            str(number) + (" *" if stage is made.binding_stage else ""), str(len(stage.table)),
+            f"{sum(shape.parameters for shape in stage.shape.operators) / 1e6:,.1f} M", _size(stage.full_bytes),
+            _size(stage.compute_bytes), str(stage.own.size),
+        )  # fmt: skip
+    return table
+
+
+def _slot_table(made: CheckpointPlan) -> Table:
+    stage = made.binding_stage
+    table = Table(
+        "slot", "full state of", "compute weights of", "bytes", "copy", "send", "of the iteration",
+        title=f"slots of a rank of stage {made.stages.index(stage)}",
+    )  # fmt: skip
+    start = 0
+    for slot, end in enumerate(stage.window.ends):
+        held = int(stage.window.slot_bytes[0, slot])
+        others = len(stage.table) - end + (start if made.given.kind is WindowKind.ROLLING else 0)
+        slowest = max(stage.budget.copy_s(held), stage.budget.send_s(held))
+        table.add_row(
+            str(slot), f"{end - start} operators", f"{others} operators", _size(held),
+            f"{stage.budget.copy_s(held):.3f} s", f"{stage.budget.send_s(held):.3f} s",
+            f"{slowest / made.given.iteration_s:.0%}",
+        )  # fmt: skip
+        start = end
+    return table
+
+
+def _cost_table(made: CheckpointPlan) -> Table:
+    given, dense = made.given, made.dense()
+    per_s, replicas = given.iteration_s, given.replicas
+    average, peak = _traffic(made)
+    dense_average = dense.bytes / dense.interval / per_s
+    dense_peak = min(dense.bytes / per_s, given.cluster.d2h_bytes_per_s)
+    dense_sent_peak = replicas * dense.bytes / max(dense.send_s, per_s)
+    snapshots, kept_for_peers, logs = made.host_memory
+    dense_node = 2 * (1 + replicas) * dense.bytes * min(given.cluster.gpus_per_node, given.job.ranks)
+    rows = [
+        ("window or interval, iterations", f"{made.size}", f"{dense.interval}"),
+        ("bytes copied at once", _size(peak * per_s), _size(dense.bytes)),
+        ("stall of an average iteration", f"{made.stall_s:.3f} s", f"{dense.stall_s / dense.interval:.3f} s"),
+        ("to the host, average and peak", _rates(average, peak), _rates(dense_average, dense_peak)),
+        (
+            "to the peers, average and peak",
+            _rates(replicas * average, replicas * peak),
+            _rates(replicas * dense_average, dense_sent_peak),
+        ),
+        ("expected rollback, iterations", f"{made.expected_rollback:.1f}", f"{dense.expected_rollback:.1f}"),
+        ("replayed at most, iterations", f"{made.most_replayed}", f"{dense.most_replayed}"),
+        ("host memory of a rank: own snapshots", _size(snapshots), _size(2 * dense.bytes)),
+        ("  replicas it keeps for peers", _size(kept_for_peers), _size(2 * replicas * dense.bytes)),
+        ("  boundary logs", _size(logs), "-"),
+        ("host memory of a node", _size(made.host_memory_of_node), _size(dense_node)),
+    ]
+    table = Table("", "sparse", "dense, same model and bandwidths", title="cost")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _rates(average: float, peak: float) -> str:
+    return f"{_size(average)}/s, {_size(peak)}/s"
+
+
+def _traffic(made: CheckpointPlan) -> tuple[float, float]:
+    """Average and peak bytes per second that the heaviest rank copies to its host, logs left out."""
+    slots = [stage.window.slot_bytes[0] for stage in made.stages]
+    return (
+        max(float(row.mean()) for row in slots) / made.given.iteration_s,
+        max(float(row.max()) for row in slots) / made.given.iteration_s,
+    )
+
+
+def _warnings(made: CheckpointPlan) -> Iterator[str]:
+    given = made.given
+    for number, stage in enumerate(made.stages):
+        if stage.window.over_budget:
+            yield (
+                f"stage {number}: slots {', '.join(map(str, stage.window.over_budget))} exceed the budget by up to "
+                f"{_size(stage.window.peak_bytes - stage.budget.bytes)}: {_too_large(stage)}"
+            )
+    if made.stall_s:
+        share = made.stall_s / given.iteration_s
+        yield f"training stalls {made.stall_s:.3f} s in an average iteration ({share:.1%})"
+    if made.behind_s:
+        yield (
+            f"replication falls behind by {made.behind_s:.2f} s a window, so windows will be abandoned; fewer "
+            "replicas, a larger window or a faster network would hold"
+        )
+    memory = given.cluster.host_memory_bytes
+    if memory is not None and made.host_memory_of_node > memory:
+        yield f"a node needs {_size(made.host_memory_of_node)} of host memory and has {_size(memory)}"
+
+
+def _too_large(stage: StagePlan) -> str:
+    if stage.window.size < len(stage.table):
+        return "one operator alone is larger, or the window is shorter than it needs"
+    return "even one operator in each slot is too much"
+
+
+def _alternatives_table(made: CheckpointPlan) -> Table:
+    table = Table("change", "W", title="what would change W")
+    for what, size in made.alternatives():
+        table.add_row(what, str(size))
+    for size in _sizes_of_interest(made):
+        rate = made.bandwidth_for(size)
+        table.add_row(f"{_size(rate)}/s or more for each copy of a snapshot of a rank", str(size))
+    return table
+
+
+def _sizes_of_interest(made: CheckpointPlan) -> list[int]:
+    return sorted({size for size in (*range(1, 7), made.size - 1, made.size) if size >= 1})
+
+
+def _size(value: float) -> str:
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g} {unit}" if value < 1000 * factor else f"{value / factor:,.0f} {unit}"
+    return f"{value:.0f} B"
+
+
+def as_json(made: CheckpointPlan) -> dict[str, Any]:
+    """Everything that the tables say, and the slots of every stage; bytes and seconds."""
+    given, dense = made.given, made.dense()
+    average, peak = _traffic(made)
+    snapshots, replicas, logs = made.host_memory
+    return {
+        "model": given.job.name,
+        "ranks": given.job.ranks,
+        "layout": given.job.layout,
+        "regime": str(given.regime),
+        "iteration_s": given.iteration_s,
+        "replicas": given.replicas,
+        "window": made.size,
+        "window_kind": str(given.kind),
+        "paper_window": made.paper_window.window,
+        "budget_bytes": made.binding_stage.budget.bytes,
+        "binding": made.binding_stage.budget.binding,
+        "binding_stage": made.stages.index(made.binding_stage),
+        "d2h_budget_bytes": made.binding_stage.budget.d2h_bytes,
+        "replication_budget_bytes": made.binding_stage.budget.replication_bytes if given.replicas else None,
+        "replication_lag": made.lag,
+        "stall_s": made.stall_s,
+        "replication_behind_s": made.behind_s,
+        "expected_rollback": made.expected_rollback,
+        "most_replayed": made.most_replayed,
+        "traffic_bytes_per_s": {"average": average, "peak": peak},
+        "host_memory_bytes": {
+            "snapshots": snapshots, "replicas": replicas, "logs": logs, "node": made.host_memory_of_node,
+        },
+        "stages": [_stage_as_json(stage) for stage in made.stages],
+        "dense": {
+            "bytes": dense.bytes, "copy_s": dense.copy_s, "send_s": dense.send_s, "stall_s": dense.stall_s,
+            "interval": dense.interval, "expected_rollback": dense.expected_rollback,
+            "most_replayed": dense.most_replayed,
+        },
+        "alternatives": dict(made.alternatives()),
+        "bandwidth_for_window": {str(size): made.bandwidth_for(size) for size in _sizes_of_interest(made)},
+    }  # fmt: skip
+
+
+def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
+    ends = stage.window.ends
+    return {
+        "operators": len(stage.table),
+        "full_bytes": stage.full_bytes,
+        "compute_bytes": stage.compute_bytes,
+        "log_bytes": stage.log_bytes,
+        "window_alone": stage.own.size,
+        "slot_operators": [end - start for start, end in zip((0, *ends), ends, strict=False)],
+        "slot_bytes": stage.window.slot_bytes[0].tolist(),
+        "over_budget": list(stage.window.over_budget),
+    }

@@ -1,0 +1,81 @@
+"""A training job as planning and simulation see it: the operators of each stage, and what crosses stage boundaries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moevement_core.errors import ConfigError
+from moevement_core.operators import Operator, OperatorKind, OperatorTable
+from moevement_core.precision import Regime
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorShape:
+    """One operator of one rank before it is cut over data parallelism."""
+
+    name: str
+    kind: OperatorKind
+    tensors: tuple[int, ...]
+    """Elements of each of its parameters on this rank (after tensor parallelism)."""
+    shards: int
+    """Ranks with the same parameters, over which its state is cut: data times context parallelism, or expert data
+    parallelism."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all its tensors."""
+        return sum(self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class StageShape:
+    """One pipeline stage; its ranks differ in which experts they hold and not in how many, so one stands for all."""
+
+    operators: tuple[OperatorShape, ...]
+    sends_per_micro_batch: int
+    """Tensors that a rank sends over a stage boundary for each micro-batch, forward and backward, all chunks."""
+
+    def table(self, regime: Regime) -> OperatorTable:
+        """The operators of one rank, each cut evenly over the ranks that share it."""
+        return OperatorTable(
+            Operator(shape.name, shape.kind, regime.state_bytes(shape.tensors, shape.shards))
+            for shape in self.operators
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class JobShape:
+    """A job: model and parallel layout."""
+
+    name: str
+    ranks: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    expert_parallel: int
+    context_parallel: int
+    data_parallel: int
+    """Megatron's: ranks / (tensor x pipeline x context), so experts are inside it."""
+    micro_batches: int
+    """Micro-batches of an iteration on each data-parallel rank."""
+    boundary_bytes: int
+    """Bytes of one tensor that a rank sends over a stage boundary."""
+    regime: Regime
+    """The formats that the job's own flags ask for."""
+    stages: tuple[StageShape, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.stages) != self.pipeline_parallel:
+            raise ConfigError(f"{len(self.stages)} stages for pipeline size {self.pipeline_parallel}; needs one each")
+
+    @property
+    def layout(self) -> str:
+        """Sizes of the parallel dimensions, in the words of the field."""
+        parts = {
+            "PP": self.pipeline_parallel, "TP": self.tensor_parallel, "CP": self.context_parallel,
+            "EP": self.expert_parallel, "DP": self.data_parallel,
+        }  # fmt: skip
+        return " ".join(f"{name}{size}" for name, size in parts.items() if size > 1) or "one rank"
+
+    def log_bytes_of(self, stage: StageShape) -> int:
+        """Bytes of boundary tensors that a rank of ``stage`` logs in an iteration (MoEvement section 3.4)."""
+        return stage.sends_per_micro_batch * self.micro_batches * self.boundary_bytes

@@ -1,0 +1,262 @@
+"""What sparse checkpointing of a job will cost, before it runs: window, slots, traffic, host memory, rollback.
+
+The arithmetic is that of the live run: the same tables, windows and bounds. What only a run knows is assumed: every
+operator is cut evenly over the ranks that share it, experts are equally popular, and copies and sends go at the
+bandwidths given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from moevement_core.description.cluster import Cluster
+from moevement_core.description.job import JobShape, StageShape
+from moevement_core.errors import WindowError
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.popularity import Order, Ordering, order_operators
+from moevement_core.policy.schedule import expected_rollback, most_replayed
+from moevement_core.policy.window import (
+    Budget,
+    PaperWindow,
+    Window,
+    WindowKind,
+    choose_window,
+    find_window_size,
+    impose_window,
+    peak_of_window,
+)
+from moevement_core.precision import TABLE_7, Regime
+
+DENSE_OVERHEAD = 0.03
+"""CheckFreq's bound on the runtime overhead of dense checkpoints, as MoEvement configures it (section 5.2)."""
+
+
+@dataclass(frozen=True)
+class PlanInput:
+    """Everything a plan follows from."""
+
+    job: JobShape
+    cluster: Cluster
+    regime: Regime
+    iteration_s: float
+    kind: WindowKind = WindowKind.ALIGNED
+    replicas: int = 2
+    window: int | None = None
+    """An imposed window; left out it is chosen."""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage, of which one rank stands for all."""
+
+    shape: StageShape
+    table: OperatorTable
+    order: Order
+    budget: Budget
+    own: Window
+    """The smallest window that this stage needs."""
+    window: Window
+    """Its slots in the window of the job."""
+    log_bytes: int
+    """Boundary log of an iteration."""
+
+    @property
+    def full_bytes(self) -> int:
+        """Full state of all its operators: a dense checkpoint of the rank."""
+        return int(self.table.full.sum())
+
+    @property
+    def compute_bytes(self) -> int:
+        """Compute weights of all its operators."""
+        return int(self.table.compute.sum())
+
+
+class CheckpointPlan:
+    """The plan of a job; every figure is of one rank unless it says otherwise.
+
+    Raises:
+        WindowError: no bandwidth, no iteration time, more replicas than there are other nodes.
+    """
+
+    def __init__(self, given: PlanInput) -> None:
+        self.given = given
+        nodes = math.ceil(given.job.ranks / given.cluster.gpus_per_node)
+        if 0 < nodes - 1 < given.replicas:
+            raise WindowError(
+                f"{given.replicas} replicas on {nodes} nodes; needs as many other nodes: at most {nodes - 1} replicas, "
+                "or more nodes"
+            )
+        cut = [self._stage(shape) for shape in given.job.stages]
+        self.size: int = given.window or max(stage.own.size for stage in cut)
+        """W of the job, iterations: the largest that one of its stages needs."""
+        self.stages: tuple[StagePlan, ...] = tuple(
+            stage
+            if stage.own.size == self.size
+            else replace(
+                stage,
+                window=impose_window(stage.table, stage.order, self.size, given.kind, stage.budget.bytes),
+            )
+            for stage in cut
+        )
+
+    def _stage(self, shape: StageShape) -> StagePlan:
+        given = self.given
+        table = shape.table(given.regime)
+        dense = not table.is_expert.any()
+        order = order_operators(table, np.zeros(len(table)), Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT)
+        log_bytes = given.job.log_bytes_of(shape)
+        budget = Budget(
+            given.iteration_s,
+            given.cluster.d2h_bytes_per_s,
+            given.cluster.replication_bytes_per_s,
+            given.replicas,
+            reserved_d2h_bytes=log_bytes,
+        )
+        own = choose_window(table, order, budget, given.kind)
+        return StagePlan(shape, table, order, budget, own, own, log_bytes)
+
+    @cached_property
+    def binding_stage(self) -> StagePlan:
+        """The stage that needs the largest window, of several the one with the heaviest slot."""
+        return max(self.stages, key=lambda stage: (stage.own.size, stage.window.peak_bytes))
+
+    @property
+    def lag(self) -> int:
+        """L: iterations that the heaviest slot takes to reach the peers once it is in host memory."""
+        return math.ceil(max(stage.budget.send_s(stage.window.peak_bytes) for stage in self.stages) / self._iteration_s)
+
+    @property
+    def _iteration_s(self) -> float:
+        return self.given.iteration_s
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that training waits for copies, a window's average iteration on the stage that waits longest."""
+        return max(
+            sum(stage.budget.stall_s(slot) for slot in stage.window.slot_bytes[0]) / self.size for stage in self.stages
+        )
+
+    @property
+    def behind_s(self) -> float:
+        """Seconds by which replication falls behind in every window; 0 if the network keeps up."""
+        return max(
+            0.0,
+            max(sum(stage.budget.send_s(slot) for slot in stage.window.slot_bytes[0]) for stage in self.stages)
+            - self.size * self._iteration_s,
+        )
+
+    @property
+    def expected_rollback(self) -> float:
+        """Iterations that a failure costs on average."""
+        return expected_rollback(self.given.kind, self.size, self.lag)
+
+    @property
+    def most_replayed(self) -> int:
+        """Iterations that a recovery replays at most."""
+        return most_replayed(self.given.kind, self.size, self.lag)
+
+    def snapshot_memory(self, stage: StagePlan) -> int:
+        """Host bytes for the snapshots that a rank keeps of itself.
+
+        Aligned: the window that is persisted and the one under way; rolling: W persisted slots and the one being
+        copied; both: what is still on its way to the peers.
+        """
+        slots = stage.window.slot_bytes[0]
+        windows, extra = (2, self.lag) if self.given.kind is WindowKind.ALIGNED else (1, 1 + self.lag)
+        return int(windows * slots.sum() + extra * slots.max())
+
+    def log_memory(self, stage: StagePlan) -> int:
+        """Host bytes for the boundary log: every iteration that a recovery may replay, and the one under way."""
+        return (self.most_replayed + 1) * stage.log_bytes
+
+    @property
+    def host_memory(self) -> tuple[int, int, int]:
+        """Snapshots, replicas of peers' snapshots, and logs of the heaviest rank, bytes."""
+        snapshots = max(self.snapshot_memory(stage) for stage in self.stages)
+        return snapshots, self.given.replicas * snapshots, max(self.log_memory(stage) for stage in self.stages)
+
+    @property
+    def host_memory_of_node(self) -> int:
+        """All three for every rank of a node."""
+        return sum(self.host_memory) * min(self.given.cluster.gpus_per_node, self.given.job.ranks)
+
+    @cached_property
+    def paper_window(self) -> PaperWindow:
+        """Algorithm 1 on the heaviest stage: operators all of the average size, device-to-host bandwidth only."""
+        stage = max(self.stages, key=lambda stage: stage.full_bytes)
+        count = len(stage.table)
+        return find_window_size(
+            count,
+            self._iteration_s,
+            stage.compute_bytes / count,
+            stage.full_bytes / count,
+            0,
+            self.given.cluster.d2h_bytes_per_s,
+        )
+
+    def bandwidth_for(self, size: int) -> float:
+        """Bytes per second for the snapshots of one rank, each counted once, from which W is ``size`` or smaller."""
+        return max(peak_of_window(s.table, s.order, size, self.given.kind) for s in self.stages) / self._iteration_s
+
+    def dense(self) -> DensePlan:
+        """A dense checkpoint of the same model at the same bandwidths."""
+        stage = max(self.stages, key=lambda stage: stage.full_bytes)
+        copy_s = stage.full_bytes / self.given.cluster.d2h_bytes_per_s
+        stall_s = max(0.0, copy_s - self._iteration_s)
+        send_s = stage.budget.send_s(stage.full_bytes)
+        hidden = max(1, math.ceil(stall_s / (DENSE_OVERHEAD * self._iteration_s)))
+        interval = max(hidden, math.ceil(max(copy_s, send_s) / self._iteration_s))
+        lag = math.ceil(copy_s / self._iteration_s) + math.ceil(send_s / self._iteration_s)
+        return DensePlan(stage.full_bytes, copy_s, send_s, stall_s, interval, lag)
+
+    def alternatives(self) -> Iterator[tuple[str, int]]:
+        """What would change W, and to what: twice each bandwidth, other window kind, fewer replicas, other regimes."""
+        given = replace(self.given, window=None)
+        cluster, scaling = given.cluster, given.regime.scaling
+        faster_copies = replace(cluster, d2h_bytes_per_s=2 * cluster.d2h_bytes_per_s)
+        faster_network = replace(cluster, network_bytes_per_s=2 * cluster.network_bytes_per_s)
+        other = WindowKind.ROLLING if given.kind is WindowKind.ALIGNED else WindowKind.ALIGNED
+        changes = {
+            "twice the bandwidth from device to host": replace(given, cluster=faster_copies),
+            "twice the network bandwidth": replace(given, cluster=faster_network),
+            f"{other} window": replace(given, kind=other),
+            "iterations twice as long": replace(given, iteration_s=2 * given.iteration_s),
+        }
+        if given.replicas:
+            changes["one replica less"] = replace(given, replicas=given.replicas - 1)
+        for regime in TABLE_7:
+            changes[f"regime {regime}"] = replace(given, regime=replace(regime, scaling=scaling))
+        for what, change in changes.items():
+            yield what, CheckpointPlan(change).size
+
+
+@dataclass(frozen=True)
+class DensePlan:
+    """A dense checkpoint of the heaviest rank: Gemini's, in peers' memory, with CheckFreq's bound on overhead."""
+
+    bytes: int
+    copy_s: float
+    send_s: float
+    """Seconds until every peer has it."""
+    stall_s: float
+    """What one checkpoint delays training by: a copy that outlasts the iteration it hides in."""
+    interval: int
+    """The shortest interval, iterations, at which stalls stay within 3% and one checkpoint ends before the next."""
+
+    lag: int
+    """Iterations from the state that a checkpoint holds until every peer has it."""
+
+    @property
+    def expected_rollback(self) -> float:
+        """Iterations that a failure costs on average: half the interval (MoEvement section 3.6) and the lag."""
+        return self.interval / 2 + self.lag
+
+    @property
+    def most_replayed(self) -> int:
+        """Committed iterations that are replayed at most."""
+        return self.interval - 1 + self.lag
