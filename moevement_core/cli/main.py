@@ -24,7 +24,11 @@ class _OneLineParser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Entry of the console script; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, others = parser.parse_known_args(argv)
+    if others and not hasattr(arguments, "flags"):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.flags = [word for word in others if word != "--"]
     with exit_cleanly():
         return int(arguments.run(arguments))
 
@@ -132,10 +136,11 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         help="what sparse checkpointing of a job will cost",
         description="Say how many iterations a window needs and what it costs, from the model, the layout and the "
         "bandwidths, without starting anything. Megatron builds the model without memory, so every flag means what it "
-        "means in a run. docs/windows.md explains the numbers.",
+        "means in a run; flags of Megatron's may stand among those below and win over the file's. docs/windows.md "
+        "explains the numbers.",
+        allow_abbrev=False,
     )
     plan.add_argument("model", metavar="MODEL", help="a preset (gpt_moe, ...) or a .yaml of Megatron's flags")
-    plan.add_argument("flags", metavar="FLAGS", nargs="*", help="after --: Megatron's flags; they win over the file's")
     plan.add_argument("--ranks", type=int, required=True, metavar="N", help="GPUs of the job")
     plan.add_argument(
         "--iteration-time", type=float, required=True, metavar="S", help="seconds that an iteration takes; measure one"
@@ -167,7 +172,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         help="a scale for each tensor, 128 x 128 block, or 32 elements (default: tensor)",
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    plan.set_defaults(run=_plan)
+    plan.set_defaults(run=_plan, flags=[])
 
 
 def _plan(arguments: argparse.Namespace) -> int:

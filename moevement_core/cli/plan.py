@@ -215,6 +215,8 @@ def _warnings(made: CheckpointPlan) -> Iterator[str]:
             f"replication falls behind by {made.behind_s:.2f} s a window, so windows will be abandoned; fewer "
             "replicas, a larger window or a faster network would hold"
         )
+    if given.replicas and given.job.ranks <= given.cluster.gpus_per_node:
+        yield "all ranks are on one node, so replicas are too: they survive a process and not the node"
     memory = given.cluster.host_memory_bytes
     if memory is not None and made.host_memory_of_node > memory:
         yield f"a node needs {_size(made.host_memory_of_node)} of host memory and has {_size(memory)}"

@@ -41,3 +41,19 @@ def draws_by_tracker(argv: list[str]) -> dict[str, list[float]]:
         with tracker.fork(name):
             draws[name] = torch.nn.functional.dropout(torch.ones(64), 0.5).tolist()
     return draws
+
+
+def operators_held(argv: list[str]) -> dict[str, tuple[str, list[int]]]:
+    """Kind and tensor sizes of every operator that this rank holds, and its pipeline stage and expert rank."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    from megatron.moevement.operators import operators_of_chunk
+
+    run_rank(argv)
+    held: dict[str, tuple[str, list[int]]] = {}
+    for chunk in unwrap_model(current_job().model or []):
+        for operator, _, parameter in operators_of_chunk(chunk, parallel_state.get_expert_model_parallel_rank()):
+            held.setdefault(operator.name, (str(operator.kind), []))[1].append(parameter.numel())
+    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
+    return held | {"place": ("", list(place))}

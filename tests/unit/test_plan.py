@@ -1,0 +1,211 @@
+"""Plans follow from shapes and bandwidths; the arithmetic is checked by hand on a job small enough for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.moevement.describe import describe
+from moevement_core.cli.main import main
+from moevement_core.cli.plan import PRESETS, config_path
+from moevement_core.description.cluster import CLUSTERS, Cluster
+from moevement_core.description.job import JobShape, OperatorShape, StageShape
+from moevement_core.errors import ConfigError, WindowError
+from moevement_core.operators import OperatorKind
+from moevement_core.policy.plan import CheckpointPlan, PlanInput
+from moevement_core.policy.window import WindowKind
+from moevement_core.precision import MIXED, parse
+from tests.unit.test_presets import TABLE_2
+
+# Two stages: eight experts of 1,000 parameters, and four of them with an embedding. 12 bytes full, 2 compute.
+EXPERTS = tuple(OperatorShape(f"layers.0.experts.{e}", OperatorKind.EXPERT, (600, 400), 1) for e in range(8))
+SMALL = JobShape(
+    name="small", ranks=32, tensor_parallel=1, pipeline_parallel=2, expert_parallel=1, context_parallel=1,
+    data_parallel=16, micro_batches=4, boundary_bytes=100, regime=MIXED,
+    stages=(
+        StageShape(EXPERTS, sends_per_micro_batch=1),
+        StageShape((*EXPERTS[:4], OperatorShape("embedding", OperatorKind.EMBEDDING, (2000,), 2)), 1),
+    ),
+)  # fmt: skip
+SLOW_NETWORK = Cluster(gpus_per_node=8, d2h_bytes_per_s=1e6, network_bytes_per_s=8 * 64_000)
+
+
+def planned(**changes: Any) -> CheckpointPlan:
+    given: dict[str, Any] = {"job": SMALL, "cluster": SLOW_NETWORK, "regime": MIXED, "iteration_s": 1.0} | changes
+    return CheckpointPlan(PlanInput(**given))
+
+
+def test_the_window_of_the_job_is_that_of_the_stage_that_needs_the_largest() -> None:
+    plan = planned()
+    budget = plan.binding_stage.budget
+    assert (budget.bytes, budget.binding, budget.d2h_bytes) == (32_000, "replication", 1e6 - 400)
+    # Stage 0 needs slots of 1, 1, 2, 2, 2 operators: two at first would weigh 2 x 12 + 6 x 2 kB. Stage 1: 2, 2, 1.
+    assert [stage.own.size for stage in plan.stages] == [5, 3]
+    assert (plan.size, plan.stages.index(plan.binding_stage)) == (5, 0)
+    assert all(stage.window.size == 5 and not stage.window.over_budget for stage in plan.stages)
+    assert plan.stages[0].window.slot_bytes[0].max() <= 32_000
+    assert plan.stages[0].full_bytes == 96_000
+    assert plan.stages[1].full_bytes == 4 * 12_000 + 12_000, "the embedding is cut over two ranks"
+
+
+def test_time_memory_and_rollback_follow_from_the_window() -> None:
+    plan = planned()
+    stage = plan.stages[0]
+    slots = stage.window.slot_bytes[0]
+    assert plan.lag == 1
+    assert plan.expected_rollback == 1.5 * 5 + 1
+    assert plan.most_replayed == 2 * 5 - 1 + 1
+    assert plan.stall_s == plan.behind_s == 0.0
+    assert plan.snapshot_memory(stage) == 2 * slots.sum() + slots.max()
+    assert plan.log_memory(stage) == (10 + 1) * 4 * 100
+    snapshots, replicas, logs = plan.host_memory
+    assert replicas == 2 * snapshots
+    assert plan.host_memory_of_node == 8 * (snapshots + replicas + logs)
+
+
+def test_rolling_windows_roll_back_less_and_weigh_more() -> None:
+    aligned, rolling = planned(), planned(kind=WindowKind.ROLLING)
+    assert (
+        rolling.size > aligned.size
+        or rolling.stages[0].window.slot_bytes.sum() > aligned.stages[0].window.slot_bytes.sum()
+    )
+    assert rolling.most_replayed == rolling.size + rolling.lag
+
+
+def test_from_the_bandwidth_named_for_a_window_on_that_window_suffices() -> None:
+    plan = planned()
+    for size in range(1, 7):
+        rate = plan.bandwidth_for(size)
+        enough = replace(SLOW_NETWORK, network_bytes_per_s=8 * 2 * rate * 1.0001)
+        too_little = replace(SLOW_NETWORK, network_bytes_per_s=8 * 2 * rate * 0.97)
+        assert planned(cluster=enough).size <= size
+        assert planned(cluster=too_little).size > size
+
+
+def test_an_imposed_window_says_what_it_stalls_and_by_how_much_it_falls_behind() -> None:
+    slow = replace(SLOW_NETWORK, d2h_bytes_per_s=48_400.0)
+    plan = planned(cluster=slow, window=1)
+    assert plan.size == 1
+    assert plan.stall_s == pytest.approx(96_400 / 48_400 - 1)
+    assert plan.behind_s == pytest.approx(2 * 96_000 / 64_000 - 1)
+
+
+def test_alternatives_name_what_would_change_the_window() -> None:
+    changes = dict(planned().alternatives())
+    assert changes["twice the bandwidth from device to host"] == 5
+    assert changes["twice the network bandwidth"] == 2
+    assert changes["one replica less"] == 2
+    assert changes["iterations twice as long"] == 2
+    assert changes["regime FP8/FP8/FP8+FP16"] == 2, "8 x 4,000 bytes would fit once; their scales do not"
+
+
+def test_a_dense_checkpoint_of_the_same_model_stands_beside_it() -> None:
+    dense = planned().dense()
+    assert (dense.bytes, dense.copy_s, dense.send_s, dense.stall_s) == (96_000, 0.096, 3.0, 0.0)
+    assert (dense.interval, dense.expected_rollback) == (3, 1.5 + 1 + 3)
+    slow = planned(cluster=replace(SLOW_NETWORK, d2h_bytes_per_s=48_000.0), replicas=0).dense()
+    assert (slow.stall_s, slow.interval) == (1.0, 34), "3% of an iteration of 1 s hides 1 s in 34 iterations"
+
+
+def test_replicas_need_as_many_other_nodes() -> None:
+    with pytest.raises(WindowError, match="4 replicas on 4 nodes; needs as many other nodes: at most 3"):
+        planned(replicas=4)
+
+
+@pytest.mark.parametrize("name", sorted(set(TABLE_2) - {"laptop"}))
+def test_described_presets_have_the_parameters_of_the_paper(name: str) -> None:
+    ranks, total, _ = TABLE_2[name]
+    shape = describe(name, ["--config", str(PRESETS / f"{name}.yaml")], ranks)
+    tied = name == "gpt_moe"
+    # One rank stands for all of its stage; cut over the ranks that share them, parameters add up to the model's.
+    of_stages = (sum(o.parameters / o.shards for o in stage.operators) for stage in shape.stages)
+    in_all = sum(of_stages) * ranks / shape.pipeline_parallel
+    if tied:
+        in_all -= 50304 * 2048
+    assert in_all == pytest.approx(total, rel=0.03)
+
+
+def test_flags_win_over_the_file_and_a_regime_follows_from_them() -> None:
+    config = ["--config", str(PRESETS / "gpt_moe.yaml")]
+    shape = describe("gpt", [*config, "--pipeline-model-parallel-size", "6"], 96)
+    assert (shape.pipeline_parallel, len(shape.stages), shape.layout) == (6, 6, "PP6 EP8 DP16")
+    assert [stage.sends_per_micro_batch for stage in shape.stages] == [1, 2, 2, 2, 2, 1]
+    assert str(shape.regime) == "BF16/FP32/FP32+FP32"
+    fp8 = ["--use-precision-aware-optimizer", "--exp-avg-dtype", "fp8", "--exp-avg-sq-dtype", "fp16",
+           "--main-params-dtype", "fp16", "--fp8-format", "hybrid", "--fp8-param-gather"]  # fmt: skip
+    assert str(describe("gpt", [*config, *fp8], 96).regime) == "FP8/FP16/FP8+FP16"
+
+
+def test_a_config_with_context_parallelism_or_another_dispatcher_is_described_without_a_gpu() -> None:
+    config = ["--config", str(PRESETS / "qwen_moe.yaml")]
+    plain = describe("qwen", config, 96)
+    cut = describe("qwen", [*config, "--context-parallel-size", "2"], 96)
+    assert (plain.data_parallel, cut.data_parallel, cut.context_parallel) == (16, 8, 2)
+    assert cut.boundary_bytes == plain.boundary_bytes // 2
+    assert cut.stages == plain.stages
+
+
+def test_the_command_prints_tables_and_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "deepseek_moe", "--ranks", "96", "--iteration-time", "2.75", "--cluster", "moevement-a100"]
+    assert main([*command, "--global-batch-size", "512", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "W = 2" in printed
+    assert "bound by replication" in " ".join(printed.split())
+    told = json.loads(printed.splitlines()[-1])
+    assert (told["window"], told["binding"], told["paper_window"]) == (2, "replication", 1)
+    assert len(told["stages"]) == 12
+    for stage in told["stages"]:
+        assert sum(stage["slot_operators"]) == stage["operators"]
+        assert len(stage["slot_bytes"]) == 2
+    assert told["budget_bytes"] == pytest.approx(1.25e9 * 2.75 / 2)
+
+
+ENOUGH = ["--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100"]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["gpt", *ENOUGH], "'gpt' is no file and no preset; presets are deepseek_moe, gpt_moe"),
+        (["gpt_moe", "--ranks", "96", "--iteration-time", "2"], "neither --cluster nor all of"),
+        (["gpt_moe", *ENOUGH, "--iteration-time", "0"], "--iteration-time 0.0; needs seconds, more than 0"),
+        (["gpt_moe", *ENOUGH, "--iteration-time", "nan"], "--iteration-time nan"),
+        (["gpt_moe", *ENOUGH, "--ranks", "0"], "--ranks 0; needs at least 1"),
+        (["gpt_moe", *ENOUGH, "--ranks", "7"], "Megatron refuses these flags"),
+        (["gpt_moe", *ENOUGH, "--window", "0"], "--window 0; needs at least 1"),
+        (["gpt_moe", *ENOUGH, "--regime", "fp4"], "regime 'fp4'; needs one of mixed"),
+        (["gpt_moe", *ENOUGH, "--network-share", "0"], "network share of 0.0; needs more than 0"),
+        (["gpt_moe", *ENOUGH, "--d2h-bandwidth", "0"], "bandwidth from device to host of 0.0"),
+        (["gpt_moe", *ENOUGH, "--network-bandwidth", "0"], "bandwidth to the peers of 0.0"),
+        (["gpt_moe", *ENOUGH, "--replicas", "-1"], "-1 replicas; needs 0 or more"),
+        (["gpt_moe", *ENOUGH, "--gpus-per-node", "0"], "0 GPUs per node"),
+        (["gpt_moe", *ENOUGH, "--no-such-flag", "1"], "unknown flag --no-such-flag"),
+        (["gpt_moe", "--num-layers", "13", *ENOUGH], "Megatron refuses these flags"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_2(
+    words: list[str], found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["plan", *words])
+    assert exit_.value.code == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 1
+    assert found in errors[0]
+
+
+def test_presets_and_files_are_found() -> None:
+    assert config_path("laptop") == PRESETS / "laptop.yaml"
+    assert config_path(str(PRESETS / "laptop.yaml")) == PRESETS / "laptop.yaml"
+    with pytest.raises(ConfigError):
+        config_path(str(Path("/nowhere.yaml")))
+
+
+def test_clusters_are_the_papers() -> None:
+    assert CLUSTERS["moevement-a100"].replication_bytes_per_s == 1.25e9
+    assert CLUSTERS["moevement-h100"].replication_bytes_per_s == 25e9 / 8
+    assert parse("table7-row2").compute == "fp8"
