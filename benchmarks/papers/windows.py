@@ -89,7 +89,7 @@ def row(case: Case, shape: JobShape) -> str:
     nic = cluster.replication_bytes_per_s / given.replicas
     return (
         f"| {case.label} | {case.iteration_s:.2f} s | {case.published} | {copies_only.size} | {both.size} | "
-        f"{low / GB:.2f} to {high / GB:.2f} GB/s | {low / nic:.0%} to {high / nic:.0%} | "
+        f"{low / GB:.3f} to {high / GB:.3f} GB/s | {low / nic:.0%} to {high / nic:.0%} | "
         f"{low / cluster.d2h_bytes_per_s:.1%} to {high / cluster.d2h_bytes_per_s:.1%} |"
     )
 
