@@ -30,6 +30,7 @@ setup(
         "pyyaml>=6",
         "rich>=13",
         "tensorboard>=2.16",
+        "xxhash>=3.4",
     ],
     extras_require={
         # Transformer Engine and Apex are found at run time; both come with NVIDIA's container. The package named

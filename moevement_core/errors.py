@@ -29,6 +29,14 @@ class ScheduleError(MoEvementError):
     """A question that a schedule has no answer to: an iteration before it begins, snapshots that recover nothing."""
 
 
+class SnapshotError(MoEvementError):
+    """A snapshot that cannot be used: damaged, torn, stale, of another schedule or of another version."""
+
+
+class ReplicationError(MoEvementError):
+    """Copies on peers cannot be made as asked: too few nodes, a peer that is gone or refuses."""
+
+
 class DataError(MoEvementError):
     """Text, token files or a tokenizer that cannot be read or do not fit together."""
 

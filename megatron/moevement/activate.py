@@ -49,7 +49,7 @@ def points() -> tuple[Point, ...]:
     """Every replaced function. Imports Megatron's trainer."""
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
-    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, store
+    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, sparse, store
     from megatron.moevement.transformer import attention, norm
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
@@ -94,7 +94,12 @@ def points() -> tuple[Point, ...]:
         Point(
             (training,), "setup_model_and_optimizer", recorder.record_setup, "model and optimizer are handed to nobody"
         ),
-        Point((training,), "train_step", recorder.record_train_step, "duration of a step"),
+        Point(
+            (training,),
+            "train_step",
+            lambda train_step: recorder.record_train_step(sparse.snapshot_every_iteration(train_step)),
+            "duration of a step; a snapshot every iteration",
+        ),
         Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),
         Point((training,), "evaluate_and_print_results", recorder.record_evaluation, "which set is evaluated"),
         Point((training,), "evaluate", recorder.record_evaluated, "held-out losses are printed and dropped"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.moevement import platform
+from megatron.moevement.sparse_config import SparseConfig, add_sparse_arguments
 from moevement_core.errors import ConfigError
 
 Parser = argparse.ArgumentParser
@@ -27,11 +28,15 @@ class RunConfig:
 
     run_dir: Path | None = None
     """Where the run writes its metrics, events and summary; nothing is written without it."""
+    sparse: SparseConfig | None = None
+    """How its state is saved every iteration; it is not without ``--moevement-sparse-ckpt``."""
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> RunConfig:
         """The flags of :func:`add_arguments`, from the parsed namespace."""
-        return RunConfig(run_dir=Path(args.run_dir).absolute() if args.run_dir else None)
+        return RunConfig(
+            run_dir=Path(args.run_dir).absolute() if args.run_dir else None, sparse=SparseConfig.from_args(args)
+        )
 
 
 def add_arguments(parser: Parser) -> Parser:
@@ -42,6 +47,7 @@ def add_arguments(parser: Parser) -> Parser:
         metavar="DIR",
         help="keep configuration, metrics, events, TensorBoard and a summary of the run in this folder",
     )
+    add_sparse_arguments(group)
     return parser
 
 

@@ -25,15 +25,15 @@ PARTS = (
 def rank_digests(job: Job) -> dict[str, str]:
     """Digest of each part of this rank's state. No communication; reads, never moves, the random generators."""
     parts: dict[str, Callable[[], Any]] = {
-        "weights": lambda: _named(job, "named_parameters", lambda name: True),
+        "weights": lambda: named_tensors(job, "named_parameters", lambda name: True),
         "master_weights": lambda: [_master_weights(member) for member in members(job.optimizer)],
         "optimizer_state": lambda: [_optimizer_state(member) for member in members(job.optimizer)],
-        "router_buffers": lambda: _named(job, "named_buffers", _is_router),
-        "other_buffers": lambda: _named(job, "named_buffers", lambda name: not _is_router(name)),
-        "loss_scalers": lambda: [_loss_scaler(member) for member in members(job.optimizer)],
+        "router_buffers": lambda: named_tensors(job, "named_buffers", _is_router),
+        "other_buffers": lambda: named_tensors(job, "named_buffers", lambda name: not _is_router(name)),
+        "loss_scalers": lambda: [loss_scaler(member) for member in members(job.optimizer)],
         "scheduler": lambda: job.scheduler.state_dict() if job.scheduler is not None else None,
-        "rng": _random_states,
-        "progress": lambda: _progress(job),
+        "rng": random_states,
+        "progress": lambda: progress(job),
     }
     assert tuple(parts) == PARTS
     return {part: digest(state()) for part, state in parts.items()}
@@ -61,7 +61,7 @@ def _is_router(name: str) -> bool:
     return ".router." in name
 
 
-def _named(job: Job, kind: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
+def named_tensors(job: Job, kind: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     """Parameters or buffers of each model chunk by name, as they are stored (quantised ones by their raw bytes)."""
     return [
         {name: _raw(tensor) for name, tensor in getattr(chunk, kind)() if wanted(name)} for chunk in job.model or []
@@ -101,12 +101,14 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
 
 
-def _loss_scaler(member: Any) -> Any:
+def loss_scaler(member: Any) -> Any:
+    """The state of a member's loss scaler, if it has one; chained members have one each and they may differ."""
     scaler = getattr(member, "grad_scaler", None)
     return scaler.state_dict() if scaler is not None else None
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Every generator that training draws from: Python, NumPy, host, device, and Megatron's tracker."""
     from megatron.core import tensor_parallel
 
     kind, keys, position, has_gauss, gauss = np.random.get_state()
@@ -124,7 +126,8 @@ def _tracker_states(states: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]
         yield name, state.get_state() if isinstance(state, torch.Generator) else state
 
 
-def _progress(job: Job) -> dict[str, int]:
+def progress(job: Job) -> dict[str, int]:
+    """Where the job stands: iteration and consumed samples."""
     from megatron.training import get_args
 
     args = get_args()

@@ -19,7 +19,7 @@ from moevement_core.description.job import JobShape, StageShape
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order, Ordering, order_operators
-from moevement_core.policy.schedule import expected_rollback, most_replayed
+from moevement_core.policy.schedule import expected_rollback, most_replayed, slots_kept
 from moevement_core.policy.window import (
     Budget,
     PaperWindow,
@@ -161,14 +161,8 @@ class CheckpointPlan:
         return most_replayed(self.given.kind, self.size, self.lag)
 
     def snapshot_memory(self, stage: StagePlan) -> int:
-        """Host bytes for the snapshots that a rank keeps of itself.
-
-        Aligned: the window that is persisted and the one under way; rolling: W persisted slots and the one being
-        copied; both: what is still on its way to the peers.
-        """
-        slots = stage.window.slot_bytes[0]
-        windows, extra = (2, self.lag) if self.given.kind is WindowKind.ALIGNED else (1, 1 + self.lag)
-        return int(windows * slots.sum() + extra * slots.max())
+        """Host bytes for the snapshots that a rank keeps of itself: buffers of the heaviest slot, allocated once."""
+        return slots_kept(self.given.kind, self.size, self.lag) * int(stage.window.slot_bytes[0].max())
 
     def log_memory(self, stage: StagePlan) -> int:
         """Host bytes for the boundary log: every iteration that a recovery may replay, and the one under way."""

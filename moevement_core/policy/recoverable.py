@@ -8,7 +8,7 @@ Nothing is inferred from indices, so a run may reach across a reorder or a new w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,9 +60,14 @@ def newest_recoverable_run(snapshots: Mapping[int, Contents], until: int | None 
     Raises:
         ScheduleError: snapshots of different numbers of operators.
     """
+    return next(recoverable_runs(snapshots, until), None)
+
+
+def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
+    """Every recoverable run, newest first, each as short as its first snapshot allows; see the function above."""
     usable = sorted((iteration for iteration in snapshots if until is None or iteration <= until), reverse=True)
     if not usable:
-        return None
+        return
     operators = len(snapshots[usable[0]])
     full_at = np.full(operators, -1, dtype=np.int64)
     covered = np.zeros(operators, dtype=bool)
@@ -80,6 +85,5 @@ def newest_recoverable_run(snapshots: Mapping[int, Contents], until: int | None 
         covered = full | (covered & (saved == Saved.COMPUTE))
         full_at[full] = iteration
         if covered.all():
-            return RecoverableRun(iteration, full_at)
+            yield RecoverableRun(iteration, full_at.copy())
         expected = iteration - 1
-    return None

@@ -122,6 +122,11 @@ class ScheduleHistory:
         """The last schedule decided on, in force or about to be."""
         return self._schedules[-1]
 
+    @property
+    def oldest(self) -> Schedule:
+        """The first schedule that is remembered."""
+        return self._schedules[0]
+
     def at(self, iteration: int) -> Schedule:
         """The schedule under which ``SS_iteration`` is taken.
 
@@ -156,6 +161,15 @@ class ScheduleHistory:
         """Drop the schedules that no snapshot from ``iteration`` on was taken under."""
         keep = self._schedules.index(self.at(iteration))
         del self._schedules[:keep]
+
+
+def slots_kept(kind: WindowKind, size: int, lag: int) -> int:
+    """Snapshots of itself that a rank keeps at most: what is persisted, what is being persisted, and one being copied.
+
+    Aligned: the persisted window and the next one; rolling: a persisted run and the slot that will replace its first.
+    Both: what is captured while the newest is on its way to the peers.
+    """
+    return (2 * size if kind is WindowKind.ALIGNED else size + 1) + 1 + lag
 
 
 def most_replayed(kind: WindowKind, size: int, lag: int) -> int:

@@ -7,9 +7,12 @@ hands them to nobody; the replaced functions of :mod:`megatron.moevement.activat
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moevement_core.run_record import RunRecord
+
+if TYPE_CHECKING:
+    from megatron.moevement.runtime.sparse import SparseRun
 
 
 @dataclass
@@ -29,6 +32,8 @@ class Job:
     held_out: dict[str, Any] = field(default_factory=dict)
     """The last loss on the validation and on the test set."""
     evaluated_set: str = "validation"
+    sparse: SparseRun | None = None
+    """Sparse checkpointing of this rank, where it is on."""
     record: RunRecord | None = None
     """Where this rank records events; None on ranks that record nothing and without ``--run-dir``."""
 

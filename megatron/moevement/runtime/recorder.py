@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron.moevement.arguments import RunConfig
+from megatron.moevement.runtime import sparse
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.state_digest import job_digest
 from moevement_core.run_record import RunRecord
@@ -53,6 +54,8 @@ def record_setup(original: Callable[..., Any]) -> Callable[..., Any]:
         job.model, job.optimizer, job.scheduler = original(*args, **kwargs)
         job.iteration = get_args().iteration
         _begin_record(job, get_args())
+        if config := RunConfig.from_args(get_args()).sparse:
+            job.sparse = sparse.start(job, config)
         return job.model, job.optimizer, job.scheduler
 
     return setup_model_and_optimizer
@@ -184,6 +187,7 @@ def _write_metric(
         tokens_per_s=tokens / job.last_step_s if job.last_step_s else None,
         iteration_s=job.last_step_s,
         time=time.time(),
+        **(job.sparse.metrics() if job.sparse else {}),
     )
 
 
@@ -212,7 +216,12 @@ def _plain_config(args: Namespace) -> dict[str, Any]:
 def _write_summary(job: Job, started_s: float) -> None:
     from megatron.training import get_args
 
-    if job.model is None or RunConfig.from_args(get_args()).run_dir is None:
+    if job.model is None:
+        return
+    checkpointing = job.sparse.finish() if job.sparse else None
+    if checkpointing and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        print(f"moevement: {_cost(checkpointing)}", flush=True)
+    if RunConfig.from_args(get_args()).run_dir is None:
         return
     digest = job_digest(job)
     if job.record is None:
@@ -226,6 +235,19 @@ def _write_summary(job: Job, started_s: float) -> None:
             "test_loss": job.held_out.get("test"),
             "wall_s": time.time() - started_s,
             "world_size": torch.distributed.get_world_size(),
+            "checkpointing": checkpointing,
             "state_digest": digest,
         }
+    )
+
+
+def _cost(checkpointing: dict[str, Any]) -> str:
+    """What sparse checkpointing cost, in a line."""
+    told = checkpointing
+    return (
+        f"sparse checkpointing: stall {told['stall_s']:.3f} s ({told['stall_share']:.2%} of training), "
+        f"training thread {told['training_thread_s']:.3f} s ({told['training_thread_share']:.2%}), "
+        f"{told['copied_bytes'] / 1e6:,.0f} MB copied, {told['replicated_bytes'] / 1e6:,.0f} MB sent, "
+        f"{told['windows']} windows of {told['window']} iterations ({told['windows_abandoned']} abandoned), "
+        f"{told['memory_bytes'] / 1e6:,.0f} MB of host memory a rank"
     )

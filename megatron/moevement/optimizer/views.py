@@ -1,0 +1,181 @@
+"""The live state of every operator on this rank, as views of Megatron's own tensors.
+
+A rank's part is what it owns. With the distributed optimizer that is its shard of the master weights and moments, and
+the matching range of the parameter; ranges are of flat buffers, so an operator's parts on two ranks may be unequal.
+Without it every data-parallel replica has everything, and each takes an equal range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.moevement.operators import OperatorId, operators_of_chunk
+from megatron.moevement.optimizer.torch_adam import make_adam_state
+from megatron.moevement.state_digest import members
+from moevement_core.errors import OperatorError
+from moevement_core.operators import Operator, StateBytes
+from moevement_core.policy.schedule import Saved
+from moevement_core.snapshot.checkpointer import OperatorState
+from moevement_core.snapshot.snapshot import StateTensor
+
+_QUANTISED = ("_data", "_rowwise_data")
+_SCALES = ("_scale_inv", "_rowwise_scale_inv")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """This rank's part of one parameter."""
+
+    start: int
+    end: int
+    state: dict[str, torch.Tensor]
+    """Master weights and optimizer state, flat, this range only."""
+
+
+def operator_states(chunks: list[Any], optimizer: Any) -> dict[OperatorId, OperatorState]:
+    """Views of every operator that this rank holds, by operator.
+
+    Call it when the optimizer's tensors are the ones that training will use: after a checkpoint is loaded. Torch's Adam
+    gets the state here that its first step would give it. Nothing is copied, and the views stay valid.
+
+    Args:
+        chunks: this rank's unwrapped virtual stages.
+        optimizer: Megatron's.
+
+    Raises:
+        OperatorError: an optimizer, or a layout of experts, whose tensors cannot be told apart.
+    """
+    from megatron.core import parallel_state
+
+    make_optimizer_state(optimizer)
+    part_of = _parts(optimizer)
+    compute: dict[OperatorId, list[StateTensor]] = {}
+    full: dict[OperatorId, list[StateTensor]] = {}
+    expert_rank = parallel_state.get_expert_model_parallel_rank()
+    for number, chunk in enumerate(chunks):
+        for operator, name, parameter in operators_of_chunk(chunk, expert_rank):
+            weights, states = compute.setdefault(operator, []), full.setdefault(operator, [])
+            part = part_of(parameter)
+            if part is None:  # another rank's
+                continue
+            key = f"{number}.{name}[{part.start}:{part.end}]"
+            stored = [
+                StateTensor(operator.name, Saved.COMPUTE, f"{key}/{what}", tensor)
+                for what, tensor in _stored(parameter, part.start, part.end)
+            ]
+            weights += stored
+            if part.state:
+                states += [
+                    StateTensor(operator.name, Saved.FULL, f"{key}/{what}", tensor.detach().view(-1))
+                    for what, tensor in part.state.items()
+                ]
+            else:  # not trained: its weights are all the state there is
+                states += [StateTensor(t.operator, Saved.FULL, t.key, t.tensor) for t in stored]
+    return {operator: OperatorState(tuple(compute[operator]), tuple(full[operator])) for operator in compute}
+
+
+def operators_of(states: dict[OperatorId, OperatorState]) -> list[Operator]:
+    """The same operators as the policy sees them, weighed."""
+    return [Operator(operator.name, operator.kind, _weigh(state)) for operator, state in states.items()]
+
+
+def _weigh(state: OperatorState) -> StateBytes:
+    masters = [t.tensor for t in state.full if t.key.endswith(("/master", "/weight"))]
+    others = [t.tensor for t in state.full if not t.key.endswith(("/master", "/weight"))]
+    return StateBytes.of_tensors([t.tensor for t in state.compute], masters, others)
+
+
+def make_optimizer_state(optimizer: Any) -> None:
+    """Give every parameter the optimizer state that its first step would start from, where it has none."""
+    for member in members(optimizer):
+        inner = getattr(member, "optimizer", None)
+        if isinstance(inner, torch.optim.Adam):
+            make_adam_state(inner)
+        elif inner is not None and getattr(member, "init_state_fn", None) is not None:
+            member.init_state_fn(inner, member.config)
+
+
+def _parts(optimizer: Any) -> Callable[[torch.nn.Parameter], _Part | None]:
+    """Which part of a parameter is this rank's, and its state."""
+    found: dict[torch.nn.Parameter, _Part | None] = {}
+    for member in members(optimizer):
+        if hasattr(member, "model_param_gbuf_map"):
+            found.update(_distributed(member))
+        elif getattr(member, "optimizer", None) is not None:
+            found.update(_replicated(member))
+    elsewhere = any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer))
+
+    def part_of(parameter: torch.nn.Parameter) -> _Part | None:
+        if parameter in found:
+            return found[parameter]
+        if parameter.requires_grad and elsewhere:
+            return None
+        return _Part(*_own_range(parameter), {})
+
+    return part_of
+
+
+def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
+    """Shards of the distributed optimizer."""
+    for parameter in member.model_param_gbuf_map:
+        owned = member._get_model_param_range_map(parameter)["param"]
+        tensors = dict(member._get_main_param_and_optimizer_states(parameter))
+        yield parameter, _Part(owned.start, owned.end, {"master": tensors.pop("param"), **tensors})
+
+
+def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
+    """Full state on every replica, each of which takes its range."""
+    pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    if hasattr(member, "float16_groups"):
+        for halves, masters in zip(member.float16_groups, member.fp32_from_float16_groups, strict=True):
+            pairs += zip(halves, masters, strict=True)
+        pairs += [(parameter, parameter) for group in member.fp32_from_fp32_groups for parameter in group]
+    else:
+        pairs += [(parameter, parameter) for group in member.optimizer.param_groups for parameter in group["params"]]
+    for parameter, master in pairs:
+        start, end = _own_range(parameter)
+        state = {"master": master, **member.optimizer.state[master]}
+        yield (
+            parameter,
+            _Part(
+                start,
+                end,
+                {
+                    what: tensor.detach().view(-1)[start:end] if tensor.numel() == parameter.numel() > 1 else tensor
+                    for what, tensor in state.items()
+                    if isinstance(tensor, torch.Tensor)
+                },
+            ),
+        )
+
+
+def _own_range(parameter: torch.nn.Parameter) -> tuple[int, int]:
+    """An equal part for each rank that has the same parameter."""
+    from megatron.core import parallel_state
+
+    if getattr(parameter, "allreduce", True):
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    else:
+        group = parallel_state.get_expert_data_parallel_group()
+    rank, size, numel = group.rank(), group.size(), parameter.numel()
+    if numel == 1:
+        return 0, 1
+    return numel * rank // size, numel * (rank + 1) // size
+
+
+def _stored(parameter: torch.nn.Parameter, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Compute weights of a range as they are stored: quantised ones by their raw bytes and scales, never converted."""
+    raw = next((value for name in _QUANTISED if torch.is_tensor(value := getattr(parameter, name, None))), None)
+    if raw is None:
+        if not parameter.data.is_contiguous():
+            raise OperatorError(f"a parameter of shape {list(parameter.shape)} is not contiguous; it has no flat range")
+        yield "weight", parameter.data.view(-1)[start:end]
+        return
+    yield "weight", raw.view(-1)[start:end]
+    for name in _SCALES:
+        if torch.is_tensor(scale := getattr(parameter, name, None)):
+            yield "scale", scale.view(-1)

@@ -1,0 +1,390 @@
+"""Sparse checkpointing in Megatron's trainer: what is asked of the engine, and when.
+
+Before iteration t+1 the boundary record is made and ``SS_t`` begins; before its optimizer step the copy must be over;
+at a window's beginning popularity is summed over the stage and order and window may change. All collectives stand
+here: one at a window's beginning, and one that nobody waits for each iteration (``GroupAgreement``).
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.moevement.optimizer.views import operator_states, operators_of
+from megatron.moevement.runtime.boundary import boundary_state
+from megatron.moevement.runtime.job import Job, current_job
+from megatron.moevement.sparse_config import SparseConfig
+from megatron.moevement.transformer.popularity import RouterCounts
+from moevement_core.device import current_device
+from moevement_core.errors import ConfigError
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.popularity import Popularity
+from moevement_core.policy.reorder import ReorderTrigger
+from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory, slots_kept
+from moevement_core.policy.window import Budget, choose_window, impose_window
+from moevement_core.replication.keeper import Keeper
+from moevement_core.replication.placement import Placement, place, sources_of
+from moevement_core.replication.sender import Sender
+from moevement_core.replication.transport import GlooTransport
+from moevement_core.snapshot import plain
+from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
+from moevement_core.snapshot.checkpointer import REPLICATION_LAG, Checkpointer
+from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
+
+FIRST_WINDOW = 8
+"""W before anything is measured."""
+WARM_UP = 8
+"""Iterations that are measured before W is chosen."""
+RECORD_SLACK_BYTES = 64 << 10
+"""Room for a boundary record to grow."""
+
+
+@dataclass
+class Totals:
+    """What checkpointing of this rank came to."""
+
+    iterations: int = 0
+    stall_s: float = 0.0
+    train_s: float = 0.0
+    begin_s: float = 0.0
+    """On the training thread: boundary record, issuing copies, deciding."""
+    copied_bytes: int = 0
+    replicated_bytes: int = 0
+    windows: int = 0
+    reorders: int = 0
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What every rank tells all others once."""
+
+    stage: int
+    node: str
+    operators: list[Any]
+    group: int
+    """The smallest rank that holds the same state: data-parallel peers have the same."""
+
+
+class SparseRun:
+    """Sparse checkpointing of one rank of a Megatron job. Every rank makes one at the same point and calls alike."""
+
+    def __init__(self, job: Job, config: SparseConfig) -> None:
+        from megatron.core import parallel_state
+        from megatron.core.utils import unwrap_model
+
+        self.config = config
+        self.totals = Totals()
+        self._job = job
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._device = current_device()
+        chunks = unwrap_model(job.model or [])
+        states = operator_states(chunks, job.optimizer)
+        told = self._tell_all(
+            _Rank(
+                parallel_state.get_pipeline_model_parallel_rank(),
+                self._node(),
+                operators_of(states),
+                min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
+            )
+        )
+        stage = told[self._rank].stage
+        self._stage_group = self._make_stage_groups(told, stage)
+        self.table = OperatorTable(ranks=[one.operators for one in told if one.stage == stage])
+        self._counts = RouterCounts(chunks, self.table, config.ordering.ordering)
+        self._pending_counts: list[torch.Tensor] = []
+        self.popularity = Popularity(self.table, config.ordering)
+        self.trigger = ReorderTrigger(self.table, config.thresholds)
+        self._steps_s: list[float] = []
+        self._decided = config.window is not None
+        self._announced = -1
+        self._silent: set[int] = set()
+        size = config.window or min(FIRST_WINDOW, max(len(one.operators) for one in told))
+        order = self.popularity.order()
+        window = impose_window(self.table, order, size, config.window_kind)
+        history = ScheduleHistory(Schedule(self.table, order, window, start=job.iteration))
+        peers = self._place(told)
+        record_bytes = self._record_bytes()
+        self._refuse_beyond_cap(history.newest, told, peers, record_bytes, states)
+        transport = GlooTransport() if config.replicas else None
+        agreement: Agreement = GroupAgreement() if self._world > 1 else Alone()
+        senders: list[Sender] = []
+        keepers: list[Keeper] = []
+        if transport is not None:
+            allowance = config.host_memory_bytes
+            keepers = [
+                Keeper(self._rank, source, transport, self._device, allowance, self._report)
+                for source in sources_of(peers, self._rank)
+            ]
+            senders = [Sender(self._rank, peer, transport, self._kept, self._report) for peer in peers[self._rank]]
+        self.checkpointer = Checkpointer(
+            self._rank,
+            {operator.name: state for operator, state in states.items()},
+            history,
+            self._device,
+            senders,
+            keepers,
+            agreement,
+            record_bytes,
+            self._report,
+        )
+        self._senders = senders
+        self._last_record: dict[str, Any] = {}
+
+    # Once
+
+    def _tell_all(self, mine: _Rank) -> list[_Rank]:
+        told: list[Any] = [None] * self._world
+        dist.all_gather_object(told, mine)
+        return told
+
+    def _node(self) -> str:
+        if self.config.ranks_per_node is not None:
+            return str(self._rank // self.config.ranks_per_node)
+        return socket.gethostname()
+
+    def _make_stage_groups(self, told: list[_Rank], stage: int) -> Any:
+        mine = None
+        for number in sorted({one.stage for one in told}):
+            group = dist.new_group([rank for rank, one in enumerate(told) if one.stage == number], backend="gloo")
+            mine = group if number == stage else mine
+        return mine
+
+    def _place(self, told: list[_Rank]) -> Placement:
+        groups: dict[int, list[int]] = {}
+        for rank, one in enumerate(told):
+            groups.setdefault(one.group, []).append(rank)
+        config = self.config
+        return place(
+            [one.node for one in told], config.replicas, config.placement, list(groups.values()),
+            same_node=config.same_node,
+        )  # fmt: skip
+
+    def _record_bytes(self) -> int:
+        _, tensors = plain.flatten(boundary_state(self._job))
+        needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
+        return needed + RECORD_SLACK_BYTES
+
+    def _refuse_beyond_cap(
+        self, schedule: Schedule, told: list[_Rank], peers: Placement, record_bytes: int, states: dict[Any, Any]
+    ) -> None:
+        """Compare what every rank will need with the cap, on every rank alike."""
+        count = slots_kept(schedule.window.kind, schedule.size, REPLICATION_LAG)
+        row = [rank for rank, one in enumerate(told) if one.stage == told[self._rank].stage].index(self._rank)
+        slot_bytes = int(schedule.window.slot_bytes[row].max()) + record_bytes
+        needed: list[Any] = [None] * self._world
+        dist.all_gather_object(needed, slot_bytes)
+        for rank in range(self._world):
+            own = count * needed[rank]
+            kept = sum((count + 1) * needed[source] for source in sources_of(peers, rank))
+            if own + kept > self.config.host_memory_bytes:
+                raise ConfigError(
+                    f"--moevement-host-memory-gb {self.config.host_memory_bytes / 1e9:g}: rank {rank} needs "
+                    f"{(own + kept) / 1e9:.3f} GB ({own / 1e9:.3f} for its own snapshots, {kept / 1e9:.3f} for those "
+                    f"of {len(sources_of(peers, rank))} peers, at W = {schedule.size}); give that much, or fewer "
+                    "replicas, or another window"
+                )
+
+    # Once an iteration
+
+    def begin_iteration(self, committed: int) -> None:
+        """Before an iteration: ``state@committed`` is live and nothing of the next iteration has happened."""
+        began = time.perf_counter()
+        self._pending_counts.append(self._counts.take())
+        schedule = self.checkpointer.history.at(committed)
+        if committed > schedule.start and schedule.slot(committed) == 0:
+            self._decide(committed)
+        record = {"boundary": boundary_state(self._job), "iteration": self._last_record}
+        self.checkpointer.capture(committed, record)
+        self._watch_peers()
+        self._announce()
+        self.totals.begin_s += time.perf_counter() - began
+
+    def before_step(self) -> None:
+        """Before the optimizer step: wait for the copy."""
+        self.totals.stall_s += self.checkpointer.wait()
+
+    def end_iteration(self, committed: int, step_s: float, outcome: dict[str, Any]) -> None:
+        """After an iteration.
+
+        Args:
+            committed: its number.
+            step_s: seconds that it took.
+            outcome: its record: whether it was skipped, gradient norm, losses.
+        """
+        progress = self.checkpointer.progress
+        self._steps_s.append(step_s - progress.stall_s)
+        self._last_record = {"iteration": committed, **outcome}
+        self.totals.iterations += 1
+        self.totals.train_s += step_s
+        self.totals.copied_bytes += progress.copied_bytes
+        self.totals.replicated_bytes += progress.replicated_bytes
+
+    def metrics(self) -> dict[str, Any]:
+        """What a metrics line says of the last iteration."""
+        progress = self.checkpointer.progress
+        return {
+            "stall_s": progress.stall_s,
+            "copied_bytes": progress.copied_bytes,
+            "replicated_bytes": progress.replicated_bytes,
+            "replication_lag": progress.lag,
+            "persisted_from": progress.persisted,
+            "window": self.checkpointer.history.newest.size,
+            "windows_abandoned": progress.abandoned,
+            "snapshot_memory_bytes": progress.memory_bytes,
+        }
+
+    # At a window's beginning
+
+    def _decide(self, boundary: int) -> None:
+        """Order and window of the window that begins at ``boundary``; every rank comes to the same answer."""
+        self._observe()
+        history = self.checkpointer.history
+        size, order = history.newest.size, history.newest.order
+        reorder = self.trigger.should_reorder(self.popularity.scores)
+        if reorder:
+            order = self.popularity.order()
+            self.trigger.ordered(self.popularity.scores)
+            self.totals.reorders += 1
+        if not self._decided and len(self._steps_s) >= WARM_UP:
+            size = self._measured_window(order)
+            self._decided = True
+        self.totals.windows += 1
+        if not reorder and size == history.newest.size:
+            return
+        changed = size != history.newest.size
+        window = impose_window(self.table, order, size, self.config.window_kind)
+        schedule = history.change(boundary - 1, order, window)
+        self.checkpointer.make_room(schedule)
+        history.forget_before(max(self.checkpointer.progress.persisted, history.oldest.start))
+        if changed and self._rank == 0:
+            self._report(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
+
+    def _observe(self) -> None:
+        """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
+        counts = torch.stack(self._pending_counts)
+        self._pending_counts.clear()
+        dist.all_reduce(counts, group=self._stage_group)
+        for one in counts.numpy():
+            self.popularity.observe(np.asarray(one))
+
+    def _measured_window(self, order: Any) -> int:
+        """The window that this rank's measurements ask for; of all ranks the largest."""
+        iteration_s = statistics.median(self._steps_s[2:])
+        d2h, network = self._measured_bandwidths()
+        replicas = self.config.replicas
+        budget = Budget(iteration_s, d2h, network, replicas)
+        own = choose_window(self.table, order, budget, self.config.window_kind).size
+        size = torch.tensor([own])
+        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        return int(size)
+
+    def _measured_bandwidths(self) -> tuple[float, float]:
+        d2h, network = self.config.d2h_bytes_per_s, self.config.network_bytes_per_s
+        rates = [sender.sent_bytes / sender.send_s for sender in self._senders if sender.send_s > 0]
+        # Without a measurement (peers that have acknowledged nothing yet) the network does not limit.
+        return d2h or self.checkpointer.copy_rate(), network or (sum(rates) or float("inf"))
+
+    # What an operator of the job sees
+
+    def _kept(self, snapshot: Any, peer: int) -> None:
+        self.checkpointer.acknowledged(snapshot, peer)
+
+    def _report(self, text: str) -> None:
+        print(f"moevement: rank {self._rank}: {text}", flush=True)
+
+    def _watch_peers(self) -> None:
+        for sender in self._senders:
+            silent = sender.silent_s > self.config.peer_timeout_s
+            if silent and sender.peer not in self._silent:
+                self._silent.add(sender.peer)
+                self._report(f"peer {sender.peer} has not answered for {sender.silent_s:.0f} s; training goes on")
+            elif not silent:
+                self._silent.discard(sender.peer)
+
+    def _announce(self) -> None:
+        """A line and an event for each window that is persisted on every rank."""
+        persisted = self.checkpointer.progress.persisted
+        if persisted <= self._announced or self._job.record is None:
+            return
+        schedule = self.checkpointer.history.at(persisted)
+        if schedule.slot(persisted) == 0 or self._announced < 0:
+            self._announced = persisted
+            progress = self.checkpointer.progress
+            print(
+                f"moevement: window from iteration {persisted} on persisted on every rank ({schedule.size} slots, "
+                f"{self.config.replicas} peers; replication lags {progress.lag})",
+                flush=True,
+            )
+            self._job.event("window", first=persisted, size=schedule.size, schedule=schedule.id, lag=progress.lag)
+
+    # The end
+
+    def finish(self) -> dict[str, Any]:
+        """Bring what is under way to the peers and say what checkpointing cost; every rank calls it."""
+        if not self.checkpointer.close(timeout_s=self.config.peer_timeout_s):
+            self._report("not all peers took the last snapshots in time")
+        told: list[Any] = [None] * self._world
+        dist.all_gather_object(told, (self.totals, self.checkpointer.progress))
+        totals, progress = [one[0] for one in told], [one[1] for one in told]
+        longest_s = max(one.train_s for one in totals) or 1.0
+        return {
+            "stall_s": max(one.stall_s for one in totals),
+            "stall_share": max(one.stall_s for one in totals) / longest_s,
+            "training_thread_s": max(one.begin_s for one in totals),
+            "training_thread_share": max(one.begin_s for one in totals) / longest_s,
+            "copied_bytes": sum(one.copied_bytes for one in totals),
+            "replicated_bytes": sum(one.replicated_bytes for one in totals),
+            "window": self.checkpointer.history.newest.size,
+            "windows": max(one.windows for one in totals),
+            "windows_abandoned": sum(one.abandoned for one in progress),
+            "reorders": max(one.reorders for one in totals),
+            "persisted_from": min(one.persisted for one in progress),
+            "memory_bytes": max(one.memory_bytes for one in progress),
+        }
+
+
+def start(job: Job, config: SparseConfig) -> SparseRun:
+    """Begin sparse checkpointing of ``job`` and put the wait in front of its optimizer step."""
+    run = SparseRun(job, config)
+    step = job.optimizer.step
+
+    @functools.wraps(step)
+    def step_after_copy(*args: Any, **kwargs: Any) -> Any:
+        run.before_step()
+        return step(*args, **kwargs)
+
+    job.optimizer.step = step_after_copy
+    return run
+
+
+def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``train_step`` between the beginning and the end of an iteration."""
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        job = current_job()
+        if job.sparse is None:
+            return original(*args, **kwargs)
+        committed = job.iteration
+        job.sparse.begin_iteration(committed)
+        began = time.perf_counter()
+        result = original(*args, **kwargs)
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        outcome = {
+            "skipped": bool(skipped),
+            "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
+            "losses": {name: float(value) for name, value in losses.items()},
+        }
+        job.sparse.end_iteration(committed + 1, time.perf_counter() - began, outcome)
+        return result
+
+    return train_step

@@ -1,0 +1,196 @@
+"""The ``--moevement-*`` flags of sparse checkpointing, as one validated object."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.errors import ConfigError
+from moevement_core.policy.popularity import Ordering, OrderingConfig
+from moevement_core.policy.reorder import ReorderThresholds
+from moevement_core.policy.window import WindowKind
+from moevement_core.replication.placement import PlacementKind
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class SparseConfig:
+    """How a run saves its state every iteration; see the flags' help for each field."""
+
+    window: int | None
+    """W, or nothing for the smallest that fits."""
+    window_kind: WindowKind
+    ordering: OrderingConfig
+    thresholds: ReorderThresholds
+    replicas: int
+    placement: PlacementKind
+    same_node: bool
+    ranks_per_node: int | None
+    host_memory_bytes: float
+    """Of one rank; infinite without a cap."""
+    d2h_bytes_per_s: float | None
+    network_bytes_per_s: float | None
+    """Both of one rank; nothing is measured."""
+    peer_timeout_s: float
+
+    @staticmethod
+    def from_args(args: argparse.Namespace) -> SparseConfig | None:
+        """The flags, or nothing without ``--moevement-sparse-ckpt``.
+
+        Raises:
+            ConfigError: a flag's value cannot be.
+        """
+        if not args.moevement_sparse_ckpt:
+            return None
+        dense = not args.num_experts
+        default_order = Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT
+        return SparseConfig(
+            window=_window(args.moevement_window),
+            window_kind=WindowKind(args.moevement_window_kind),
+            ordering=OrderingConfig(Ordering(args.moevement_order or default_order), args.moevement_order_alpha),
+            thresholds=ReorderThresholds(args.moevement_reorder_threshold, args.moevement_reorder_fraction),
+            replicas=_at_least("--moevement-replicas", args.moevement_replicas, 0),
+            placement=PlacementKind(args.moevement_placement),
+            same_node=args.moevement_replicas_on_same_node,
+            ranks_per_node=None
+            if args.moevement_ranks_per_node is None
+            else _at_least("--moevement-ranks-per-node", args.moevement_ranks_per_node, 1),
+            host_memory_bytes=_positive("--moevement-host-memory-gb", args.moevement_host_memory_gb, math.inf) * 1e9,
+            d2h_bytes_per_s=_bandwidth("--moevement-bandwidth", args.moevement_bandwidth),
+            network_bytes_per_s=_bandwidth("--moevement-network-bandwidth", args.moevement_network_bandwidth),
+            peer_timeout_s=_positive("--moevement-peer-timeout", args.moevement_peer_timeout, 60.0),
+        )
+
+
+def add_sparse_arguments(group: Any) -> None:
+    """Add the flags to an argument group of Megatron's parser."""
+    add = group.add_argument
+    add(
+        "--moevement-sparse-ckpt",
+        action="store_true",
+        help="keep a slice of the training state in host memory, and on peers, every iteration",
+    )
+    add(
+        "--moevement-window",
+        default=AUTO,
+        metavar="auto|N",
+        help="iterations that a snapshot of everything is spread over; auto: the fewest that fit into the measured "
+        "bandwidths (default: auto)",
+    )
+    add(
+        "--moevement-window-kind",
+        choices=[str(kind) for kind in WindowKind],
+        default=str(WindowKind.ALIGNED),
+        help="aligned: rollback of W to 2W iterations; rolling: of W, at more bytes (default: aligned)",
+    )
+    add(
+        "--moevement-order",
+        choices=[str(ordering) for ordering in Ordering if ordering is not Ordering.CAPACITY],
+        help="by what operators are ordered in a window, the least first (default: hard, tokens per expert; "
+        "back-to-front without experts)",
+    )
+    add(
+        "--moevement-order-alpha",
+        type=float,
+        default=0.9,
+        metavar="A",
+        help="weight of the past for --moevement-order decayed, 0 to 1 (default: 0.9)",
+    )
+    add(
+        "--moevement-replicas", type=int, default=2, metavar="R", help="peers that keep a copy of each snapshot"
+        " (default: 2)",
+    )  # fmt: skip
+    add(
+        "--moevement-placement",
+        choices=[str(kind) for kind in PlacementKind],
+        default=str(PlacementKind.SPREAD),
+        help="spread: copies on other nodes, evenly; redundancy: on data-parallel peers first (default: spread)",
+    )
+    add(
+        "--moevement-replicas-on-same-node",
+        action="store_true",
+        help="let copies stay on their rank's own node where there are not enough others: they survive a process and "
+        "not the node",
+    )
+    add(
+        "--moevement-ranks-per-node",
+        type=int,
+        metavar="K",
+        help="take every K ranks for a node of its own (default: ranks of one host are a node)",
+    )
+    add(
+        "--moevement-reorder-threshold",
+        type=float,
+        default=0.10,
+        metavar="F",
+        help="relative change of an expert's activation share that counts (default: 0.10)",
+    )
+    add(
+        "--moevement-reorder-fraction",
+        type=float,
+        default=0.25,
+        metavar="F",
+        help="operators are ordered anew when more than this fraction of the experts has changed (default: 0.25)",
+    )
+    add(
+        "--moevement-host-memory-gb",
+        type=float,
+        metavar="GB",
+        help="host memory that a rank may use for its snapshots and those it keeps for peers (default: no cap)",
+    )
+    add(
+        "--moevement-bandwidth",
+        default=AUTO,
+        metavar="auto|GB/S",
+        help="copies from one device to its host (default: auto, measured)",
+    )
+    add(
+        "--moevement-network-bandwidth",
+        default=AUTO,
+        metavar="auto|GB/S",
+        help="what a rank can send to its peers beside training (default: auto, measured)",
+    )
+    add(
+        "--moevement-peer-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds after which a peer that does not answer is reported; training never waits for it (default: 60)",
+    )
+
+
+def _window(text: str) -> int | None:
+    if text == AUTO:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--moevement-window {text}; needs auto or a number of iterations, at least 1")
+    return int(text)
+
+
+def _bandwidth(flag: str, text: str) -> float | None:
+    if text == AUTO:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{flag} {text}; needs auto or gigabytes per second, more than 0")
+    return value * 1e9
+
+
+def _at_least(flag: str, value: int, least: int) -> int:
+    if value < least:
+        raise ConfigError(f"{flag} {value}; needs at least {least}")
+    return value
+
+
+def _positive(flag: str, value: float | None, default: float) -> float:
+    if value is None:
+        return default
+    if not value > 0:
+        raise ConfigError(f"{flag} {value}; needs more than 0")
+    return value

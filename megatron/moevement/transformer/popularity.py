@@ -1,0 +1,75 @@
+"""Counts what routers decide, where they decide it, without any communication or waiting.
+
+Each router keeps sums on its own device: tokens routed to every expert of its layer, or, for the soft count, the gate's
+probabilities. Only passes that train count: not evaluation, and one of the two passes of a recomputed layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moevement_core.operators import OperatorTable, expert_name
+from moevement_core.policy.popularity import Ordering
+
+
+class RouterCounts:
+    """Sums of the routers of this rank's chunks, since they were last taken.
+
+    Args:
+        chunks: this rank's unwrapped virtual stages.
+        table: the operators of the stage, whose experts the counts are of.
+        ordering: what is counted.
+    """
+
+    def __init__(self, chunks: list[Any], table: OperatorTable, ordering: Ordering) -> None:
+        self._soft = ordering is Ordering.SOFT_COUNT
+        self._table = table
+        self._sums: list[torch.Tensor] = []
+        self._places: list[list[int]] = []
+        for chunk in chunks:
+            for layer in _routed_layers(chunk):
+                router, number = layer.mlp.router, int(layer.layer_number) - 1
+                experts = int(chunk.config.num_moe_experts)
+                self._places.append([table.index_of[expert_name(number, expert)] for expert in range(experts)])
+                self._sums.append(torch.zeros(experts, dtype=torch.float64, device=router.weight.device))
+                router.routing = self._counting(router.routing, router, self._sums[-1])
+
+    def _counting(self, routing: Callable[..., Any], router: Any, sums: torch.Tensor) -> Callable[..., Any]:
+        @functools.wraps(routing)
+        def counted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            result = routing(logits, *args, **kwargs)
+            if router.training and torch.is_grad_enabled():
+                with torch.no_grad():
+                    if self._soft:
+                        sums.add_(_probabilities(router, logits).sum(0).to(sums.dtype))
+                    else:
+                        sums.add_(result[1].view(-1, sums.numel()).sum(0))
+            return result
+
+        return counted
+
+    def take(self) -> torch.Tensor:
+        """This rank's sums since the last call, float64 ``[operators]`` on the host, and begin anew."""
+        counts = torch.zeros(len(self._table), dtype=torch.float64)
+        for sums, places in zip(self._sums, self._places, strict=True):
+            counts[places] += sums.cpu()
+            sums.zero_()
+        return counts
+
+
+def _routed_layers(chunk: Any) -> list[Any]:
+    layers = list(getattr(getattr(chunk, "decoder", None), "layers", None) or [])
+    return [layer for layer in layers if hasattr(getattr(layer, "mlp", None), "router")]
+
+
+def _probabilities(router: Any, logits: torch.Tensor) -> torch.Tensor:
+    """The gate's probabilities of all experts, ``[tokens, experts]`` (appendix B's P)."""
+    scores = logits.detach().float().view(-1, logits.shape[-1])
+    if getattr(router.config, "moe_router_score_function", "softmax") == "sigmoid":
+        scores = torch.sigmoid(scores)
+        return scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
+    return torch.softmax(scores, dim=-1)

@@ -1,0 +1,167 @@
+"""The receiving side: copies of other ranks' snapshots in this rank's host memory, checked before they count."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from moevement_core.device import Device
+from moevement_core.errors import SnapshotError
+from moevement_core.replication.transport import Transport
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.snapshot.pool import BufferPool
+from moevement_core.snapshot.snapshot import Header, Snapshot
+
+Report = Callable[[str], None]
+
+
+class Keeper:
+    """Keeps the snapshots of one source. A thread of its own receives; other methods may be called from any thread.
+
+    Args:
+        rank: this rank.
+        source: the rank whose snapshots are kept.
+        transport: where they come from.
+        device: whose host memory they go to.
+        allowance_bytes: host memory that this source may take here; more is refused.
+        report: told, in words, what is refused and when the source is gone.
+    """
+
+    def __init__(
+        self, rank: int, source: int, transport: Transport, device: Device, allowance_bytes: float, report: Report
+    ) -> None:
+        self.rank = rank
+        self.source = source
+        self.ended = threading.Event()
+        """The source said goodbye or is gone."""
+        self._transport = transport
+        self._device = device
+        self._allowance_bytes = allowance_bytes
+        self._report = report
+        self._pool: BufferPool | None = None
+        self._kept: dict[int, tuple[Snapshot, BufferPool]] = {}
+        self._floor = -1
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name=f"moevement-keep-{source}", daemon=True)
+        self._thread.start()
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory set aside for this source."""
+        return self._pool.total_bytes if self._pool else 0
+
+    def snapshots(self) -> dict[int, Snapshot]:
+        """What is kept now, by iteration; every one was whole when it came."""
+        with self._lock:
+            return {iteration: snapshot for iteration, (snapshot, _) in self._kept.items()}
+
+    def free_before(self, iteration: int) -> None:
+        """Let go of snapshots that no recovery needs any more, and refuse such ones from now on."""
+        with self._lock:
+            self._floor = max(self._floor, iteration)
+            self._release([kept for kept in self._kept if kept < iteration])
+
+    def _release(self, iterations: list[int]) -> None:
+        for iteration in iterations:
+            snapshot, pool = self._kept.pop(iteration)
+            pool.release(snapshot.buffer)
+
+    def _run(self) -> None:
+        try:
+            while (message := self._next()).kind is not Kind.BYE:
+                self._answer_to(message)
+        except SnapshotError as error:
+            self._report(f"copies of rank {self.source} are refused from now on: {error}")
+        except (RuntimeError, OSError) as error:
+            self._report(f"rank {self.source}, whose snapshots are kept here, is gone: {_first_line(error)}")
+        finally:
+            self.ended.set()
+
+    def _next(self) -> Message:
+        data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        self._transport.receive(self.source, TO_PEER, data)
+        message = Message.decode(data)
+        if message.rank != self.source:
+            raise SnapshotError(f"a message of rank {message.rank} where rank {self.source} speaks")
+        return message
+
+    def _answer_to(self, message: Message) -> None:
+        match message.kind:
+            case Kind.OPEN:
+                self._say(self._open(message))
+            case Kind.DROP:
+                with self._lock:
+                    self._release([kept for kept in self._kept if kept >= message.iteration])
+            case Kind.SNAPSHOT:
+                self._receive(message)
+            case _:
+                raise SnapshotError(f"an unexpected {message.kind.name}")
+
+    def _open(self, message: Message) -> Kind:
+        wanted = message.count * message.payload_bytes
+        if wanted > self._allowance_bytes:
+            self._report(
+                f"rank {self.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
+                f"{self._allowance_bytes / 1e9:.3f} GB are allowed here"
+            )
+            return Kind.REFUSED
+        with self._lock:
+            # Buffers of the old pool stay with the snapshots that use them until those are freed.
+            self._pool = BufferPool(self._device, message.count, message.payload_bytes)
+        return Kind.GO
+
+    def _receive(self, message: Message) -> None:
+        data = torch.empty(message.header_bytes, dtype=torch.uint8)
+        self._transport.receive(self.source, TO_PEER, data)
+        try:
+            header = self._checked(Header.decode(data.numpy().tobytes()), message)
+        except SnapshotError as error:
+            self._report(f"refused a snapshot of rank {self.source}: {error}")
+            self._say(Kind.REFUSED, message.iteration)
+            return
+        with self._lock:
+            if message.iteration in self._kept:
+                self._release([message.iteration])
+            pool = self._pool
+            buffer = pool.acquire() if pool else None
+        if pool is None or buffer is None:
+            self._say(Kind.FULL, message.iteration)
+            return
+        self._say(Kind.GO, message.iteration)
+        self._transport.receive(self.source, TO_PEER, buffer[: message.payload_bytes])
+        snapshot = Snapshot(header, buffer)
+        if damaged := snapshot.damaged():
+            pool.release(buffer)
+            self._report(
+                f"snapshot {header.iteration} of rank {self.source} arrived damaged ({damaged.key} of "
+                f"{damaged.operator or 'the boundary record'}); asked for it again"
+            )
+            self._say(Kind.DAMAGED, message.iteration)
+            return
+        with self._lock:
+            self._kept[header.iteration] = snapshot, pool
+        self._say(Kind.KEPT, message.iteration)
+
+    def _checked(self, header: Header, message: Message) -> Header:
+        if header.rank != self.source or header.iteration != message.iteration:
+            raise SnapshotError(
+                f"its header says rank {header.rank}, iteration {header.iteration}; rank {self.source}, iteration "
+                f"{message.iteration} was announced"
+            )
+        if header.iteration < self._floor:
+            raise SnapshotError(f"iteration {header.iteration} is stale; a window from {self._floor} on is persisted")
+        if header.payload_bytes != message.payload_bytes:
+            raise SnapshotError(f"its tensors take {header.payload_bytes} bytes; {message.payload_bytes} are announced")
+        if self._pool is None or header.payload_bytes > self._pool.nbytes:
+            agreed = self._pool.nbytes if self._pool else 0
+            raise SnapshotError(f"it has {header.payload_bytes} bytes; at most {agreed} were agreed on")
+        return header
+
+    def _say(self, kind: Kind, iteration: int = 0) -> None:
+        self._transport.send(self.source, TO_SOURCE, Message(kind, self.rank, iteration).encode())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,161 @@
+"""The sending side: one thread for each peer, that brings it every snapshot and learns what it has."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moevement_core.errors import ReplicationError, SnapshotError
+from moevement_core.replication.transport import Transport
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.snapshot.snapshot import Snapshot
+
+Report = Callable[[str], None]
+ATTEMPTS = 3
+"""How often a snapshot that arrives damaged is sent."""
+RETRY_S = 0.05
+"""How long to wait before asking a peer again whose buffers are all taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A snapshot to be brought to the peer."""
+
+    snapshot: Snapshot
+    begin: Callable[[], bool]
+    """Called before it is read; False if it was freed meanwhile."""
+    end: Callable[[], None]
+    """Called when it is no longer read."""
+
+
+class Sender:
+    """Brings snapshots to one peer, in order, on a thread of its own. Never blocks who calls it.
+
+    Args:
+        rank: this rank.
+        peer: who keeps the copies.
+        transport: the way there.
+        kept: called on the sender's thread when the peer has acknowledged a snapshot.
+        report: told, in words, what goes wrong.
+    """
+
+    def __init__(
+        self, rank: int, peer: int, transport: Transport, kept: Callable[[Snapshot, int], None], report: Report
+    ) -> None:
+        self.rank = rank
+        self.peer = peer
+        self.sent_bytes = 0
+        """Payload bytes acknowledged so far."""
+        self.send_s = 0.0
+        """Seconds that sending them took."""
+        self.gone: str | None = None
+        """Why nothing is sent any more."""
+        self._transport = transport
+        self._kept = kept
+        self._report = report
+        self._waiting_since_s: float | None = None
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"moevement-send-{peer}", daemon=True)
+        self._thread.start()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds for which an answer has been due, 0 if none is."""
+        since = self._waiting_since_s
+        return time.monotonic() - since if since is not None else 0.0
+
+    @property
+    def backlog(self) -> int:
+        """Messages that wait to be sent."""
+        return self._jobs.qsize()
+
+    def open(self, count: int, nbytes: int) -> None:
+        """Ask the peer for ``count`` buffers of ``nbytes``; before the first snapshot that needs them."""
+        self._jobs.put(Message(Kind.OPEN, self.rank, payload_bytes=nbytes, count=count))
+
+    def deliver(self, delivery: Delivery) -> None:
+        """Bring a snapshot."""
+        self._jobs.put(delivery)
+
+    def drop_from(self, iteration: int) -> None:
+        """Tell the peer to forget snapshots from ``iteration`` on."""
+        self._jobs.put(Message(Kind.DROP, self.rank, iteration))
+
+    def close(self, timeout_s: float) -> bool:
+        """Bring what is queued, say goodbye; whether that was done in time."""
+        self._jobs.put(Message(Kind.BYE, self.rank))
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                job = self._jobs.get()
+                if isinstance(job, Delivery):
+                    self._deliver(job)
+                    continue
+                self._say(job)
+                if job.kind is Kind.OPEN and self._answer() is not Kind.GO:
+                    raise ReplicationError("it refuses the host memory that the copies need")
+                if job.kind is Kind.BYE:
+                    return
+        except (RuntimeError, OSError, SnapshotError, ReplicationError) as error:
+            self.gone = (str(error).splitlines() or [type(error).__name__])[0]
+            self._report(f"peer {self.peer} keeps no more copies of rank {self.rank}: {self.gone}")
+
+    def _deliver(self, delivery: Delivery) -> None:
+        for _ in range(ATTEMPTS):
+            answer = self._offer(delivery)
+            if answer is not Kind.DAMAGED:
+                break
+        if answer is Kind.KEPT:
+            self._kept(delivery.snapshot, self.peer)
+        elif answer is not None:
+            self._report(
+                f"peer {self.peer} does not have snapshot {delivery.snapshot.iteration} of rank {self.rank}: "
+                f"{answer.name.lower()} after {ATTEMPTS if answer is Kind.DAMAGED else 1} attempts"
+            )
+
+    def _offer(self, delivery: Delivery) -> Kind | None:
+        """One attempt; None if the snapshot was freed before it could be sent."""
+        while delivery.begin():
+            try:
+                began_s = time.perf_counter()
+                answer = self._transfer(delivery.snapshot)
+                if answer is Kind.KEPT:
+                    self.sent_bytes += delivery.snapshot.header.payload_bytes
+                    self.send_s += time.perf_counter() - began_s
+            finally:
+                delivery.end()
+            if answer is not Kind.FULL:
+                return answer
+            time.sleep(RETRY_S)  # the peer frees buffers when the job agrees on a newer window
+        return None
+
+    def _transfer(self, snapshot: Snapshot) -> Kind:
+        header = torch.frombuffer(bytearray(snapshot.header.encode()), dtype=torch.uint8)
+        payload = snapshot.payload
+        self._say(Message(Kind.SNAPSHOT, self.rank, snapshot.iteration, header.numel(), payload.numel()))
+        self._transport.send(self.peer, TO_PEER, header)
+        if (answer := self._answer()) is not Kind.GO:
+            return answer
+        self._transport.send(self.peer, TO_PEER, payload)
+        return self._answer()
+
+    def _say(self, message: Message) -> None:
+        self._transport.send(self.peer, TO_PEER, message.encode())
+
+    def _answer(self) -> Kind:
+        data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        self._waiting_since_s = time.monotonic()
+        try:
+            self._transport.receive(self.peer, TO_SOURCE, data)
+        finally:
+            self._waiting_since_s = None
+        return Message.decode(data).kind

@@ -1,0 +1,82 @@
+"""What travels between a rank and a peer that keeps its snapshots: fixed 64-byte messages, then headers and raw bytes.
+
+For each snapshot: message, header, answer; and if the answer is GO, the payload and another answer. No pickle: a
+stranger's bytes can at worst be refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import xxhash
+
+from moevement_core.errors import SnapshotError
+
+MESSAGE_BYTES = 64
+_MAGIC = b"MoEvmnt1"
+_FIELDS = struct.Struct("<8sIIqQQQ")  # magic, kind, rank, iteration, header bytes, payload bytes, count
+MAX_HEADER_BYTES = 1 << 30
+
+TO_PEER, TO_SOURCE = 1, 2
+"""Tags: what a source sends, and what its peer answers."""
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    OPEN = 1
+    """Source: make ready ``count`` buffers of ``payload_bytes``."""
+    SNAPSHOT = 2
+    """Source: a snapshot of these sizes follows."""
+    DROP = 3
+    """Source: forget snapshots from ``iteration`` on; their window was abandoned."""
+    BYE = 4
+    """Source: nothing follows."""
+    GO = 10
+    """Peer: send the payload; or, to OPEN, ready."""
+    KEPT = 11
+    """Peer: it is here, and it is what was captured."""
+    FULL = 12
+    """Peer: no buffer is free."""
+    DAMAGED = 13
+    """Peer: the bytes are not those that the header says."""
+    REFUSED = 14
+    """Peer: not a snapshot that belongs here, or more memory than it may give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message."""
+
+    kind: Kind
+    rank: int
+    iteration: int = 0
+    header_bytes: int = 0
+    payload_bytes: int = 0
+    count: int = 0
+
+    def encode(self) -> torch.Tensor:
+        """As it travels, uint8 ``[64]``."""
+        fields = _FIELDS.pack(
+            _MAGIC, self.kind, self.rank, self.iteration, self.header_bytes, self.payload_bytes, self.count
+        )
+        padded = fields.ljust(MESSAGE_BYTES - 8, b"\0")
+        return torch.frombuffer(bytearray(padded + xxhash.xxh3_64_digest(padded)), dtype=torch.uint8)
+
+    @staticmethod
+    def decode(data: torch.Tensor) -> Message:
+        """The inverse of :meth:`encode`.
+
+        Raises:
+            SnapshotError: bytes that no sender of this version sends.
+        """
+        raw = data.numpy().tobytes()
+        if raw[-8:] != xxhash.xxh3_64_digest(raw[:-8]):
+            raise SnapshotError("a message whose checksum is wrong; the connection carries something else")
+        magic, kind, rank, iteration, header_bytes, payload_bytes, count = _FIELDS.unpack_from(raw)
+        if magic != _MAGIC or kind not in tuple(Kind) or header_bytes > MAX_HEADER_BYTES:
+            raise SnapshotError(f"a message of kind {kind} with magic {magic!r}; the other side is another version")
+        return Message(Kind(kind), rank, iteration, header_bytes, payload_bytes, count)

@@ -1,0 +1,1 @@
+"""Snapshots in host memory: what one holds, how it gets there, how long it lives."""

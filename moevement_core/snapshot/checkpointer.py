@@ -1,0 +1,333 @@
+"""Sparse checkpointing of one rank: a snapshot every iteration, windows from capture to the end of their life.
+
+A snapshot is *captured* when its copy and digests are complete, *persisted* when every peer has acknowledged it. A run
+of snapshots (:mod:`moevement_core.policy.recoverable`) that is persisted on every rank of the job is the state to fall
+back to; only when a newer one is, the older is freed. When no buffer is free because peers lag, the window under way is
+abandoned and never the persisted one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.device import Device
+from moevement_core.errors import SnapshotError
+from moevement_core.policy.recoverable import RecoverableRun, newest_recoverable_run, recoverable_runs
+from moevement_core.policy.schedule import Contents, Saved, Schedule, ScheduleHistory, slots_kept
+from moevement_core.policy.window import WindowKind
+from moevement_core.replication.keeper import Keeper
+from moevement_core.replication.sender import Delivery, Sender
+from moevement_core.snapshot import plain
+from moevement_core.snapshot.agreement import Agreement
+from moevement_core.snapshot.copies import Capture, copy_engine, pair
+from moevement_core.snapshot.pool import BufferPool
+from moevement_core.snapshot.snapshot import (
+    BOUNDARY,
+    Entry,
+    Header,
+    Snapshot,
+    StateTensor,
+    aligned_bytes,
+    offsets,
+)
+
+REPLICATION_LAG = 2
+"""Iterations of lag that buffers are set aside for."""
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperatorState:
+    """The live tensors of one operator on this rank."""
+
+    compute: tuple[StateTensor, ...]
+    full: tuple[StateTensor, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A buffer with a snapshot in it or on its way into it."""
+
+    buffer: Any
+    pool: BufferPool
+    contents: Contents
+    users: int = 1
+    """Threads that read or write the buffer now; the capture is the first."""
+    freed: bool = False
+    snapshot: Snapshot | None = None
+    """There once it is captured."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What checkpointing did in the last iteration, and where it stands."""
+
+    copied_bytes: int = 0
+    stall_s: float = 0.0
+    copy_s: float = 0.0
+    digest_s: float = 0.0
+    replicated_bytes: int = 0
+    """Payload bytes that peers acknowledged in the last iteration, all peers together."""
+    lag: int = 0
+    """Iterations by which the newest snapshot that all peers have trails the newest captured one."""
+    persisted: int = -1
+    """Where the newest run begins that is persisted on every rank; -1 if there is none."""
+    abandoned: int = 0
+    """Windows abandoned so far."""
+    memory_bytes: int = 0
+    """Host memory set aside for own snapshots and for those kept for others."""
+
+
+class Checkpointer:
+    """Every method is for the training thread; each rank of the job calls :meth:`capture` once an iteration.
+
+    Args:
+        rank: this rank.
+        states: live tensors of the operators that this rank holds; views that stay valid.
+        history: the schedules; the newest one decides on buffers.
+        device: where the state lives.
+        senders: one for each peer.
+        keepers: one for each rank whose snapshots are kept here.
+        agreement: how ranks learn what all of them have.
+        record_bytes: the most that a boundary record's tensors take.
+        report: told, in words, what an operator should know.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        states: Mapping[str, OperatorState],
+        history: ScheduleHistory,
+        device: Device,
+        senders: Sequence[Sender],
+        keepers: Sequence[Keeper],
+        agreement: Agreement,
+        record_bytes: int,
+        report: Report,
+    ) -> None:
+        self.rank = rank
+        self.history = history
+        self.progress = Progress()
+        self.keepers = keepers
+        self._states = states
+        self._device = device
+        self._senders = senders
+        self._agreement = agreement
+        self._record_bytes = record_bytes
+        self._report = report
+        self._engine = copy_engine(device)
+        self._lock = threading.Lock()
+        self._held: dict[int, _Held] = {}
+        self._capture: Capture | None = None
+        self._proposed: dict[int, int] = {}
+        """Runs of this rank that were proposed as persisted: last snapshot by first. They may become the job's."""
+        self._resume_at = -1
+        self._sent_before = 0
+        self._copied_bytes, self._copy_s = 0, 0.0
+        self._pool = BufferPool(device, 0, 0)
+        self.make_room(history.newest)
+
+    # What buffers a schedule needs
+
+    def buffer_bytes(self, schedule: Schedule) -> int:
+        """Bytes of a buffer that any snapshot under ``schedule`` fits in."""
+        slots = (schedule.contents(schedule.start + slot) for slot in range(schedule.size))
+        return max(aligned_bytes(self._tensors(schedule, contents)) for contents in slots) + self._record_bytes
+
+    def make_room(self, schedule: Schedule) -> None:
+        """Allocate buffers for ``schedule`` if those that are there do not do; peers are asked for the same."""
+        count = slots_kept(schedule.window.kind, schedule.size, REPLICATION_LAG)
+        nbytes = self.buffer_bytes(schedule)
+        if count <= self._pool.count and nbytes <= self._pool.nbytes:
+            return
+        self._pool = BufferPool(self._device, max(count, self._pool.count), max(nbytes, self._pool.nbytes))
+        for sender in self._senders:
+            # One more: the peer learns a moment later than this rank that an old one may go.
+            sender.open(self._pool.count + 1, self._pool.nbytes)
+
+    def _tensors(self, schedule: Schedule, contents: Contents) -> list[StateTensor]:
+        """The live tensors that a snapshot with ``contents`` holds on this rank."""
+        tensors: list[StateTensor] = []
+        for name, saved in zip(schedule.table.names, contents, strict=True):
+            if (state := self._states.get(name)) and saved != Saved.NOTHING:
+                tensors += state.full if saved == Saved.FULL else state.compute
+        return tensors
+
+    # Once an iteration
+
+    def capture(self, iteration: int, record: Any) -> None:
+        """Begin ``SS_iteration``, while ``state@iteration`` is live; frees what the job needs no more.
+
+        Args:
+            iteration: the last one committed.
+            record: boundary state and iteration record, plain data with tensors; copied before this returns (or, on a
+                GPU, in the order of the current stream).
+
+        Raises:
+            SnapshotError: the record is larger than was said, or an earlier copy failed.
+        """
+        self._learn(iteration)
+        self._count_replicated()
+        self._capture = None
+        if iteration < self._resume_at:
+            return
+        schedule = self.history.at(iteration)
+        if (buffer := self._pool.acquire()) is None:
+            self._abandon(iteration, schedule)
+            if iteration < self._resume_at or (buffer := self._pool.acquire()) is None:
+                return
+        contents = schedule.contents(iteration)
+        beside = self._tensors(schedule, contents)
+        marked, tensors = plain.flatten(record)
+        boundary = [StateTensor(BOUNDARY, Saved.FULL, str(number), t.contiguous()) for number, t in enumerate(tensors)]
+        if aligned_bytes(boundary) > self._record_bytes:
+            raise SnapshotError(
+                f"a boundary record of {aligned_bytes(boundary)} bytes; {self._record_bytes} were set aside for it"
+            )
+        placed = list(offsets([*beside, *boundary]))
+        pairs = [pair(t.tensor, buffer[at : at + t.nbytes]) for t, at in placed if t.nbytes]
+        placed = [(t, at) for t, at in placed if t.nbytes]
+        count = sum(1 for t in beside if t.nbytes)
+        held = _Held(buffer, self._pool, contents)
+        with self._lock:
+            self._held[iteration] = held
+
+        def captured(done: Capture) -> None:
+            entries = tuple(
+                Entry(t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes, digest)
+                for (t, at), digest in zip(placed, done.digests, strict=True)
+            )
+            slot = schedule.slot(iteration)
+            self._captured(held, Snapshot(Header(self.rank, iteration, schedule.id, slot, entries, marked), buffer))
+
+        self._capture = self._engine.start(pairs[count:], pairs[:count], captured)
+
+    def wait(self) -> float:
+        """Before the optimizer step: block until the snapshot has left the live tensors; returns seconds of stall."""
+        capture = self._capture
+        self.progress.stall_s = capture.wait_copied() if capture else 0.0
+        self.progress.copied_bytes = capture.nbytes if capture else 0
+        self.progress.copy_s = capture.copy_s if capture else 0.0
+        self._copied_bytes += self.progress.copied_bytes
+        self._copy_s += self.progress.copy_s
+        return self.progress.stall_s
+
+    def copy_rate(self) -> float:
+        """Bytes per second that copies have reached so far; infinite before the first."""
+        return self._copied_bytes / self._copy_s if self._copy_s else float("inf")
+
+    def _captured(self, held: _Held, snapshot: Snapshot) -> None:
+        """On the capture thread: hand the snapshot to the senders."""
+        snapshot.contents = held.contents
+        with self._lock:
+            held.snapshot = snapshot
+        for sender in self._senders:
+            sender.deliver(Delivery(snapshot, lambda: self._begin_use(held), lambda: self._end_use(held)))
+        self._end_use(held)
+
+    # Life of a buffer
+
+    def _begin_use(self, held: _Held) -> bool:
+        with self._lock:
+            if held.freed:
+                return False
+            held.users += 1
+            return True
+
+    def _end_use(self, held: _Held) -> None:
+        with self._lock:
+            held.users -= 1
+            if held.freed and held.users == 0:
+                held.pool.release(held.buffer)
+
+    def _free(self, iterations: Iterable[int]) -> None:
+        with self._lock:
+            for iteration in list(iterations):
+                held = self._held.pop(iteration)
+                held.freed = True
+                if held.users == 0:
+                    held.pool.release(held.buffer)
+
+    def acknowledged(self, snapshot: Snapshot, peer: int) -> None:
+        """A peer has all of ``snapshot``; called on a sender's thread."""
+        with self._lock:
+            snapshot.acknowledged.add(peer)
+
+    # What is persisted, here and everywhere
+
+    def snapshots(self) -> dict[int, Snapshot]:
+        """This rank's own captured snapshots, by iteration."""
+        with self._lock:
+            return {iteration: held.snapshot for iteration, held in self._held.items() if held.snapshot}
+
+    def persisted(self) -> dict[int, Contents]:
+        """What the snapshots hold that all peers have (with no peers: that are captured)."""
+        peers = {sender.peer for sender in self._senders}
+        with self._lock:
+            return {
+                iteration: held.contents
+                for iteration, held in self._held.items()
+                if held.snapshot and peers <= held.snapshot.acknowledged
+            }
+
+    def newest_run(self) -> RecoverableRun | None:
+        """The newest run of this rank that all its peers have."""
+        return newest_recoverable_run(self.persisted())
+
+    def _learn(self, iteration: int) -> None:
+        """Take in what all ranks had an iteration ago, say what this one has now, free what is older."""
+        if agreed := self._agreement.agreed():
+            newest = max(agreed[0], self.progress.persisted)
+            if newest > self.progress.persisted:
+                self.progress.persisted = newest
+                with self._lock:
+                    old = [held for held in self._held if held < newest]
+                self._free(old)
+                for keeper in self.keepers:
+                    keeper.free_before(newest)
+        self._proposed = {
+            run.first: run.last for run in recoverable_runs(self.persisted()) if run.first >= self.progress.persisted
+        }
+        self._agreement.propose(iteration, self._proposed)
+
+    def _abandon(self, iteration: int, schedule: Schedule) -> None:
+        """Give up the window under way, because there is no buffer for its next snapshot."""
+        needed = max(self._proposed.values(), default=-1)
+        with self._lock:
+            under_way = sorted(held for held in self._held if held > needed)
+        self._free(under_way)
+        for sender in self._senders:
+            sender.drop_from(needed + 1)
+        rolling = schedule.window.kind is WindowKind.ROLLING
+        self._resume_at = iteration if rolling and under_way else schedule.next_boundary(iteration + 1)
+        self.progress.abandoned += 1
+        waiting = ", ".join(f"{s.peer} ({s.backlog} behind)" for s in self._senders if s.backlog) or "none"
+        self._report(
+            f"iteration {iteration}: no host buffer is free, so the window under way ("
+            f"{f'snapshots {under_way[0]} to {under_way[-1]}' if under_way else 'no snapshot yet'}) is abandoned; the "
+            f"persisted one stays. Peers that lag: {waiting}. Snapshots go on at {self._resume_at}"
+        )
+
+    def _count_replicated(self) -> None:
+        sent = sum(sender.sent_bytes for sender in self._senders)
+        self.progress.replicated_bytes, self._sent_before = sent - self._sent_before, sent
+        if self._capture is not None and self._capture.finished.is_set():
+            self.progress.digest_s = self._capture.digest_s
+        with self._lock:
+            captured = [iteration for iteration, held in self._held.items() if held.snapshot]
+        self.progress.lag = max(captured, default=0) - max(self.persisted(), default=max(captured, default=0))
+        self.progress.memory_bytes = self._pool.total_bytes + sum(keeper.memory_bytes for keeper in self.keepers)
+
+    # The end
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Finish copies and sends; whether all peers were done in time. Nothing may be captured afterwards."""
+        self._agreement.agreed()
+        self._engine.close()
+        done = [sender.close(timeout_s) for sender in self._senders]
+        for keeper in self.keepers:
+            keeper.ended.wait(timeout_s)
+        return all(done)

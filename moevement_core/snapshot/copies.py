@@ -1,0 +1,167 @@
+"""Copies from live state to host buffers beside training (MoEvement section 4).
+
+A capture begins after one optimizer step and must be over before the next: :meth:`Capture.wait_copied` stands in front
+of the step and says how long it had to wait. Digests are made after that, from the host copy.
+
+With a GPU, copies are issued asynchronously on a stream of their own. Without one a background thread copies; NumPy's
+copy runs on that thread alone and lets other threads run meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from moevement_core.device import Device, Event
+from moevement_core.snapshot.snapshot import as_bytes, digest_of, numpy_bytes
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Live tensor and where it goes, both as flat uint8 of the same length."""
+
+
+class Capture:
+    """One snapshot on its way to host memory."""
+
+    def __init__(self, at_once: Sequence[Pair], beside: Sequence[Pair], done: Callable[[Capture], None]) -> None:
+        self.at_once = at_once
+        self.beside = beside
+        self.digests: list[str] = []
+        """One for each pair, those copied beside training first, once it is done."""
+        self.copy_s = 0.0
+        """Seconds that the copies took; on a GPU from the first to the last, by its clock."""
+        self.digest_s = 0.0
+        self.error: BaseException | None = None
+        self._done = done
+        self.copied = threading.Event()
+        self.finished = threading.Event()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return sum(target.numel() for _, target in (*self.beside, *self.at_once))
+
+    def wait_copied(self) -> float:
+        """Block until live state may change again; returns the seconds that this took.
+
+        Raises:
+            Exception: whatever went wrong in the background; the snapshot is not to be used.
+        """
+        if self.copied.is_set():
+            waited_s = 0.0
+        else:
+            began = time.perf_counter()
+            self.copied.wait()
+            waited_s = time.perf_counter() - began
+        if self.error is not None:
+            raise self.error
+        return waited_s
+
+    def _digest(self) -> None:
+        began = time.perf_counter()
+        self.digests = [digest_of(target) for _, target in (*self.beside, *self.at_once)]
+        self.digest_s = time.perf_counter() - began
+
+
+class CopyEngine(ABC):
+    """Runs captures one after the other, beside training."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="moevement-capture", daemon=True)
+        self._thread.start()
+
+    def start(self, at_once: Sequence[Pair], beside: Sequence[Pair], done: Callable[[Capture], None]) -> Capture:
+        """Begin to copy; call it when the live tensors hold what is to be kept.
+
+        Args:
+            at_once: live tensors that anything may change after this call, and their targets: small ones.
+            beside: live tensors that nothing changes before :meth:`Capture.wait_copied`, and their targets.
+            done: called on the background thread when copies and digests are complete.
+        """
+        capture = Capture(at_once, beside, done)
+        self._jobs.put((capture, self._issue(capture)))
+        return capture
+
+    def close(self) -> None:
+        """Finish what was started and end the thread."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    @abstractmethod
+    def _issue(self, capture: Capture) -> Any:
+        """On the training thread: begin, without waiting."""
+
+    @abstractmethod
+    def _complete(self, capture: Capture, issued: Any) -> None:
+        """On the background thread: return when all is copied, with ``copy_s`` set."""
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            capture, issued = job
+            try:
+                self._complete(capture, issued)
+                capture.copied.set()
+                capture._digest()
+                capture._done(capture)
+            except BaseException as error:  # shown by wait_copied, on the training thread
+                capture.error = error
+            finally:
+                capture.copied.set()
+                capture.finished.set()
+
+
+class ThreadCopies(CopyEngine):
+    """Copies on the background thread, for a machine without a GPU."""
+
+    def _issue(self, capture: Capture) -> None:
+        for source, target in capture.at_once:
+            target.copy_(source)
+
+    def _complete(self, capture: Capture, issued: Any) -> None:
+        began = time.perf_counter()
+        for source, target in capture.beside:
+            np.copyto(numpy_bytes(target), numpy_bytes(source))
+        capture.copy_s = time.perf_counter() - began
+
+
+class StreamCopies(CopyEngine):
+    """Asynchronous copies on a stream of their own."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream = device.stream()
+        super().__init__()
+
+    def _issue(self, capture: Capture) -> tuple[Event, Event]:
+        first, last = self._device.event(timing=True), self._device.event(timing=True)
+        for source, target in capture.at_once:  # in the order of training's own work, so before anything changes them
+            target.copy_(source, non_blocking=True)
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.use_stream(self._stream):
+            first.record(self._stream)
+            for source, target in capture.beside:
+                target.copy_(source, non_blocking=True)
+            last.record(self._stream)
+        return first, last
+
+    def _complete(self, capture: Capture, issued: Any) -> None:
+        first, last = issued
+        last.synchronize()
+        capture.copy_s = first.elapsed_ms(last) / 1e3
+
+
+def copy_engine(device: Device) -> CopyEngine:
+    """The engine for ``device``."""
+    return ThreadCopies() if device.kind == "cpu" else StreamCopies(device)
+
+
+def pair(source: torch.Tensor, target: torch.Tensor) -> Pair:
+    """A live tensor and the part of a buffer that it goes to, as bytes."""
+    return as_bytes(source), target

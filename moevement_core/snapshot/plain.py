@@ -1,0 +1,80 @@
+"""Nested plain data with tensors in it as JSON and a list of tensors, and back. No pickle: data can only be data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from moevement_core.errors import SnapshotError
+
+_TENSOR, _ARRAY, _TUPLE, _BYTES, _MAPPING = "@tensor", "@array", "@tuple", "@bytes", "@mapping"
+
+
+def flatten(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """``value`` as JSON can hold it, and the tensors that stood in it, in the order of their marks.
+
+    Raises:
+        SnapshotError: something in it is neither plain data nor a tensor.
+    """
+    tensors: list[torch.Tensor] = []
+    return _flatten(value, tensors), tensors
+
+
+def _flatten(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return {_TENSOR: [len(tensors) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)]}
+    if isinstance(value, np.ndarray):
+        return {
+            _ARRAY: [_flatten(torch.from_numpy(np.ascontiguousarray(value).view(np.uint8)), tensors), str(value.dtype)]
+        }
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, bytes):
+        return {_BYTES: value.hex()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_flatten(item, tensors) for item in value]}
+    if isinstance(value, list):
+        return [_flatten(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and not key.startswith("@") for key in value):
+            return {key: _flatten(item, tensors) for key, item in value.items()}
+        return {_MAPPING: [[_flatten(key, tensors), _flatten(item, tensors)] for key, item in value.items()]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise SnapshotError(f"a {type(value).__name__} cannot be kept in a snapshot; give plain data and tensors")
+
+
+def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of :func:`flatten`; ``tensors`` may be flat bytes.
+
+    Raises:
+        SnapshotError: what is given was not made by :func:`flatten`.
+    """
+    try:
+        return _restore(plain, tensors)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise SnapshotError(f"a record that cannot be read ({error}); it was not written by this version") from None
+
+
+def _restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_restore(item, tensors) for item in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if len(plain) == 1:
+        ((mark, value),) = plain.items()
+        if mark == _TENSOR:
+            index, dtype, shape = value
+            return tensors[index].reshape(-1).view(torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+        if mark == _ARRAY:
+            return _restore(value[0], tensors).numpy().view(np.dtype(value[1]))
+        if mark == _BYTES:
+            return bytes.fromhex(value)
+        if mark == _TUPLE:
+            return tuple(_restore(item, tensors) for item in value)
+        if mark == _MAPPING:
+            return {_restore(key, tensors): _restore(item, tensors) for key, item in value}
+    return {key: _restore(item, tensors) for key, item in plain.items()}

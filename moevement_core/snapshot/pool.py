@@ -1,0 +1,44 @@
+"""Host buffers, allocated once and reused."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from moevement_core.device import Device
+
+
+class BufferPool:
+    """``count`` host buffers of ``nbytes`` each, page-locked where a GPU is. Nothing is allocated after this.
+
+    Who acquires a buffer owns it until it releases it. Safe to use from several threads.
+    """
+
+    def __init__(self, device: Device, count: int, nbytes: int) -> None:
+        self.count = count
+        self.nbytes = nbytes
+        self._lock = threading.Lock()
+        self._free = [device.host_empty(nbytes) for _ in range(count)]
+
+    @property
+    def total_bytes(self) -> int:
+        """Host memory of all buffers."""
+        return self.count * self.nbytes
+
+    @property
+    def available(self) -> int:
+        """Buffers that nobody owns now."""
+        with self._lock:
+            return len(self._free)
+
+    def acquire(self) -> torch.Tensor | None:
+        """A buffer, uint8 ``[nbytes]``, or nothing if all are taken."""
+        with self._lock:
+            return self._free.pop() if self._free else None
+
+    def release(self, buffer: torch.Tensor) -> None:
+        """Give back a buffer that :meth:`acquire` gave; a buffer of another pool is dropped."""
+        with self._lock:
+            if buffer.numel() == self.nbytes and all(buffer is not free for free in self._free):
+                self._free.append(buffer)

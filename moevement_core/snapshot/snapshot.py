@@ -1,0 +1,212 @@
+"""One snapshot: slices of a rank's state in one host buffer, with a header that says what they are.
+
+The buffer holds raw tensors one after the other, each at a multiple of 64 bytes. The header is JSON: where each tensor
+stands, its dtype, and its digest, taken right after the copy. That is also how a snapshot travels and how it is written
+to disk, so whoever holds one can check it without knowing the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from moevement_core.errors import SnapshotError
+from moevement_core.policy.schedule import Contents, Saved
+from moevement_core.snapshot import plain
+
+VERSION = 1
+ALIGNMENT = 64
+BOUNDARY = ""
+"""In the place of an operator's name: tensors of the boundary record."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateTensor:
+    """A tensor of an operator's live state, as a flat view."""
+
+    operator: str
+    saved: Saved
+    """Whether it belongs to the compute weights or to the full state."""
+    key: str
+    """What it is: parameter, range of the parameter, and part (weight, master, exp_avg, step ...)."""
+    tensor: torch.Tensor
+    """A view of the live state, never a copy; contiguous, of any dtype, on any device."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a tensor stands in a snapshot's buffer."""
+
+    operator: str
+    saved: Saved
+    key: str
+    dtype: str
+    offset: int
+    nbytes: int
+    digest: str
+    """XXH3 of its bytes, 128 bits in hexadecimal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a snapshot is and holds."""
+
+    rank: int
+    iteration: int
+    schedule: str
+    """The id of the schedule under which it was taken."""
+    slot: int
+    entries: tuple[Entry, ...]
+    record: Any
+    """Boundary state and iteration record: plain data, whose tensors are entries too."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the buffer that are used."""
+        return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
+
+    def encode(self) -> bytes:
+        """As it travels."""
+        entries = [[e.operator, int(e.saved), e.key, e.dtype, e.offset, e.nbytes, e.digest] for e in self.entries]
+        plain_header = {
+            "version": VERSION,
+            "rank": self.rank,
+            "iteration": self.iteration,
+            "schedule": self.schedule,
+            "slot": self.slot,
+            "entries": entries,
+            "record": self.record,
+        }
+        return json.dumps(plain_header).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> Header:
+        """The inverse of :meth:`encode`, for bytes from anywhere.
+
+        Raises:
+            SnapshotError: they are no header of this version, or one that contradicts itself.
+        """
+        try:
+            found = json.loads(data)
+            if found["version"] != VERSION:
+                raise SnapshotError(f"a snapshot of version {found['version']}; this program reads version {VERSION}")
+            entries = tuple(
+                Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d))
+                for o, s, k, t, at, n, d in found["entries"]
+            )
+            return Header(
+                int(found["rank"]), int(found["iteration"]), str(found["schedule"]), int(found["slot"]), entries,
+                found["record"],
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            raise SnapshotError(f"no header of a snapshot ({type(error).__name__}: {error})") from None
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or value < 0:
+        raise ValueError(f"size {value!r}")
+    return value
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A header and its buffer. The buffer belongs to the snapshot until the snapshot is freed, and never before."""
+
+    header: Header
+    buffer: torch.Tensor
+    """uint8, in host memory; may be longer than the payload."""
+    contents: Contents | None = None
+    """What it holds of each operator of the schedule's table; known to the rank that took it."""
+    acknowledged: set[int] = field(default_factory=set)
+    """Peers that have all of it."""
+
+    @property
+    def iteration(self) -> int:
+        """The t of ``SS_t``."""
+        return self.header.iteration
+
+    @property
+    def payload(self) -> torch.Tensor:
+        """The used part of the buffer."""
+        return self.buffer[: self.header.payload_bytes]
+
+    def bytes_of(self, entry: Entry) -> torch.Tensor:
+        """The raw bytes of one tensor."""
+        return self.buffer[entry.offset : entry.offset + entry.nbytes]
+
+    def tensors(self, operator: str) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """The tensors of ``operator``, flat, in their dtypes, as views of the buffer."""
+        for entry in self.header.entries:
+            if entry.operator == operator:
+                yield entry, self.bytes_of(entry).view(getattr(torch, entry.dtype))
+
+    def record(self) -> Any:
+        """Boundary state and iteration record, as they were given."""
+        return plain.restore(
+            self.header.record, [self.bytes_of(e) for e in self.header.entries if e.operator == BOUNDARY]
+        )
+
+    def damaged(self) -> Entry | None:
+        """The first tensor whose bytes are not those that were captured; nothing if all are."""
+        return next((e for e in self.header.entries if digest_of(self.bytes_of(e)) != e.digest), None)
+
+    def check(self, where: str) -> None:
+        """Refuse a snapshot that is not what was captured.
+
+        Raises:
+            SnapshotError: with the tensor, and ``where`` the snapshot was.
+        """
+        if self.buffer.numel() < self.header.payload_bytes:
+            raise SnapshotError(
+                f"snapshot {self.iteration} of rank {self.header.rank} {where} has {self.buffer.numel()} bytes of "
+                f"{self.header.payload_bytes}; another copy is needed"
+            )
+        if entry := self.damaged():
+            raise SnapshotError(
+                f"snapshot {self.iteration} of rank {self.header.rank} {where}: {entry.key} of "
+                f"{entry.operator or 'the boundary record'} is damaged (digest {entry.digest} expected); another copy "
+                "is needed"
+            )
+
+
+def digest_of(data: torch.Tensor) -> str:
+    """XXH3-128 of a host tensor's bytes. Finds damage; it is no protection against somebody who wants to deceive."""
+    return xxhash.xxh3_128_hexdigest(as_bytes(data).numpy())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as flat uint8, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def aligned_bytes(tensors: Iterable[StateTensor]) -> int:
+    """Buffer bytes that ``tensors`` take."""
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def offsets(tensors: Sequence[StateTensor]) -> Iterator[tuple[StateTensor, int]]:
+    """Where each of ``tensors`` stands in a buffer."""
+    offset = 0
+    for tensor in tensors:
+        yield tensor, offset
+        offset += _aligned(tensor.nbytes)
+
+
+def numpy_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """A host tensor's bytes as an array, without a copy."""
+    return as_bytes(tensor).numpy()
