@@ -34,7 +34,7 @@ class SnapshotError(MoEvementError):
 
 
 class ReplicationError(MoEvementError):
-    """Copies on peers cannot be made as asked: too few nodes, a peer that is gone or refuses."""
+    """A copy on a peer cannot be made: the peer is gone, or refuses it."""
 
 
 class DataError(MoEvementError):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement import platform
+from megatron.moevement.sparse_config import SparseConfig
 from moevement_core.errors import ConfigError
 
 Check = Callable[[Namespace], Iterator[str]]
@@ -399,6 +400,30 @@ def without_gpu(args: Namespace) -> Iterator[str]:
         )
 
 
+def sparse_checkpoints(args: Namespace) -> Iterator[str]:
+    """What sparse snapshots cannot see or cannot keep apart."""
+    if SparseConfig.from_args(args) is None:
+        return
+    if args.optimizer != "adam":
+        yield f"--moevement-sparse-ckpt with --optimizer {args.optimizer}: its state is not known here; use adam"
+    refused = {
+        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
+        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
+        "--use-torch-fsdp2": args.use_torch_fsdp2,
+        "--use-megatron-fsdp": args.use_megatron_fsdp,
+        "--qk-clip": args.qk_clip,
+        "--skip-train": args.skip_train,
+    }
+    reasons = {
+        "--qk-clip": "weights change once more after the optimizer step",
+        "--skip-train": "nothing changes that could be lost",
+    }
+    for flag, is_set in refused.items():
+        if is_set:
+            reason = reasons.get(flag, "the optimizer's state is not where snapshots look for it")
+            yield f"--moevement-sparse-ckpt with {flag}: {reason}; leave one of them out"
+
+
 def _multiples(value: int, of: int) -> str:
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
@@ -406,5 +431,5 @@ def _multiples(value: int, of: int) -> str:
 
 CHECKS: tuple[Check, ...] = (
     positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, learning_rate,
-    without_gpu, optimizer, data, run_directory, checkpoints,
+    without_gpu, optimizer, data, run_directory, checkpoints, sparse_checkpoints,
 )  # fmt: skip

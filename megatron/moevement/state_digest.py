@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.moevement.optimizer.torch_adam import make_adam_state
 from megatron.moevement.runtime.job import Job
 from moevement_core.digest import digest
 
@@ -85,6 +86,8 @@ def _master_weights(member: Any) -> list[list[torch.Tensor]]:
 
 
 def _optimizer_state(member: Any) -> list[Any]:
+    # Before its first step torch's Adam has no state, or the one it starts from: the same state.
+    make_adam_state(getattr(member, "optimizer", None))
     state = getattr(getattr(member, "optimizer", None), "state", {})
     return [
         {

@@ -65,25 +65,49 @@ def newest_recoverable_run(snapshots: Mapping[int, Contents], until: int | None 
 
 def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
     """Every recoverable run, newest first, each as short as its first snapshot allows; see the function above."""
-    usable = sorted((iteration for iteration in snapshots if until is None or iteration <= until), reverse=True)
-    if not usable:
+    usable = {i: saved for i, saved in snapshots.items() if until is None or i <= until}
+    for iteration, covered, full_at in _backwards(usable, beyond=False):
+        if covered.all():
+            yield RecoverableRun(iteration, full_at.copy())
+
+
+def open_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
+    """Where a run begins, newest first, that is recoverable or still may become so with the snapshots to come.
+
+    The newest of ``snapshots`` must be the last one taken: no run reaches over one that was left out.
+    """
+    for iteration, covered, _ in _backwards(snapshots, beyond=True):
+        if covered.all():
+            yield iteration
+
+
+def _backwards(
+    snapshots: Mapping[int, Contents], beyond: bool
+) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
+    """From the newest snapshot back: which operators a run that begins there has weights of, all the way.
+
+    Args:
+        snapshots: what each holds.
+        beyond: whether an operator's full state may still come after the newest.
+    """
+    if not snapshots:
         return
-    operators = len(snapshots[usable[0]])
+    newest = max(snapshots)
+    operators = len(snapshots[newest])
     full_at = np.full(operators, -1, dtype=np.int64)
-    covered = np.zeros(operators, dtype=bool)
-    expected = usable[0]
-    for iteration in usable:
+    covered = np.full(operators, beyond)
+    expected = newest
+    for iteration in sorted(snapshots, reverse=True):
         saved = snapshots[iteration]
         if len(saved) != operators:
             raise ScheduleError(
-                f"snapshot {iteration} is of {len(saved)} operators, snapshot {usable[0]} of {operators}; snapshots "
-                "of different tables cannot be used together"
+                f"snapshot {iteration} is of {len(saved)} operators, snapshot {newest} of {operators}; snapshots of "
+                "different tables cannot be used together"
             )
         if iteration != expected:  # one is missing in between, and no run crosses a gap
-            covered[:] = False
+            covered = np.zeros(operators, dtype=bool)
         full = saved == Saved.FULL
         covered = full | (covered & (saved == Saved.COMPUTE))
         full_at[full] = iteration
-        if covered.all():
-            yield RecoverableRun(iteration, full_at.copy())
+        yield iteration, covered, full_at
         expected = iteration - 1

@@ -93,7 +93,8 @@ class Keeper:
                 self._say(self._open(message))
             case Kind.DROP:
                 with self._lock:
-                    self._release([kept for kept in self._kept if kept >= message.iteration])
+                    end = message.iteration + message.count
+                    self._release([kept for kept in self._kept if message.iteration <= kept < end])
             case Kind.SNAPSHOT:
                 self._receive(message)
             case _:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from enum import StrEnum
 
-from moevement_core.errors import ReplicationError
+from moevement_core.errors import ConfigError
 
 Placement = list[tuple[int, ...]]
 """For each rank its peers, nearest first."""
@@ -39,17 +39,17 @@ def place(
         same_node: whether copies may stay on the rank's own node, where they survive a process and not the node.
 
     Raises:
-        ReplicationError: fewer other nodes, or ranks, than copies.
+        ConfigError: fewer other nodes, or ranks, than copies.
     """
     ranks, node_count = len(nodes), len(set(nodes))
     if replicas < 0:
-        raise ReplicationError(f"{replicas} replicas; needs 0 or more")
+        raise ConfigError(f"{replicas} replicas; needs 0 or more")
     if replicas == 0:
         return [()] * ranks
     if replicas >= ranks:
-        raise ReplicationError(f"{replicas} replicas among {ranks} ranks; needs more ranks than replicas")
+        raise ConfigError(f"{replicas} replicas among {ranks} ranks; needs more ranks than replicas")
     if not same_node and replicas >= node_count:
-        raise ReplicationError(
+        raise ConfigError(
             f"{replicas} replicas on other nodes, of which there are {node_count - 1}; needs at least {replicas}: ask "
             f"for at most {node_count - 1} replicas (--moevement-replicas), or let copies stay on their own node "
             "(--moevement-replicas-on-same-node)"

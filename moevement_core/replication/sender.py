@@ -83,9 +83,9 @@ class Sender:
         """Bring a snapshot."""
         self._jobs.put(delivery)
 
-    def drop_from(self, iteration: int) -> None:
-        """Tell the peer to forget snapshots from ``iteration`` on."""
-        self._jobs.put(Message(Kind.DROP, self.rank, iteration))
+    def drop(self, first: int, last: int) -> None:
+        """Tell the peer to forget snapshots ``first`` to ``last``."""
+        self._jobs.put(Message(Kind.DROP, self.rank, first, count=last - first + 1))
 
     def close(self, timeout_s: float) -> bool:
         """Bring what is queued, say goodbye; whether that was done in time."""

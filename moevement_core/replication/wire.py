@@ -32,7 +32,7 @@ class Kind(IntEnum):
     SNAPSHOT = 2
     """Source: a snapshot of these sizes follows."""
     DROP = 3
-    """Source: forget snapshots from ``iteration`` on; their window was abandoned."""
+    """Source: forget ``count`` snapshots from ``iteration`` on; no recovery can use them."""
     BYE = 4
     """Source: nothing follows."""
     GO = 10

@@ -1,13 +1,15 @@
-"""What every rank of the job has: which windows are persisted everywhere.
+"""What every rank of the job has: which windows are persisted everywhere, and which never will be.
 
-Each iteration every rank says, for each recent iteration, whether a persisted run of its own begins there; the smallest
-answers are the job's. The reduction runs in the background and is read one iteration later, so nobody waits for it.
+Each iteration every rank says where each recent run of its own stands; the smallest answers are the job's. The
+reduction runs in the background and is read one iteration later, so nobody waits for it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -17,29 +19,60 @@ HORIZON = 512
 """How many iterations back a run may begin."""
 
 
+class Standing(IntEnum):
+    """How far a run that begins at some iteration is."""
+
+    NEVER = 0
+    """It was abandoned, or no run begins there."""
+    OPEN = 1
+    """It may still become persisted."""
+    PERSISTED = 2
+    """All peers have all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """Where the runs of the job stand: that of the rank that is least far."""
+
+    iteration: int
+    """When it was said; of runs that begin then or later nothing is known."""
+    standing: Mapping[int, Standing]
+    """By the iteration at which the run begins; a run that is not in here stands at NEVER."""
+
+    @property
+    def newest_persisted(self) -> int:
+        """Where the newest run begins that is persisted on every rank, -1 if there is none."""
+        return max((start for start, s in self.standing.items() if s is Standing.PERSISTED), default=-1)
+
+    def first_open(self, after: int) -> int:
+        """The first beginning later than ``after`` of a run that the job may still persist, known or to come."""
+        may = (start for start, standing in self.standing.items() if start > after and standing)
+        return min(may, default=self.iteration)
+
+
 class Agreement(ABC):
-    """Iterations at which a persisted run begins on every rank. All ranks call both methods once an iteration."""
+    """Where the runs of the job stand. All ranks call both methods once an iteration."""
 
     @abstractmethod
-    def propose(self, iteration: int, starts: Iterable[int]) -> None:
-        """Say at which iterations persisted runs of this rank begin; ``iteration`` is the same on all ranks."""
+    def propose(self, iteration: int, standing: Mapping[int, Standing]) -> None:
+        """Say where this rank's runs stand, by their beginnings; ``iteration`` is the same on all ranks."""
 
     @abstractmethod
-    def agreed(self) -> tuple[int, ...]:
-        """What all ranks said the last time, newest first; empty before the first time."""
+    def agreed(self) -> Agreed | None:
+        """What all ranks said the last time; nothing before the first time."""
 
 
 class Alone(Agreement):
     """One rank agrees with itself."""
 
     def __init__(self) -> None:
-        self._starts: tuple[int, ...] = ()
+        self._said: Agreed | None = None
 
-    def propose(self, iteration: int, starts: Iterable[int]) -> None:
-        self._starts = tuple(sorted(starts, reverse=True))
+    def propose(self, iteration: int, standing: Mapping[int, Standing]) -> None:
+        self._said = Agreed(iteration, dict(standing))
 
-    def agreed(self) -> tuple[int, ...]:
-        return self._starts
+    def agreed(self) -> Agreed | None:
+        return self._said
 
 
 class GroupAgreement(Agreement):
@@ -49,18 +82,20 @@ class GroupAgreement(Agreement):
         self._group = dist.new_group(backend="gloo")
         self._pending: tuple[int, torch.Tensor, Any] | None = None
 
-    def propose(self, iteration: int, starts: Iterable[int]) -> None:
+    def propose(self, iteration: int, standing: Mapping[int, Standing]) -> None:
         said = torch.zeros(HORIZON, dtype=torch.uint8)
-        for start in starts:
+        for start, value in standing.items():
             if 0 <= iteration - start < HORIZON:
-                said[iteration - start] = 1
+                said[iteration - start] = int(value)
         work = dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
         self._pending = iteration, said, work
 
-    def agreed(self) -> tuple[int, ...]:
+    def agreed(self) -> Agreed | None:
         if self._pending is None:
-            return ()
+            return None
         iteration, said, work = self._pending
         work.wait()
         self._pending = None
-        return tuple(iteration - back for back in said.nonzero().flatten().tolist())
+        return Agreed(
+            iteration, {iteration - back: Standing(int(said[back])) for back in said.nonzero().flatten().tolist()}
+        )

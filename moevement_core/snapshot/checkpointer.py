@@ -15,13 +15,13 @@ from typing import Any
 
 from moevement_core.device import Device
 from moevement_core.errors import SnapshotError
-from moevement_core.policy.recoverable import RecoverableRun, newest_recoverable_run, recoverable_runs
+from moevement_core.policy.recoverable import RecoverableRun, newest_recoverable_run, open_starts, recoverable_runs
 from moevement_core.policy.schedule import Contents, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import WindowKind
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import Delivery, Sender
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.agreement import Agreement
+from moevement_core.snapshot.agreement import Agreed, Agreement, Standing
 from moevement_core.snapshot.copies import Capture, copy_engine, pair
 from moevement_core.snapshot.pool import BufferPool
 from moevement_core.snapshot.snapshot import (
@@ -122,8 +122,10 @@ class Checkpointer:
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}
         self._capture: Capture | None = None
-        self._proposed: dict[int, int] = {}
-        """Runs of this rank that were proposed as persisted: last snapshot by first. They may become the job's."""
+        self._persisted_runs: dict[int, int] = {}
+        """Runs of this rank that were said to be persisted: last snapshot by first. They may become the job's."""
+        self._last_needed = -1
+        """The last snapshot of the run that is persisted on every rank."""
         self._resume_at = -1
         self._sent_before = 0
         self._copied_bytes, self._copy_s = 0, 0.0
@@ -278,29 +280,46 @@ class Checkpointer:
         return newest_recoverable_run(self.persisted())
 
     def _learn(self, iteration: int) -> None:
-        """Take in what all ranks had an iteration ago, say what this one has now, free what is older."""
+        """Take in where the job's runs stood an iteration ago, free what none of them needs, say where ours stand."""
         if agreed := self._agreement.agreed():
-            newest = max(agreed[0], self.progress.persisted)
-            if newest > self.progress.persisted:
-                self.progress.persisted = newest
-                with self._lock:
-                    old = [held for held in self._held if held < newest]
-                self._free(old)
-                for keeper in self.keepers:
-                    keeper.free_before(newest)
-        self._proposed = {
+            self._free_unneeded(agreed)
+        self._persisted_runs = {
             run.first: run.last for run in recoverable_runs(self.persisted()) if run.first >= self.progress.persisted
         }
-        self._agreement.propose(iteration, self._proposed)
+        standing = dict.fromkeys(self._open_starts(iteration), Standing.OPEN)
+        self._agreement.propose(iteration, standing | dict.fromkeys(self._persisted_runs, Standing.PERSISTED))
+
+    def _free_unneeded(self, agreed: Agreed) -> None:
+        """Keep the newest run that is persisted everywhere, and what may still become a newer one."""
+        if agreed.newest_persisted > self.progress.persisted:
+            self.progress.persisted = agreed.newest_persisted
+            self._last_needed = self._persisted_runs[agreed.newest_persisted]
+            for keeper in self.keepers:
+                keeper.free_before(self.progress.persisted)
+        first_open = agreed.first_open(after=self.progress.persisted)
+        with self._lock:
+            old = [held for held in self._held if held < self.progress.persisted]
+            lost = [held for held in self._held if self._last_needed < held < first_open]
+        self._free({*old, *lost})
+        if lost:  # some rank will never have them, so no recovery can use them
+            for sender in self._senders:
+                sender.drop(min(lost), max(lost))
+
+    def _open_starts(self, iteration: int) -> Iterable[int]:
+        """Where runs of this rank begin that may still become persisted."""
+        with self._lock:
+            held = {taken: held.contents for taken, held in self._held.items()}
+        return open_starts(held) if iteration - 1 in held else ()
 
     def _abandon(self, iteration: int, schedule: Schedule) -> None:
         """Give up the window under way, because there is no buffer for its next snapshot."""
-        needed = max(self._proposed.values(), default=-1)
+        needed = max((*self._persisted_runs.values(), self._last_needed))
         with self._lock:
             under_way = sorted(held for held in self._held if held > needed)
         self._free(under_way)
-        for sender in self._senders:
-            sender.drop_from(needed + 1)
+        if under_way:
+            for sender in self._senders:
+                sender.drop(under_way[0], under_way[-1])
         rolling = schedule.window.kind is WindowKind.ROLLING
         self._resume_at = iteration if rolling and under_way else schedule.next_boundary(iteration + 1)
         self.progress.abandoned += 1

@@ -57,3 +57,55 @@ def operators_held(argv: list[str]) -> dict[str, tuple[str, list[int]]]:
             held.setdefault(operator.name, (str(operator.kind), []))[1].append(parameter.numel())
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
     return held | {"place": ("", list(place))}
+
+
+def live_and_saved(argv: list[str]) -> dict[str, Any]:
+    """Train with sparse checkpoints; digests of live state at every iteration, and of all that snapshots ever held.
+
+    ``live``: iteration -> tensor -> digest, of every operator's whole state when its snapshot began.
+    ``own`` and ``kept``: (rank, iteration) -> tensor -> digest, from the snapshots' own bytes, with what they hold.
+    """
+    from moevement_core.snapshot.checkpointer import Checkpointer
+    from moevement_core.snapshot.snapshot import Snapshot, digest_of
+
+    live: dict[int, dict[tuple[str, str], str]] = {}
+    saved: dict[str, dict[tuple[int, int], dict[tuple[str, str], str]]] = {"own": {}, "kept": {}}
+    schedules: dict[int, tuple[str, list[int], list[str]]] = {}
+
+    def note(where: str, snapshots: dict[int, Snapshot]) -> None:
+        for snapshot in snapshots.values():
+            place = snapshot.header.rank, snapshot.iteration
+            saved[where][place] = {
+                (entry.operator, entry.key): digest_of(snapshot.bytes_of(entry)) for entry in snapshot.header.entries
+            }
+
+    def look(checkpointer: Checkpointer) -> None:
+        note("own", checkpointer.snapshots())
+        for keeper in checkpointer.keepers:
+            note("kept", keeper.snapshots())
+
+    capture, wait = Checkpointer.capture, Checkpointer.wait
+
+    def capture_and_note(self: Checkpointer, iteration: int, record: Any) -> None:
+        look(self)
+        live[iteration] = {
+            (tensor.operator, tensor.key): digest_of(tensor.tensor.clone())
+            for state in self._states.values()
+            for tensor in (*state.compute, *state.full)
+        }
+        capture(self, iteration, record)
+        schedule = self.history.at(iteration)
+        schedules[iteration] = schedule.id, schedule.contents(iteration).tolist(), list(schedule.table.names)
+
+    def wait_and_note(self: Checkpointer) -> float:
+        look(self)
+        return wait(self)
+
+    Checkpointer.capture, Checkpointer.wait = capture_and_note, wait_and_note  # type: ignore[method-assign]
+    try:
+        run_rank(argv)
+        checkpointer = current_job().sparse.checkpointer  # type: ignore[union-attr]
+        look(checkpointer)
+    finally:
+        Checkpointer.capture, Checkpointer.wait = capture, wait  # type: ignore[method-assign]
+    return {"live": live, **saved, "schedules": schedules, "held": sorted(checkpointer._states)}

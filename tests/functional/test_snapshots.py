@@ -1,0 +1,143 @@
+"""Snapshots hold exactly what was live, on the rank that took them and on every peer, and training never notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_core.policy.schedule import Saved
+from moevement_core.verify import compare
+from tests.functional.bodies import live_and_saved
+from tests.harness import run_ranks
+from tests.training import SCRIPT, flags, outcomes, train
+
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
+SPARSE: dict[str, Any] = {"moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1}
+DISTRIBUTED_OPTIMIZER: dict[str, Any] = {"use_distributed_optimizer": True}
+OVERLAP = DISTRIBUTED_OPTIMIZER | {"overlap_grad_reduce": True, "overlap_param_gather": True}
+EXPERT_BIAS: dict[str, Any] = {
+    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+}  # fmt: skip
+
+# name: (ranks, flags of the job, flags of sparse checkpointing)
+RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "PP2xEP2, distributed optimizer, BF16": (
+        4, PP2 | EP2 | DISTRIBUTED_OPTIMIZER | {"bf16": True}, {"moevement_window": 3},
+    ),
+    "interleaved, rolling, measured window": (
+        2, PP2 | {"num_virtual_stages_per_pipeline_rank": 2, "bf16": True},
+        {"moevement_window_kind": "rolling", "moevement_replicas": 1},
+    ),
+    "EP2, overlap, FP16, expert bias, soft count": (
+        2, EP2 | OVERLAP | EXPERT_BIAS | {"fp16": True, "initial_loss_scale": 2**26, "hysteresis": 1},
+        {"moevement_window": 4, "moevement_replicas": 1, "moevement_order": "soft"},
+    ),
+    "TP2 with sequence parallelism, FP32, decayed": (
+        2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "moe_token_dispatcher_type": "allgather"},
+        {"moevement_window": 2, "moevement_replicas": 1, "moevement_order": "decayed"},
+    ),
+    "DP2 without the distributed optimizer, BF16, dropout": (
+        2, {"bf16": True, "hidden_dropout": 0.1}, {"moevement_window": 3, "moevement_replicas": 1},
+    ),
+    "one rank, no replicas": (1, {"bf16": True}, {"moevement_window": 2, "moevement_replicas": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_training_with_snapshots_has_the_bits_of_training_without(name: str, tmp_path: Path) -> None:
+    ranks, job, sparse = RUNS[name]
+    plain_run = train(ranks, tmp_path / "plain", train_iters=12, **job)
+    with_snapshots = train(ranks, tmp_path / "sparse", train_iters=12, **job, **(SPARSE | sparse))
+    assert compare(plain_run, with_snapshots).first_difference is None
+    metrics = with_snapshots.metrics()
+    if job.get("fp16"):
+        assert {line["skipped"] for line in metrics} == {True, False}, "overflows, and steps between them"
+    assert all({"stall_s", "copied_bytes", "replicated_bytes", "replication_lag"} <= line.keys() for line in metrics)
+    assert all(line["copied_bytes"] > 0 for line in metrics)
+    summary = with_snapshots.summary()["checkpointing"]
+    assert summary["windows_abandoned"] == 0
+    assert summary["copied_bytes"] > 0
+    assert (summary["replicated_bytes"] > 0) == (sparse.get("moevement_replicas", 2) > 0)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_snapshot_and_every_copy_holds_what_was_live(name: str) -> None:
+    ranks, job, sparse = RUNS[name]
+    words = flags(train_iters=11, **job, **(SPARSE | sparse))
+    results = [o.result for o in run_ranks(live_and_saved, ranks, [str(SCRIPT), *words], init_process_group=False)]
+    replicas = sparse.get("moevement_replicas", 2)
+    for rank, result in enumerate(results):
+        own = {iteration for source, iteration in result["own"] if source == rank}
+        assert own == set(range(11)), "a snapshot of every state, the first one included"
+        for iteration in range(11):
+            _check_contents(result, rank, iteration)
+        if not replicas:
+            assert not result["kept"]
+            continue
+        copies = [(place, held) for other in results for place, held in other["kept"].items() if place[0] == rank]
+        assert len({iteration for (_, iteration), _ in copies}) >= 11 - 1, "the last may still have been under way"
+        assert len(copies) >= replicas * 10
+        for (_, iteration), held in copies:
+            assert held == result["own"][rank, iteration]
+        assert len({source for source, _ in result["kept"]} - {rank}) == replicas
+
+
+def _check_contents(result: dict[str, Any], rank: int, iteration: int) -> None:
+    """Against what was live then: exactly the tensors that the schedule names, bit for bit."""
+    schedule, contents, names = result["schedules"][iteration]
+    held = {key: digest for key, digest in result["own"][rank, iteration].items() if key[0]}
+    live = result["live"][iteration]
+    assert {key: live[key] for key in held} == held
+    saved = dict(zip(names, contents, strict=True))
+    for operator in result["held"]:
+        keys = {key for key in held if key[0] == operator}
+        everything = {key for key in live if key[0] == operator}
+        weights = {key for key in everything if key[1].endswith(("/weight", "/scale"))}
+        expected = {Saved.NOTHING: set(), Saved.COMPUTE: weights, Saved.FULL: everything - weights}[saved[operator]]
+        assert keys == expected, f"{operator} in iteration {iteration} under schedule {schedule}"
+
+
+def test_a_gate_probability_order_and_a_token_order_are_both_taken_at_a_window(tmp_path: Path) -> None:
+    record = train(
+        2, tmp_path / "run", train_iters=8, **EP2, **SPARSE, moevement_window=2, moevement_replicas=1,
+        moevement_reorder_threshold=0.0, moevement_reorder_fraction=0.0,
+    )  # fmt: skip
+    assert record.summary()["checkpointing"]["reorders"] == 3, "at 2, 4 and 6: any change counts"
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (
+            {"moevement_ranks_per_node": None, "moevement_replicas": 1},
+            "1 replicas on other nodes, of which there are 0",
+        ),
+        ({"moevement_host_memory_gb": "0.0001", "moevement_replicas": 1}, "rank 0 needs 0.0"),
+    ],
+)
+def test_what_only_the_ranks_can_know_is_refused_in_one_line_too(change: dict[str, Any], found: str) -> None:
+    ended = outcomes(2, None, check=False, **EP2, **(SPARSE | {"moevement_window": 2} | change))
+    assert {outcome.exit_code for outcome in ended} == {2}
+    lines = [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: ")]
+    assert sum(found in line for line in lines) == 1
+
+
+def test_copies_may_stay_on_the_node_if_that_is_asked_for(tmp_path: Path) -> None:
+    sparse = SPARSE | {"moevement_ranks_per_node": None, "moevement_replicas_on_same_node": True}
+    record = train(2, tmp_path, train_iters=4, **EP2, **sparse, moevement_replicas=1, moevement_window=2)
+    assert record.summary()["checkpointing"]["replicated_bytes"] > 0
+
+
+def test_a_run_that_loads_a_dense_checkpoint_goes_on_with_snapshots(tmp_path: Path) -> None:
+    sparse = SPARSE | {"moevement_window": 2, "moevement_replicas": 1}
+    job = EP2 | DISTRIBUTED_OPTIMIZER | {"bf16": True, "save": str(tmp_path / "dense"), "save_interval": 4}
+    whole = train(2, tmp_path / "whole", train_iters=8, **job, **sparse)
+    resumed = train(
+        2, tmp_path / "resumed", train_iters=8, **job, **sparse, load=str(tmp_path / "dense"), ckpt_step=4,
+    )  # fmt: skip
+    assert compare(whole, resumed, common_iterations=True).first_difference is None
+    assert resumed.summary()["checkpointing"]["persisted_from"] >= 4

@@ -1,0 +1,158 @@
+"""A small job of several ranks in one process: real checkpointers, senders and keepers over a loopback wire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from moevement_core.device import CpuDevice
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
+from moevement_core.policy.recoverable import newest_recoverable_run
+from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.policy.window import WindowKind, impose_window
+from moevement_core.replication.keeper import Keeper
+from moevement_core.replication.placement import place, sources_of
+from moevement_core.replication.sender import Sender
+from moevement_core.snapshot.agreement import Standing
+from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState
+from moevement_core.snapshot.snapshot import Snapshot, StateTensor, digest_of
+from tests.unit.snapshot.loopback import Loopback, SharedAgreement, Wire
+
+OPERATORS, PARAMETERS = 6, 40
+RECORD_BYTES = 1024
+
+
+def record_of(iteration: int) -> dict[str, object]:
+    return {"iteration": iteration, "rng": torch.get_rng_state()[:9]}
+
+
+class Rank:
+    """One rank: live tensors that change every iteration, and a checkpointer that saves them."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        self.number = number
+        self.reports: list[str] = []
+        self.states: dict[str, OperatorState] = {}
+        self.live: dict[int, dict[tuple[str, str], str]] = {}
+        for expert in range(OPERATORS):
+            name = expert_name(0, expert)
+            weight, master = torch.zeros(PARAMETERS, dtype=torch.bfloat16), torch.zeros(PARAMETERS)
+            self.states[name] = OperatorState(
+                (StateTensor(name, Saved.COMPUTE, "weight", weight),),
+                (StateTensor(name, Saved.FULL, "master", master),),
+            )
+        transport = Loopback(job.wire, number)
+        self.keepers = [
+            Keeper(number, source, transport, CpuDevice(), job.allowance_bytes, self.reports.append)
+            for source in sources_of(job.placement, number)
+        ]
+        self.senders = [
+            Sender(number, peer, transport, lambda snapshot, peer: self.checkpointer.acknowledged(snapshot, peer),
+                   self.reports.append)
+            for peer in job.placement[number]
+        ]  # fmt: skip
+        agreement = SharedAgreement(job.ranks, job.board, number)
+        self.checkpointer = Checkpointer(
+            number, self.states, job.history(), CpuDevice(), self.senders, self.keepers, agreement, RECORD_BYTES,
+            self.reports.append,
+        )  # fmt: skip
+
+    def change_state(self, iteration: int) -> None:
+        generator = torch.Generator().manual_seed(1000 * iteration + self.number)
+        for state in self.states.values():
+            for tensor in (*state.compute, *state.full):
+                tensor.tensor.copy_(torch.randn(PARAMETERS, generator=generator))
+        self.live[iteration] = {
+            (t.operator, t.key): digest_of(t.tensor.clone())
+            for s in self.states.values()
+            for t in (*s.compute, *s.full)
+        }
+
+
+class Job:
+    """``ranks`` ranks on nodes of their own, each with ``replicas`` copies, window of ``size``."""
+
+    def __init__(
+        self, ranks: int = 3, replicas: int = 1, size: int = 3, kind: WindowKind = WindowKind.ALIGNED,
+        allowance_bytes: float = float("inf"),
+    ) -> None:  # fmt: skip
+        self.ranks, self.size, self.kind, self.allowance_bytes = ranks, size, kind, allowance_bytes
+        self.wire = Wire()
+        self.board: dict[int, dict[int, Mapping[int, Standing]]] = {}
+        self.placement = place(range(ranks), replicas)
+        self.iteration = -1
+        self.members = [Rank(self, number) for number in range(ranks)]
+
+    def history(self) -> ScheduleHistory:
+        table = OperatorTable(
+            Operator(expert_name(0, e), OperatorKind.EXPERT, StateBytes(2 * PARAMETERS, 4 * PARAMETERS, 0))
+            for e in range(OPERATORS)
+        )
+        order = np.arange(OPERATORS)
+        return ScheduleHistory(Schedule(table, order, impose_window(table, order, self.size, self.kind)))
+
+    def run(self, iterations: int, *, settled: bool = True, check: Callable[[], None] | None = None) -> None:
+        for _ in range(iterations):
+            self.iteration += 1
+            for rank in self.members:
+                rank.change_state(self.iteration)
+            for rank in self.members:
+                rank.checkpointer.capture(
+                    self.iteration, {"iteration": self.iteration, "rng": torch.get_rng_state()[:9]}
+                )
+            for rank in self.members:
+                rank.checkpointer.wait()
+            if settled:
+                self.settle()
+            self.check()
+            if check:
+                check()
+
+    def settle(self, timeout_s: float = 10.0) -> None:
+        """Wait until everything captured is acknowledged."""
+        deadline = time.monotonic() + timeout_s
+        for rank in self.members:
+            while rank.checkpointer.persisted().keys() != rank.checkpointer._held.keys():
+                assert time.monotonic() < deadline, f"rank {rank.number}: {rank.reports}"
+                time.sleep(0.001)
+
+    def check(self) -> None:
+        """What the job agreed on as persisted is there, whole, on every rank and on every peer; memory is bounded."""
+        for rank in self.members:
+            own = rank.checkpointer.snapshots()
+            persisted = rank.checkpointer.progress.persisted
+            if persisted >= 0:
+                contents = {i: s.contents for i, s in own.items() if s.contents is not None and i >= persisted}
+                run = newest_recoverable_run({i: c for i, c in contents.items()})
+                assert run is not None
+                assert run.first >= persisted
+                for peer in self.placement[rank.number]:
+                    (keeper,) = (k for k in self.members[peer].keepers if k.source == rank.number)
+                    kept = keeper.snapshots()
+                    for iteration in range(persisted, persisted + self.size):
+                        self._is_what_was_live(rank, own[iteration])
+                        self._is_what_was_live(rank, kept[iteration])
+            pool = rank.checkpointer._pool
+            assert len(rank.checkpointer._held) <= pool.count
+            assert all(len(k.snapshots()) <= pool.count + 1 for k in rank.keepers)
+
+    def _is_what_was_live(self, rank: Rank, snapshot: Snapshot) -> None:
+        snapshot.check(f"of rank {rank.number}")
+        live = rank.live[snapshot.iteration]
+        for entry in snapshot.header.entries:
+            if entry.operator:
+                assert entry.digest == live[entry.operator, entry.key]
+        record = snapshot.record()
+        assert record["iteration"] == snapshot.iteration
+        assert torch.equal(record["rng"], torch.get_rng_state()[:9])
+
+    def close(self) -> None:
+        for event in self.wire.stopped.values():
+            event.set()
+        # All at once, as processes would: each waits for the others' goodbyes.
+        with ThreadPoolExecutor(self.ranks) as threads:
+            list(threads.map(lambda rank: rank.checkpointer.close(timeout_s=1), self.members))

@@ -1,0 +1,77 @@
+"""A transport between threads of one process, whose traffic a test can look at, damage, stop or cut."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+
+import torch
+
+from moevement_core.replication.transport import Transport
+from moevement_core.snapshot.agreement import Agreed, Agreement, Standing
+
+
+class Wire:
+    """What all ranks send each other."""
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[int, int, int], queue.SimpleQueue] = defaultdict(queue.SimpleQueue)
+        self._lock = threading.Lock()
+        self.damage: Callable[[int, int, torch.Tensor], torch.Tensor] = lambda source, peer, data: data
+        """Applied to everything sent, by (source, peer)."""
+        self.stopped: dict[int, threading.Event] = {}
+        """A rank with an event here sends nothing until it is set."""
+        self.cut: set[int] = set()
+        """Ranks whose connections are broken."""
+
+    def queue(self, source: int, peer: int, tag: int) -> queue.SimpleQueue:
+        with self._lock:
+            return self._queues[source, peer, tag]
+
+
+class Loopback(Transport):
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire = wire
+        self._rank = rank
+
+    def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
+        if stopped := self._wire.stopped.get(self._rank):
+            stopped.wait()
+        if self._wire.cut & {self._rank, peer}:
+            raise RuntimeError("connection closed by peer")
+        self._wire.queue(self._rank, peer, tag).put(self._wire.damage(self._rank, peer, data.clone()))
+
+    def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
+        while True:
+            if self._wire.cut & {self._rank, peer}:
+                raise RuntimeError("connection closed by peer")
+            try:
+                received = self._wire.queue(peer, self._rank, tag).get(timeout=0.02)
+            except queue.Empty:
+                continue
+            assert received.numel() == data.numel(), "sizes are agreed on beforehand"
+            data.copy_(received)
+            return
+
+
+class SharedAgreement(Agreement):
+    """Agreement of ranks that are stepped one after the other in one thread, an iteration late like the real one."""
+
+    def __init__(self, ranks: int, board: dict[int, dict[int, Mapping[int, Standing]]], rank: int) -> None:
+        self._ranks, self._board, self._rank = ranks, board, rank
+        self._iteration: int | None = None
+
+    def propose(self, iteration: int, standing: Mapping[int, Standing]) -> None:
+        self._board.setdefault(iteration, {})[self._rank] = dict(standing)
+        self._iteration = iteration
+
+    def agreed(self) -> Agreed | None:
+        if self._iteration is None:
+            return None
+        said = self._board[self._iteration].values()
+        assert len(said) == self._ranks
+        starts = set[int]().union(*said)
+        lowest = {start: min(one.get(start, Standing.NEVER) for one in said) for start in starts}
+        return Agreed(self._iteration, {start: value for start, value in lowest.items() if value})

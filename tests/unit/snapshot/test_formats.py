@@ -1,0 +1,132 @@
+"""What travels and what is stored can be read back, and anything else is refused by name."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moevement_core.device import CpuDevice
+from moevement_core.errors import SnapshotError
+from moevement_core.policy.schedule import Saved
+from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
+from moevement_core.snapshot import plain
+from moevement_core.snapshot.pool import BufferPool
+from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, Snapshot, as_bytes, digest_of
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.lists(inner).map(tuple),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+def test_plain_data_comes_back_as_it_was(value: object) -> None:
+    marked, tensors = plain.flatten(value)
+    assert not tensors
+    assert plain.restore(json.loads(json.dumps(marked)), []) == value
+
+
+def test_tensors_arrays_and_random_states_come_back_bit_for_bit() -> None:
+    value: dict[Any, Any] = {
+        "rng": (random.getstate(), torch.get_rng_state(), np.random.get_state()),
+        "tensors": [torch.randn(3, 2).bfloat16(), torch.tensor(7), torch.zeros(0), torch.tensor([True])],
+        5: {"array": np.arange(6, dtype=np.int16).reshape(2, 3), "number": np.float64(0.1)},
+    }
+    marked, tensors = plain.flatten(value)
+    back = plain.restore(json.loads(json.dumps(marked)), [as_bytes(tensor).clone() for tensor in tensors])
+    assert back["rng"][0] == value["rng"][0]
+    random.setstate(back["rng"][0])
+    np.random.set_state(back["rng"][2])
+    for left, right in zip([back["rng"][1], *back["tensors"]], [value["rng"][1], *value["tensors"]], strict=True):
+        assert left.dtype == right.dtype
+        assert left.shape == right.shape
+        assert torch.equal(left, right)
+    np.testing.assert_array_equal(back[5]["array"], value[5]["array"])
+    assert back[5]["number"] == 0.1
+
+
+def test_what_is_no_data_is_refused() -> None:
+    with pytest.raises(SnapshotError, match="a function cannot be kept"):
+        plain.flatten({"f": [test_what_is_no_data_is_refused]})
+    for wrong in ({"@tensor": [3, "float32", [1]]}, {"@tensor": [0, "os", [1]]}, {"@bytes": "xyz"}, {"@array": 1}):
+        with pytest.raises(SnapshotError, match="cannot be read"):
+            plain.restore(wrong, [torch.zeros(4, dtype=torch.uint8)])
+
+
+def snapshot_of(values: torch.Tensor) -> Snapshot:
+    data = as_bytes(values).clone()
+    entry = Entry("layers.0.gate", Saved.FULL, "w/master", "float32", 0, data.numel(), digest_of(data))
+    return Snapshot(Header(3, 17, "ab12", 1, (entry,), {"lr": 0.1}), data)
+
+
+def test_a_header_comes_back_as_it_was() -> None:
+    header = snapshot_of(torch.randn(5)).header
+    assert Header.decode(header.encode()) == header
+    assert header.payload_bytes == 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [b"", b"{}", b"[1]", b"\xff\xfe", b'{"version": 99}', ("rank", None), ("entries", [["x"]]), ("entries", 3),
+     ("entries", [["o", 7, "k", "float32", 0, 4, "d"]]), ("entries", [["o", 2, "k", "float32", -4, 4, "d"]])],
+)  # fmt: skip
+def test_bytes_that_are_no_header_are_refused(change: bytes | tuple) -> None:
+    data = change if isinstance(change, bytes) else json.dumps(
+        json.loads(snapshot_of(torch.ones(1)).header.encode()) | {change[0]: change[1]}
+    ).encode()  # fmt: skip
+    with pytest.raises(SnapshotError):
+        Header.decode(data)
+
+
+def test_a_flipped_bit_is_found_and_named() -> None:
+    snapshot = snapshot_of(torch.randn(64))
+    snapshot.check("in memory")
+    snapshot.buffer[77] ^= 1
+    with pytest.raises(SnapshotError, match=r"snapshot 17 of rank 3 in memory: w/master of layers.0.gate is damaged"):
+        snapshot.check("in memory")
+    snapshot.buffer = snapshot.buffer[:100]
+    with pytest.raises(SnapshotError, match="has 100 bytes of 256"):
+        snapshot.check("in memory")
+
+
+def test_tensors_of_an_operator_are_views_of_the_buffer() -> None:
+    values = torch.randn(4)
+    snapshot = snapshot_of(values)
+    ((entry, tensor),) = snapshot.tensors("layers.0.gate")
+    assert entry.saved is Saved.FULL
+    assert torch.equal(tensor, values)
+    assert tensor.data_ptr() == snapshot.buffer.data_ptr()
+    assert not list(snapshot.tensors(BOUNDARY))
+
+
+@pytest.mark.parametrize("position", range(0, MESSAGE_BYTES, 7))
+def test_a_message_survives_the_way_and_a_damaged_one_is_refused(position: int) -> None:
+    message = Message(Kind.SNAPSHOT, 5, 10**12, 400, 1 << 40, 7)
+    data = message.encode()
+    assert data.numel() == MESSAGE_BYTES
+    assert Message.decode(data) == message
+    data[position] ^= 64
+    with pytest.raises(SnapshotError):
+        Message.decode(data)
+
+
+def test_a_pool_gives_each_buffer_to_one_owner() -> None:
+    pool = BufferPool(CpuDevice(), 2, 16)
+    first, second = pool.acquire(), pool.acquire()
+    assert first is not None
+    assert second is not None
+    assert first.data_ptr() != second.data_ptr()
+    assert (pool.acquire(), pool.available, pool.total_bytes) == (None, 0, 32)
+    pool.release(first)
+    pool.release(first)
+    pool.release(torch.zeros(8, dtype=torch.uint8))
+    assert pool.available == 1
+    assert pool.acquire() is first

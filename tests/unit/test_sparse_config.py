@@ -1,0 +1,88 @@
+"""The flags of sparse checkpointing: which there are, and what each refuses."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from megatron.moevement.preflight import sparse_checkpoints
+from megatron.moevement.sparse_config import SparseConfig, add_sparse_arguments
+from moevement_core.errors import ConfigError
+from moevement_core.policy.popularity import Ordering
+
+# Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
+FLAGS = {
+    "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-network-bandwidth", "--moevement-order",
+    "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-placement", "--moevement-ranks-per-node",
+    "--moevement-reorder-fraction", "--moevement-reorder-threshold", "--moevement-replicas",
+    "--moevement-replicas-on-same-node", "--moevement-sparse-ckpt", "--moevement-window", "--moevement-window-kind",
+}  # fmt: skip
+MEGATRONS: dict[str, Any] = {
+    "num_experts": 4, "optimizer": "adam", "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
+    "use_torch_fsdp2": False, "use_megatron_fsdp": False, "qk_clip": False, "skip_train": False,
+}  # fmt: skip
+
+
+def parsed(*words: str, **megatrons: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_sparse_arguments(parser.add_argument_group("moevement"))
+    return argparse.Namespace(**vars(parser.parse_args(["--moevement-sparse-ckpt", *words])), **(MEGATRONS | megatrons))
+
+
+def test_the_set_of_flags_is_frozen_and_each_has_help() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_sparse_arguments(parser.add_argument_group("moevement"))
+    assert {option for action in parser._actions for option in action.option_strings} == FLAGS
+    assert all(action.help for action in parser._actions)
+
+
+def test_nothing_is_on_without_the_flag() -> None:
+    args = parsed()
+    args.moevement_sparse_ckpt = False
+    assert SparseConfig.from_args(args) is None
+
+
+def test_defaults_are_the_papers() -> None:
+    config = SparseConfig.from_args(parsed())
+    assert config is not None
+    assert (config.window, str(config.window_kind), config.replicas) == (None, "aligned", 2)
+    assert (config.thresholds.share_change, config.thresholds.fraction) == (0.10, 0.25)
+    assert config.ordering.ordering is Ordering.HARD_COUNT
+    dense = SparseConfig.from_args(parsed(num_experts=None))
+    assert dense is not None
+    assert dense.ordering.ordering is Ordering.BACK_TO_FRONT
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--moevement-window", "0"], "--moevement-window 0; needs auto or a number"),
+        (["--moevement-window", "many"], "--moevement-window many"),
+        (["--moevement-bandwidth", "-3"], "--moevement-bandwidth -3"),
+        (["--moevement-bandwidth", "fast"], "--moevement-bandwidth fast; needs auto or gigabytes"),
+        (["--moevement-network-bandwidth", "nan"], "--moevement-network-bandwidth nan"),
+        (["--moevement-order-alpha", "1.0"], "alpha of 1.0"),
+        (["--moevement-reorder-fraction", "2"], "fraction of 2"),
+        (["--moevement-reorder-threshold", "-1"], "share_change of -1"),
+        (["--moevement-replicas", "-1"], "--moevement-replicas -1"),
+        (["--moevement-ranks-per-node", "0"], "--moevement-ranks-per-node 0"),
+        (["--moevement-host-memory-gb", "0"], "--moevement-host-memory-gb 0"),
+        (["--moevement-peer-timeout", "0"], "--moevement-peer-timeout 0"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        SparseConfig.from_args(parsed(*words))
+
+
+@pytest.mark.parametrize(
+    "megatrons",
+    [{"optimizer": "sgd"}, {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True},
+     {"use_torch_fsdp2": True}, {"use_megatron_fsdp": True}, {"qk_clip": True}, {"skip_train": True}],
+)  # fmt: skip
+def test_what_snapshots_cannot_see_is_refused(megatrons: dict[str, Any]) -> None:
+    assert not list(sparse_checkpoints(parsed()))
+    (complaint,) = sparse_checkpoints(parsed(**megatrons))
+    assert next(iter(megatrons)).replace("_", "-") in complaint
