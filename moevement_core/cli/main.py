@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_launch(commands)
     _add_data(commands)
     _add_plan(commands)
+    _add_bench(commands)
     _add_verify(commands)
     _add_report(commands)
     return parser
@@ -179,6 +180,33 @@ def _plan(arguments: argparse.Namespace) -> int:
     from moevement_core.cli import plan
 
     return plan.plan(arguments)
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser("bench", help="measure on this machine")
+    actions = bench.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    overhead = actions.add_parser(
+        "overhead",
+        help="what snapshots cost, part by part",
+        description="Train a 57 M parameter MoE with snapshots off, captured, and captured and sent to peers, taking "
+        "turns in one run. Ratios are of neighbouring blocks, with their quartiles.",
+    )
+    overhead.add_argument("--nproc", type=int, default=3, metavar="N", help="ranks (default: 3)")
+    overhead.add_argument("--replicas", type=int, default=2, metavar="R", help="peers of each rank (default: 2)")
+    overhead.add_argument("--window", type=int, default=6, metavar="W", help="iterations of a window (default: 6)")
+    overhead.add_argument(
+        "--micro-batches", type=int, nargs="+", default=[1, 4], metavar="M", help="iteration lengths (default: 1 4)"
+    )
+    overhead.add_argument("--blocks", type=int, default=8, metavar="B", help="rounds of all modes (default: 8)")
+    overhead.add_argument("--block-iterations", type=int, default=6, metavar="I", help="of a mode (default: 6)")
+    overhead.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    overhead.set_defaults(run=_bench_overhead)
+
+
+def _bench_overhead(arguments: argparse.Namespace) -> int:
+    from moevement_core.cli import bench
+
+    return bench.overhead(arguments)
 
 
 def _add_verify(commands: argparse._SubParsersAction) -> None:

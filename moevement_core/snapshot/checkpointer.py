@@ -22,7 +22,7 @@ from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import Delivery, Sender
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.agreement import Agreed, Agreement, Standing
-from moevement_core.snapshot.copies import Capture, copy_engine, pair
+from moevement_core.snapshot.copies import Capture, copy_engine
 from moevement_core.snapshot.pool import BufferPool
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,
@@ -31,6 +31,7 @@ from moevement_core.snapshot.snapshot import (
     Snapshot,
     StateTensor,
     aligned_bytes,
+    as_bytes,
     offsets,
 )
 
@@ -45,6 +46,16 @@ class OperatorState:
 
     compute: tuple[StateTensor, ...]
     full: tuple[StateTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """What a slot of a schedule holds on this rank, and where in a buffer."""
+
+    contents: Contents
+    placed: list[tuple[StateTensor, int, Any]]
+    """Tensor, offset, and its bytes as a view."""
+    nbytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +79,9 @@ class Progress:
     copied_bytes: int = 0
     stall_s: float = 0.0
     copy_s: float = 0.0
-    digest_s: float = 0.0
+    copy_cpu_s: float = 0.0
+    digest_cpu_s: float = 0.0
+    """Processor time of the background thread: copies of this iteration, digests of the last one."""
     replicated_bytes: int = 0
     """Payload bytes that peers acknowledged in the last iteration, all peers together."""
     lag: int = 0
@@ -112,6 +125,8 @@ class Checkpointer:
         self.history = history
         self.progress = Progress()
         self.keepers = keepers
+        self.replicating = True
+        """Whether snapshots go to peers; a benchmark that wants to know what that costs turns it off for a while."""
         self._states = states
         self._device = device
         self._senders = senders
@@ -126,6 +141,8 @@ class Checkpointer:
         """Runs of this rank that were said to be persisted: last snapshot by first. They may become the job's."""
         self._last_needed = -1
         """The last snapshot of the run that is persisted on every rank."""
+        self._layouts: dict[int, _Layout] = {}
+        self._laid_out = ""
         self._resume_at = -1
         self._sent_before = 0
         self._copied_bytes, self._copy_s = 0, 0.0
@@ -149,6 +166,18 @@ class Checkpointer:
         for sender in self._senders:
             # One more: the peer learns a moment later than this rank that an old one may go.
             sender.open(self._pool.count + 1, self._pool.nbytes)
+
+    def _layout(self, schedule: Schedule, slot: int) -> _Layout:
+        """The layout of a slot, worked out once for a schedule."""
+        if self._laid_out != schedule.id:
+            self._layouts.clear()
+            self._laid_out = schedule.id
+        if slot not in self._layouts:
+            contents = schedule.contents(schedule.start + slot)
+            tensors = [tensor for tensor in self._tensors(schedule, contents) if tensor.nbytes]
+            placed = [(tensor, at, as_bytes(tensor.tensor)) for tensor, at in offsets(tensors)]
+            self._layouts[slot] = _Layout(contents, placed, aligned_bytes(tensors))
+        return self._layouts[slot]
 
     def _tensors(self, schedule: Schedule, contents: Contents) -> list[StateTensor]:
         """The live tensors that a snapshot with ``contents`` holds on this rank."""
@@ -181,18 +210,17 @@ class Checkpointer:
             self._abandon(iteration, schedule)
             if iteration < self._resume_at or (buffer := self._pool.acquire()) is None:
                 return
-        contents = schedule.contents(iteration)
-        beside = self._tensors(schedule, contents)
+        slot = schedule.slot(iteration)
+        layout = self._layout(schedule, slot)
         marked, tensors = plain.flatten(record)
         boundary = [StateTensor(BOUNDARY, Saved.FULL, str(number), t.contiguous()) for number, t in enumerate(tensors)]
         if aligned_bytes(boundary) > self._record_bytes:
             raise SnapshotError(
                 f"a boundary record of {aligned_bytes(boundary)} bytes; {self._record_bytes} were set aside for it"
             )
-        placed = list(offsets([*beside, *boundary]))
-        pairs = [pair(t.tensor, buffer[at : at + t.nbytes]) for t, at in placed if t.nbytes]
-        placed = [(t, at) for t, at in placed if t.nbytes]
-        count = sum(1 for t in beside if t.nbytes)
+        placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
+        pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in placed]
+        contents = layout.contents
         held = _Held(buffer, self._pool, contents)
         with self._lock:
             self._held[iteration] = held
@@ -200,12 +228,18 @@ class Checkpointer:
         def captured(done: Capture) -> None:
             entries = tuple(
                 Entry(t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes, digest)
-                for (t, at), digest in zip(placed, done.digests, strict=True)
+                for (t, at, _), digest in zip(placed, done.digests, strict=True)
             )
-            slot = schedule.slot(iteration)
             self._captured(held, Snapshot(Header(self.rank, iteration, schedule.id, slot, entries, marked), buffer))
 
+        count = len(layout.placed)
         self._capture = self._engine.start(pairs[count:], pairs[:count], captured)
+
+    def pause(self, iteration: int) -> None:
+        """Take no ``SS_iteration``; only for measuring what snapshots cost. Replaces :meth:`capture`, on all ranks."""
+        self._learn(iteration)
+        self._count_replicated()
+        self._capture = None
 
     def wait(self) -> float:
         """Before the optimizer step: block until the snapshot has left the live tensors; returns seconds of stall."""
@@ -213,6 +247,7 @@ class Checkpointer:
         self.progress.stall_s = capture.wait_copied() if capture else 0.0
         self.progress.copied_bytes = capture.nbytes if capture else 0
         self.progress.copy_s = capture.copy_s if capture else 0.0
+        self.progress.copy_cpu_s = capture.copy_cpu_s if capture else 0.0
         self._copied_bytes += self.progress.copied_bytes
         self._copy_s += self.progress.copy_s
         return self.progress.stall_s
@@ -224,9 +259,11 @@ class Checkpointer:
     def _captured(self, held: _Held, snapshot: Snapshot) -> None:
         """On the capture thread: hand the snapshot to the senders."""
         snapshot.contents = held.contents
+        if not self.replicating:
+            snapshot.acknowledged.update(sender.peer for sender in self._senders)
         with self._lock:
             held.snapshot = snapshot
-        for sender in self._senders:
+        for sender in self._senders if self.replicating else ():
             sender.deliver(Delivery(snapshot, lambda: self._begin_use(held), lambda: self._end_use(held)))
         self._end_use(held)
 
@@ -334,7 +371,7 @@ class Checkpointer:
         sent = sum(sender.sent_bytes for sender in self._senders)
         self.progress.replicated_bytes, self._sent_before = sent - self._sent_before, sent
         if self._capture is not None and self._capture.finished.is_set():
-            self.progress.digest_s = self._capture.digest_s
+            self.progress.digest_cpu_s = self._capture.digest_cpu_s
         with self._lock:
             captured = [iteration for iteration, held in self._held.items() if held.snapshot]
         self.progress.lag = max(captured, default=0) - max(self.persisted(), default=max(captured, default=0))

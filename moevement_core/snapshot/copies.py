@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from moevement_core.device import Device, Event
-from moevement_core.snapshot.snapshot import as_bytes, digest_of, numpy_bytes
+from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Live tensor and where it goes, both as flat uint8 of the same length."""
@@ -36,7 +36,9 @@ class Capture:
         """One for each pair, those copied beside training first, once it is done."""
         self.copy_s = 0.0
         """Seconds that the copies took; on a GPU from the first to the last, by its clock."""
-        self.digest_s = 0.0
+        self.copy_cpu_s = 0.0
+        """Processor time that the copies took of this host; next to nothing on a GPU."""
+        self.digest_cpu_s = 0.0
         self.error: BaseException | None = None
         self._done = done
         self.copied = threading.Event()
@@ -64,9 +66,9 @@ class Capture:
         return waited_s
 
     def _digest(self) -> None:
-        began = time.perf_counter()
+        began = time.thread_time()
         self.digests = [digest_of(target) for _, target in (*self.beside, *self.at_once)]
-        self.digest_s = time.perf_counter() - began
+        self.digest_cpu_s = time.thread_time() - began
 
 
 class CopyEngine(ABC):
@@ -106,7 +108,9 @@ class CopyEngine(ABC):
         while (job := self._jobs.get()) is not None:
             capture, issued = job
             try:
+                began = time.thread_time()
                 self._complete(capture, issued)
+                capture.copy_cpu_s = time.thread_time() - began
                 capture.copied.set()
                 capture._digest()
                 capture._done(capture)
@@ -160,8 +164,3 @@ class StreamCopies(CopyEngine):
 def copy_engine(device: Device) -> CopyEngine:
     """The engine for ``device``."""
     return ThreadCopies() if device.kind == "cpu" else StreamCopies(device)
-
-
-def pair(source: torch.Tensor, target: torch.Tensor) -> Pair:
-    """A live tensor and the part of a buffer that it goes to, as bytes."""
-    return as_bytes(source), target

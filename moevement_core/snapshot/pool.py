@@ -20,6 +20,8 @@ class BufferPool:
         self.nbytes = nbytes
         self._lock = threading.Lock()
         self._free = [device.host_empty(nbytes) for _ in range(count)]
+        for buffer in self._free:
+            buffer.zero_()  # so that the pages are there before the first copy, which would have to wait for them
 
     @property
     def total_bytes(self) -> int:

@@ -199,9 +199,8 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def offsets(tensors: Sequence[StateTensor]) -> Iterator[tuple[StateTensor, int]]:
-    """Where each of ``tensors`` stands in a buffer."""
-    offset = 0
+def offsets(tensors: Sequence[StateTensor], offset: int = 0) -> Iterator[tuple[StateTensor, int]]:
+    """Where each of ``tensors`` stands in a buffer, the first at ``offset``."""
     for tensor in tensors:
         yield tensor, offset
         offset += _aligned(tensor.nbytes)

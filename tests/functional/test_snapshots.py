@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moevement_core.policy.schedule import Saved
+from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
 from tests.functional.bodies import live_and_saved
 from tests.harness import run_ranks
@@ -48,28 +49,32 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_training_with_snapshots_has_the_bits_of_training_without(name: str, tmp_path: Path) -> None:
+def test_snapshots_hold_what_was_live_everywhere_and_training_never_notices(name: str, tmp_path: Path) -> None:
     ranks, job, sparse = RUNS[name]
-    plain_run = train(ranks, tmp_path / "plain", train_iters=12, **job)
-    with_snapshots = train(ranks, tmp_path / "sparse", train_iters=12, **job, **(SPARSE | sparse))
+    plain_run = train(ranks, tmp_path / "plain", train_iters=11, **job)
+    words = [*flags(train_iters=11, **job, **(SPARSE | sparse)), "--run-dir", str(tmp_path / "sparse")]
+    ended = run_ranks(live_and_saved, ranks, [str(SCRIPT), *words], init_process_group=False)
+    replicas = sparse.get("moevement_replicas", 2)
+    _check_run(plain_run, RunRecord(tmp_path / "sparse"), replicas, bool(job.get("fp16")))
+    _check_snapshots([outcome.result for outcome in ended], replicas)
+
+
+def _check_run(plain_run: RunRecord, with_snapshots: RunRecord, replicas: int, overflows: bool) -> None:
+    """The same bits, and the cost told."""
     assert compare(plain_run, with_snapshots).first_difference is None
     metrics = with_snapshots.metrics()
-    if job.get("fp16"):
+    if overflows:
         assert {line["skipped"] for line in metrics} == {True, False}, "overflows, and steps between them"
     assert all({"stall_s", "copied_bytes", "replicated_bytes", "replication_lag"} <= line.keys() for line in metrics)
     assert all(line["copied_bytes"] > 0 for line in metrics)
     summary = with_snapshots.summary()["checkpointing"]
     assert summary["windows_abandoned"] == 0
     assert summary["copied_bytes"] > 0
-    assert (summary["replicated_bytes"] > 0) == (sparse.get("moevement_replicas", 2) > 0)
+    assert (summary["replicated_bytes"] > 0) == (replicas > 0)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_every_snapshot_and_every_copy_holds_what_was_live(name: str) -> None:
-    ranks, job, sparse = RUNS[name]
-    words = flags(train_iters=11, **job, **(SPARSE | sparse))
-    results = [o.result for o in run_ranks(live_and_saved, ranks, [str(SCRIPT), *words], init_process_group=False)]
-    replicas = sparse.get("moevement_replicas", 2)
+def _check_snapshots(results: list[dict[str, Any]], replicas: int) -> None:
+    """Each rank's snapshots, its own and those on its peers."""
     for rank, result in enumerate(results):
         own = {iteration for source, iteration in result["own"] if source == rank}
         assert own == set(range(11)), "a snapshot of every state, the first one included"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.state_digest import loss_scaler, members, named_tensors, progress, random_states
 
@@ -14,7 +16,7 @@ def boundary_state(job: Job) -> dict[str, Any]:
     The tensors are to be copied before the next iteration begins; router buffers move in its forward pass already.
     """
     return {
-        "rng": random_states(),
+        "rng": _compact(random_states()),
         "router_buffers": named_tensors(job, "named_buffers", lambda name: ".router." in name),
         "loss_scalers": [loss_scaler(member) for member in members(job.optimizer)],
         "scheduler": job.scheduler.state_dict() if job.scheduler is not None else None,
@@ -25,3 +27,15 @@ def boundary_state(job: Job) -> dict[str, Any]:
         ],
         "progress": progress(job),
     }
+
+
+def _compact(states: dict[str, Any]) -> dict[str, Any]:
+    """Python's generator as an array: its 625 numbers one by one would take longer than all the rest."""
+    version, numbers, gauss = states["python"]
+    return {**states, "python": [version, np.array(numbers, dtype=np.uint32), gauss]}
+
+
+def python_state(compact: list[Any]) -> tuple[Any, ...]:
+    """What ``random.setstate`` takes, from a boundary record."""
+    version, numbers, gauss = compact
+    return version, tuple(int(number) for number in numbers), gauss

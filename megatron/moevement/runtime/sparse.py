@@ -74,6 +74,17 @@ class _Rank:
     """The smallest rank that holds the same state: data-parallel peers have the same."""
 
 
+class Observer:
+    """Told before every iteration; for benchmarks."""
+
+    def before_iteration(self, run: SparseRun, committed: int) -> None:
+        """``state@committed`` is live and nothing of the next iteration has happened."""
+
+
+observer = Observer()
+"""The one of this process."""
+
+
 class SparseRun:
     """Sparse checkpointing of one rank of a Megatron job. Every rank makes one at the same point and calls alike."""
 
@@ -83,6 +94,10 @@ class SparseRun:
 
         self.config = config
         self.totals = Totals()
+        self.capturing = True
+        """Whether snapshots are taken; only a benchmark turns it off."""
+        self.last_begin_s = 0.0
+        """Seconds of the training thread at the beginning of the last iteration."""
         self._job = job
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._device = current_device()
@@ -197,16 +212,22 @@ class SparseRun:
 
     def begin_iteration(self, committed: int) -> None:
         """Before an iteration: ``state@committed`` is live and nothing of the next iteration has happened."""
+        observer.before_iteration(self, committed)
         began = time.perf_counter()
+        if not self.capturing:
+            self.checkpointer.pause(committed)
+            self.last_begin_s = 0.0
+            return
         self._pending_counts.append(self._counts.take())
         schedule = self.checkpointer.history.at(committed)
-        if committed > schedule.start and schedule.slot(committed) == 0:
+        if committed > schedule.start and schedule.slot(committed) == 0 and self._pending_counts:
             self._decide(committed)
         record = {"boundary": boundary_state(self._job), "iteration": self._last_record}
         self.checkpointer.capture(committed, record)
         self._watch_peers()
         self._announce()
-        self.totals.begin_s += time.perf_counter() - began
+        self.last_begin_s = time.perf_counter() - began
+        self.totals.begin_s += self.last_begin_s
 
     def before_step(self) -> None:
         """Before the optimizer step: wait for the copy."""

@@ -1,0 +1,1 @@
+"""Training scripts that measure; `moevement bench` starts them."""

@@ -1,0 +1,86 @@
+"""A run whose iterations take turns with snapshots off, captured, and captured and sent to peers.
+
+Blocks of a few iterations alternate in one run, so that a drift of the machine meets every mode alike. The script that
+is measured follows this one on the command line; it is run as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron.moevement.runtime import sparse
+
+MODES = ("off", "capture", "replicate")
+OUTPUT_ENV, BLOCK_ENV = "MOEVEMENT_BENCH_OUTPUT", "MOEVEMENT_BENCH_BLOCK"
+
+
+@dataclass
+class Sample:
+    """One iteration of one rank."""
+
+    iteration: int
+    mode: str
+    first_of_block: bool
+    seconds: float
+    """From the beginning of one iteration to that of the next."""
+    stall_s: float
+    begin_s: float
+    """On the training thread: boundary record and issuing copies."""
+    copied_bytes: int
+    copy_cpu_s: float
+    digest_cpu_s: float
+    replicated_bytes: int
+
+
+def mode_of(iteration: int, block: int) -> str:
+    """The mode of ``iteration``, counted from 0."""
+    return MODES[iteration // block % len(MODES)]
+
+
+class Observer(sparse.Observer):
+    """Sets the mode of every iteration and keeps what it took."""
+
+    def __init__(self, block: int) -> None:
+        self.samples: list[Sample] = []
+        self._block = block
+        self._began_s: float | None = None
+
+    def before_iteration(self, run: sparse.SparseRun, committed: int) -> None:
+        """Note the iteration that has just ended and choose the mode of the next."""
+        now_s = time.perf_counter()
+        if self._began_s is not None:
+            last, progress = committed - 1, run.checkpointer.progress
+            self.samples.append(
+                Sample(
+                    last, mode_of(last, self._block), last % self._block == 0, now_s - self._began_s,
+                    progress.stall_s, run.last_begin_s, progress.copied_bytes, progress.copy_cpu_s,
+                    progress.digest_cpu_s, progress.replicated_bytes,
+                )
+            )  # fmt: skip
+        self._began_s = now_s
+        mode = mode_of(committed, self._block)
+        run.capturing = mode != "off"
+        run.checkpointer.replicating = mode == "replicate"
+
+
+def main() -> None:
+    """Run the script that follows, observed; each rank writes its samples into the folder that the command made."""
+    observer = Observer(int(os.environ[BLOCK_ENV]))
+    sparse.observer = observer
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        output = Path(os.environ[OUTPUT_ENV]) / f"rank{os.environ['RANK']}.json"
+        output.write_text(json.dumps([asdict(sample) for sample in observer.samples]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""``moevement bench overhead``: what snapshots cost a run, part by part, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moevement_core.errors import ConfigError
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "pretrain_gpt.py"
+MODEL = {
+    "--num-layers": 4, "--hidden-size": 512, "--num-attention-heads": 8, "--ffn-hidden-size": 1024,
+    "--num-experts": 8, "--moe-router-topk": 2, "--moe-ffn-hidden-size": 1024, "--seq-length": 128,
+    "--max-position-embeddings": 128, "--position-embedding-type": "rope", "--normalization": "RMSNorm",
+    "--moe-token-dispatcher-type": "alltoall", "--moe-router-load-balancing-type": "aux_loss",
+    "--moe-aux-loss-coeff": 0.01, "--micro-batch-size": 1, "--lr": 1e-4, "--lr-decay-style": "constant",
+    "--eval-iters": 0, "--eval-interval": 100000, "--log-interval": 1, "--seed": 1234, "--num-workers": 0,
+}  # fmt: skip
+SWITCHES = ("--swiglu", "--disable-bias-linear", "--bf16", "--use-distributed-optimizer")
+"""57 M parameters; over three data-parallel ranks with the distributed optimizer 228 MB of full state a rank."""
+
+
+def overhead(arguments: argparse.Namespace) -> int:
+    """Run, print the table; returns the exit code."""
+    if arguments.nproc < 2 or not 1 <= arguments.replicas < arguments.nproc:
+        raise ConfigError(
+            f"--nproc {arguments.nproc} with --replicas {arguments.replicas}; needs at least one replica and more "
+            "ranks than replicas"
+        )
+    lengths = {}
+    for micro_batches in arguments.micro_batches:
+        samples = _run(arguments, micro_batches)
+        lengths[micro_batches] = _summarise(samples)
+    _print(lengths, Console())
+    if arguments.json:
+        print(json.dumps({"nproc": arguments.nproc, "replicas": arguments.replicas, "lengths": lengths}))
+    return 0
+
+
+def _run(arguments: argparse.Namespace, micro_batches: int) -> list[dict[str, Any]]:
+    """The samples of rank 0, the others being in step with it."""
+    from megatron.moevement import launch
+    from megatron.moevement.bench import overhead as script
+
+    flags = [word for pair in MODEL.items() for word in map(str, pair)]
+    flags += [*SWITCHES, "--global-batch-size", str(micro_batches * arguments.nproc)]
+    flags += ["--train-iters", str(arguments.blocks * len(script.MODES) * arguments.block_iterations + 1)]
+    flags += ["--moevement-sparse-ckpt", "--moevement-window", str(arguments.window)]
+    flags += ["--moevement-replicas", str(arguments.replicas), "--moevement-ranks-per-node", "1"]
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {script.OUTPUT_ENV: folder, script.BLOCK_ENV: str(arguments.block_iterations)}
+        print(f"{arguments.nproc} ranks, {micro_batches} micro-batches an iteration ...", flush=True)
+        argv = [str(Path(script.__file__)), str(SCRIPT), *flags, "--run-dir", str(Path(folder) / "run")]
+        code = launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, False, False))
+        if code:
+            raise ConfigError(f"the measured run ended with {code}; its output stands above")
+        return list(json.loads((Path(folder) / "rank0.json").read_text(encoding="utf-8")))
+
+
+def _summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians by mode and ratios of neighbouring blocks; the first round and each block's first iteration warm up."""
+    blocks: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    previous, number = "", -1
+    for sample in samples:
+        number += sample["mode"] == "off" and previous != "off"
+        previous = sample["mode"]
+        if number > 0 and not sample["first_of_block"]:
+            blocks[number][sample["mode"]].append(sample)
+    whole = [modes for modes in blocks.values() if len(modes) == 3]
+    every = {mode: [s for modes in whole for s in modes[mode]] for mode in ("off", "capture", "replicate")}
+    taken = every["capture"] + every["replicate"]
+    megabytes = _median(taken, lambda s: s["copied_bytes"] / 1e6)
+    cost_s = _median(taken, lambda s: s["copy_cpu_s"] + s["digest_cpu_s"] + s["begin_s"])
+    return {
+        "iteration_s": _median(every["off"], lambda s: s["seconds"]),
+        "capture_ratio": _ratios(whole, "capture"),
+        "replicate_ratio": _ratios(whole, "replicate"),
+        "stall_s": _median(taken, lambda s: s["stall_s"]),
+        "training_thread_s": _median(taken, lambda s: s["begin_s"]),
+        "copied_mb": megabytes,
+        "replicated_mb": _median(every["replicate"], lambda s: s["replicated_bytes"] / 1e6),
+        "copy_cpu_ms_per_mb": _median(taken, lambda s: 1e3 * s["copy_cpu_s"]) / megabytes,
+        "digest_cpu_ms_per_mb": _median(taken, lambda s: 1e3 * s["digest_cpu_s"]) / megabytes,
+        "below_1_percent_from_s": cost_s / 0.01,
+        "rounds": len(whole),
+    }
+
+
+def _median(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> float:
+    return statistics.median(value(sample) for sample in samples)
+
+
+def _ratios(rounds: list[dict[str, list[dict[str, Any]]]], mode: str) -> list[float]:
+    """Lower quartile, median and upper quartile of a mode's iteration time over that of the block before."""
+    ratios = [
+        _median(one[mode], lambda s: s["seconds"]) / _median(one["off"], lambda s: s["seconds"]) for one in rounds
+    ]
+    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+
+
+def _print(lengths: dict[int, dict[str, Any]], console: Console) -> None:
+    table = Table("", *(f"{result['iteration_s']:.2f} s an iteration" for result in lengths.values()))
+
+    def row(label: str, text: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(label, *(text(result) for result in lengths.values()))
+
+    def ratio(name: str) -> Callable[[dict[str, Any]], str]:
+        return lambda result: "{1:.3f} ({0:.3f} to {2:.3f})".format(*result[name])
+
+    row("captured, over off", ratio("capture_ratio"))
+    row("captured and sent, over off", ratio("replicate_ratio"))
+    row("rounds", lambda r: str(r["rounds"]))
+    row("stall", lambda r: f"{1e3 * r['stall_s']:.1f} ms")
+    row("training thread", lambda r: f"{1e3 * r['training_thread_s']:.1f} ms")
+    row("copied", lambda r: f"{r['copied_mb']:.1f} MB")
+    row("sent", lambda r: f"{r['replicated_mb']:.1f} MB")
+    row("copy, processor time", lambda r: f"{r['copy_cpu_ms_per_mb']:.3f} ms/MB")
+    row("digest, processor time", lambda r: f"{r['digest_cpu_ms_per_mb']:.3f} ms/MB")
+    row("capture below 1% from", lambda r: f"{r['below_1_percent_from_s']:.2f} s an iteration")
+    console.print(table)
