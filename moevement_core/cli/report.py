@@ -12,6 +12,7 @@ from rich.table import Table
 
 from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.run_record import RunRecord
+from moevement_core.snapshot.cost import cost_line
 
 
 def report(runs: list[Path], plot: Path | None, *, as_json: bool) -> int:
@@ -24,6 +25,9 @@ def report(runs: list[Path], plot: Path | None, *, as_json: bool) -> int:
             _short(row["test_loss"]), f"{row['tokens_per_s']:,.0f}", (row["state_digest"] or "unfinished")[:16],
         )  # fmt: skip
     Console().print(table)
+    for row in rows:
+        if row["checkpointing"]:
+            print(f"{row['run']}: {cost_line(row['checkpointing'])}")
     if plot is not None:
         draw([RunRecord(folder) for folder in runs], plot)
         print(f"plot: {plot}")
@@ -46,6 +50,7 @@ def _row(record: RunRecord) -> dict[str, Any]:
         "validation_loss": summary.get("validation_loss"),
         "test_loss": summary.get("test_loss"),
         "tokens_per_s": statistics.median(rates) if rates else 0.0,
+        "checkpointing": summary.get("checkpointing"),
         "state_digest": summary.get("state_digest", {}).get("all"),
     }
 

@@ -109,3 +109,46 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
     finally:
         Checkpointer.capture, Checkpointer.wait = capture, wait  # type: ignore[method-assign]
     return {"live": live, **saved, "schedules": schedules, "held": sorted(checkpointer._states)}
+
+
+def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> dict[str, Any]:
+    """``victim`` dies by SIGKILL between a snapshot's header and its payload; what the others then still hold."""
+    import os
+    import signal
+    import time
+
+    from moevement_core.replication.sender import Sender
+    from moevement_core.snapshot.snapshot import Snapshot
+
+    transfer = Sender._transfer
+
+    def die_in_the_middle(self: Sender, snapshot: Snapshot) -> Any:
+        if self.rank == victim and snapshot.iteration == iteration:
+            original = self._transport.send
+
+            def send(peer: int, tag: int, data: Any) -> None:
+                if data.data_ptr() == snapshot.payload.data_ptr():
+                    os.kill(os.getpid(), signal.SIGKILL)
+                original(peer, tag, data)
+
+            self._transport.send = send  # type: ignore[method-assign]
+        return transfer(self, snapshot)
+
+    Sender._transfer = die_in_the_middle  # type: ignore[method-assign]
+    failed = ""
+    try:
+        run_rank(argv)
+    except (Exception, SystemExit) as error:
+        failed = type(error).__name__
+    time.sleep(1)  # let the background threads notice too
+    checkpointer = current_job().sparse.checkpointer  # type: ignore[union-attr]
+    held = {**checkpointer.snapshots()}
+    kept = {keeper.source: keeper.snapshots() for keeper in checkpointer.keepers}
+    for snapshot in (*held.values(), *(s for snapshots in kept.values() for s in snapshots.values())):
+        snapshot.check("after the death of a peer")
+    return {
+        "failed": failed,
+        "persisted": checkpointer.progress.persisted,
+        "own": sorted(held),
+        "kept": {source: sorted(snapshots) for source, snapshots in kept.items()},
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from moevement_core.policy.schedule import Saved
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
-from tests.functional.bodies import live_and_saved
+from tests.functional.bodies import live_and_saved, one_killed_while_sending
 from tests.harness import run_ranks
 from tests.training import SCRIPT, flags, outcomes, train
 
@@ -146,3 +147,25 @@ def test_a_run_that_loads_a_dense_checkpoint_goes_on_with_snapshots(tmp_path: Pa
     )  # fmt: skip
     assert compare(whole, resumed, common_iterations=True).first_difference is None
     assert resumed.summary()["checkpointing"]["persisted_from"] >= 4
+
+
+def test_a_peer_killed_while_it_sends_leaves_the_persisted_window_whole_on_all_others() -> None:
+    words = flags(train_iters=20, **DISTRIBUTED_OPTIMIZER, **SPARSE, moevement_window=2, micro_batch_size=1,
+                  global_batch_size=3)  # fmt: skip
+    ended = run_ranks(
+        one_killed_while_sending, 3, [str(SCRIPT), *words], 1, 9, init_process_group=False, check=False, timeout_s=90
+    )
+    assert ended[1].exit_code == -signal.SIGKILL
+    for outcome in (ended[0], ended[2]):
+        assert outcome.error == ""
+        told = outcome.result
+        assert told["failed"], "without spares the job ends"
+        assert told["persisted"] >= 4
+        window = {told["persisted"], told["persisted"] + 1}
+        assert window <= set(told["own"])
+        assert window <= set(told["kept"][1]), "what the dead rank had persisted is on its peers"
+        assert 9 not in told["kept"][1], "half a snapshot is none"
+        assert "moevement: rank" in outcome.output
+        assert "peer 1 keeps no more copies" in outcome.output or "rank 1, whose snapshots are kept here, is gone" in (
+            outcome.output
+        )

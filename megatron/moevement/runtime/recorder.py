@@ -22,6 +22,7 @@ from megatron.moevement.runtime import sparse
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.state_digest import job_digest
 from moevement_core.run_record import RunRecord
+from moevement_core.snapshot.cost import cost_line
 
 
 def record_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,6 +95,8 @@ def record_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
         job.iteration = iteration
         if job.record is not None:
             _write_metric(job, loss_dict, learning_rate, iteration, loss_scale, skipped_iter, grad_norm)
+        if job.sparse is not None:
+            _write_scalars(job.sparse.metrics(), iteration)
         return original(
             loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
             grad_norm, *args, **kwargs,
@@ -191,6 +194,15 @@ def _write_metric(
     )
 
 
+def _write_scalars(metrics: dict[str, Any], iteration: int) -> None:
+    """Checkpointing of this rank in TensorBoard, where Megatron has a writer: on the last rank."""
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    if writer := get_tensorboard_writer():
+        for name, value in metrics.items():
+            writer.add_scalar(f"moevement/{name}", value, iteration)
+
+
 def _number(value: Any) -> Any:
     """A plain number; a float that JSON has no word for as its name."""
     if isinstance(value, torch.Tensor):
@@ -220,7 +232,7 @@ def _write_summary(job: Job, started_s: float) -> None:
         return
     checkpointing = job.sparse.finish() if job.sparse else None
     if checkpointing and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        print(f"moevement: {_cost(checkpointing)}", flush=True)
+        print(f"moevement: {cost_line(checkpointing)}", flush=True)
     if RunConfig.from_args(get_args()).run_dir is None:
         return
     digest = job_digest(job)
@@ -238,16 +250,4 @@ def _write_summary(job: Job, started_s: float) -> None:
             "checkpointing": checkpointing,
             "state_digest": digest,
         }
-    )
-
-
-def _cost(checkpointing: dict[str, Any]) -> str:
-    """What sparse checkpointing cost, in a line."""
-    told = checkpointing
-    return (
-        f"sparse checkpointing: stall {told['stall_s']:.3f} s ({told['stall_share']:.2%} of training), "
-        f"training thread {told['training_thread_s']:.3f} s ({told['training_thread_share']:.2%}), "
-        f"{told['copied_bytes'] / 1e6:,.0f} MB copied, {told['replicated_bytes'] / 1e6:,.0f} MB sent, "
-        f"{told['windows']} windows of {told['window']} iterations ({told['windows_abandoned']} abandoned), "
-        f"{told['memory_bytes'] / 1e6:,.0f} MB of host memory a rank"
     )
