@@ -14,7 +14,7 @@ help: ## list the targets
 setup: ## make .venv with the pinned dependencies (quick when nothing changed)
 	@scripts/bootstrap.sh
 
-demo: setup ## train a small GPT-MoE for about a minute: pipeline 2 x expert/data 2, on real text
+demo: setup ## train a small GPT-MoE for two minutes: pipeline 2 x expert/data 2, on real text
 	@.venv/bin/moevement launch --nproc $(NPROC) examples/pretrain_moe/pretrain_gpt.py \
 	    --config examples/pretrain_moe/configs/laptop.yaml --run-dir $(RUN_DIR)
 	@.venv/bin/moevement report $(RUN_DIR) --plot $(RUN_DIR)/loss.png

@@ -156,6 +156,12 @@ class Checkpointer:
         slots = (schedule.contents(schedule.start + slot) for slot in range(schedule.size))
         return max(aligned_bytes(self._tensors(schedule, contents)) for contents in slots) + self._record_bytes
 
+    def memory_needed(self, schedule: Schedule) -> int:
+        """Host memory of this rank under ``schedule``, if those whose snapshots it keeps need buffers like its own."""
+        count = max(slots_kept(schedule.window.kind, schedule.size, REPLICATION_LAG), self._pool.count)
+        nbytes = max(self.buffer_bytes(schedule), self._pool.nbytes)
+        return nbytes * (count + len(self.keepers) * (count + 1))
+
     def make_room(self, schedule: Schedule) -> None:
         """Allocate buffers for ``schedule`` if those that are there do not do; peers are asked for the same."""
         count = slots_kept(schedule.window.kind, schedule.size, REPLICATION_LAG)

@@ -8,6 +8,7 @@ here: one at a window's beginning, and one that nobody waits for each iteration 
 from __future__ import annotations
 
 import functools
+import math
 import socket
 import statistics
 import time
@@ -112,6 +113,7 @@ class SparseRun:
             )
         )
         stage = told[self._rank].stage
+        self._job_group = dist.new_group(backend="gloo")
         self._stage_group = self._make_stage_groups(told, stage)
         self.table = OperatorTable(ranks=[one.operators for one in told if one.stage == stage])
         self._counts = RouterCounts(chunks, self.table, config.ordering.ordering)
@@ -283,11 +285,27 @@ class SparseRun:
             return
         changed = size != history.newest.size
         window = impose_window(self.table, order, size, self.config.window_kind)
+        if self._beyond_cap(Schedule(self.table, order, window)):
+            if self._rank == 0:
+                self._report(
+                    f"a window of {size} iterations in the new order needs more host memory than "
+                    f"--moevement-host-memory-gb {self.config.host_memory_bytes / 1e9:g}; window and order stay"
+                )
+            return
         schedule = history.change(boundary - 1, order, window)
         self.checkpointer.make_room(schedule)
         history.forget_before(max(self.checkpointer.progress.persisted, history.oldest.start))
         if changed and self._rank == 0:
             self._report(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
+
+    def _beyond_cap(self, schedule: Schedule) -> bool:
+        """Whether any rank would need more host memory than it may use; without a cap nobody asks."""
+        if math.isinf(self.config.host_memory_bytes):
+            return False
+        needed = self.checkpointer.memory_needed(schedule)
+        beyond = torch.tensor([int(needed > self.config.host_memory_bytes)])
+        dist.all_reduce(beyond, op=dist.ReduceOp.MAX, group=self._job_group)
+        return bool(beyond)
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
@@ -305,7 +323,7 @@ class SparseRun:
         budget = Budget(iteration_s, d2h, network, replicas)
         own = choose_window(self.table, order, budget, self.config.window_kind).size
         size = torch.tensor([own])
-        dist.all_reduce(size, op=dist.ReduceOp.MAX)
+        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._job_group)
         return int(size)
 
     def _measured_bandwidths(self) -> tuple[float, float]:
