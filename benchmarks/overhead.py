@@ -61,7 +61,8 @@ bounded by its processor time, because the copy thread and training share the sa
 
 {measured_on("torch", "megatron-core")}, gloo. {told["nproc"]} ranks share two cores: every byte that is sent is also received,
 checked and kept on the same machine, {told["nproc"] * told["replicas"]} streams at once, so the second ratio says what replication costs *this* machine and
-little about nodes with NICs. Nothing was measured on a GPU.
+little about nodes with NICs. Other programs ran meanwhile, so the ratios spread widely; the processor times are the firmer
+numbers. Nothing was measured on a GPU.
 """
 
 

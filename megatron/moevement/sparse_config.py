@@ -12,8 +12,11 @@ from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
 from moevement_core.replication.placement import PlacementKind
+from moevement_core.snapshot.agreement import HORIZON
 
 AUTO = "auto"
+MOST_ITERATIONS = HORIZON // 4
+"""Of a window: ranks agree on runs that began up to twice that long ago, and a lag."""
 
 
 @dataclass(frozen=True)
@@ -165,8 +168,8 @@ def add_sparse_arguments(group: Any) -> None:
 def _window(text: str) -> int | None:
     if text == AUTO:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--moevement-window {text}; needs auto or a number of iterations, at least 1")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_ITERATIONS:
+        raise ConfigError(f"--moevement-window {text}; needs auto or a number of iterations, 1 to {MOST_ITERATIONS}")
     return int(text)
 
 

@@ -366,11 +366,14 @@ class Checkpointer:
         rolling = schedule.window.kind is WindowKind.ROLLING
         self._resume_at = iteration if rolling and under_way else schedule.next_boundary(iteration + 1)
         self.progress.abandoned += 1
+        if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is told
+            return
         waiting = ", ".join(f"{s.peer} ({s.backlog} behind)" for s in self._senders if s.backlog) or "none"
+        lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"
         self._report(
-            f"iteration {iteration}: no host buffer is free, so the window under way ("
-            f"{f'snapshots {under_way[0]} to {under_way[-1]}' if under_way else 'no snapshot yet'}) is abandoned; the "
-            f"persisted one stays. Peers that lag: {waiting}. Snapshots go on at {self._resume_at}"
+            f"iteration {iteration}: no host buffer is free, so the window under way ({lost}) is abandoned; the "
+            f"persisted one stays. Abandoned so far: {self.progress.abandoned}. Peers that lag: {waiting}. Snapshots "
+            f"go on at {self._resume_at}"
         )
 
     def _count_replicated(self) -> None:

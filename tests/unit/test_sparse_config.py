@@ -59,6 +59,7 @@ def test_defaults_are_the_papers() -> None:
     ("words", "found"),
     [
         (["--moevement-window", "0"], "--moevement-window 0; needs auto or a number"),
+        (["--moevement-window", "129"], "--moevement-window 129; needs auto or a number of iterations, 1 to 128"),
         (["--moevement-window", "many"], "--moevement-window many"),
         (["--moevement-bandwidth", "-3"], "--moevement-bandwidth -3"),
         (["--moevement-bandwidth", "fast"], "--moevement-bandwidth fast; needs auto or gigabytes"),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.moevement.optimizer.views import operator_states, operators_of
 from megatron.moevement.runtime.boundary import boundary_state
 from megatron.moevement.runtime.job import Job, current_job
-from megatron.moevement.sparse_config import SparseConfig
+from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig
 from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.device import current_device
 from moevement_core.errors import ConfigError
@@ -309,7 +309,7 @@ class SparseRun:
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
-        counts = torch.stack(self._pending_counts)
+        counts = self._counts.by_operator(self._pending_counts)
         self._pending_counts.clear()
         dist.all_reduce(counts, group=self._stage_group)
         for one in counts.numpy():
@@ -322,7 +322,7 @@ class SparseRun:
         replicas = self.config.replicas
         budget = Budget(iteration_s, d2h, network, replicas)
         own = choose_window(self.table, order, budget, self.config.window_kind).size
-        size = torch.tensor([own])
+        size = torch.tensor([min(own, MOST_ITERATIONS)])
         dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._job_group)
         return int(size)
 
@@ -421,7 +421,8 @@ def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]
         outcome = {
             "skipped": bool(skipped),
             "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
-            "losses": {name: float(value) for name, value in losses.items()},
+            # Tensors stay where they are until the record is copied: to ask for numbers would wait for the device.
+            "losses": {name: torch.as_tensor(value).detach() for name, value in losses.items()},
         }
         job.sparse.end_iteration(committed + 1, time.perf_counter() - began, outcome)
         return result

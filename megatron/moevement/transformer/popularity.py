@@ -29,12 +29,13 @@ class RouterCounts:
         self._soft = ordering is Ordering.SOFT_COUNT
         self._table = table
         self._sums: list[torch.Tensor] = []
-        self._places: list[list[int]] = []
+        self._places: list[int] = []
+        """Where the experts of all routers stand in the table, one after the other."""
         for chunk in chunks:
             for layer in _routed_layers(chunk):
                 router, number = layer.mlp.router, int(layer.layer_number) - 1
                 experts = int(chunk.config.num_moe_experts)
-                self._places.append([table.index_of[expert_name(number, expert)] for expert in range(experts)])
+                self._places += [table.index_of[expert_name(number, expert)] for expert in range(experts)]
                 self._sums.append(torch.zeros(experts, dtype=torch.float64, device=router.weight.device))
                 router.routing = self._counting(router.routing, router, self._sums[-1])
 
@@ -53,11 +54,18 @@ class RouterCounts:
         return counted
 
     def take(self) -> torch.Tensor:
-        """This rank's sums since the last call, float64 ``[operators]`` on the host, and begin anew."""
-        counts = torch.zeros(len(self._table), dtype=torch.float64)
-        for sums, places in zip(self._sums, self._places, strict=True):
-            counts[places] += sums.cpu()
+        """This rank's sums since the last call, on the device and without waiting for it, and begin anew."""
+        if not self._sums:
+            return torch.zeros(0, dtype=torch.float64)
+        taken = torch.cat(self._sums)
+        for sums in self._sums:
             sums.zero_()
+        return taken
+
+    def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
+        """What several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host; waits for the device."""
+        counts = torch.zeros(len(taken), len(self._table), dtype=torch.float64)
+        counts[:, self._places] = torch.stack(taken).cpu()
         return counts
 
 
