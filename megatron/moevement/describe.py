@@ -11,6 +11,7 @@ import io
 import logging
 import math
 import os
+import random
 import sys
 import warnings
 from argparse import Namespace
@@ -51,7 +52,7 @@ def describe(name: str, flags: list[str], ranks: int) -> JobShape:
     Raises:
         ConfigError: flags that Megatron refuses, or that leave the model's sizes open.
     """
-    with _quiet():
+    with _quiet(), _untouched():
         args, regime = _parse(flags, ranks)
         stages = tuple(_stages(args))
     tokens = args.seq_length // args.context_parallel_size
@@ -81,24 +82,18 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
     from megatron.training import arguments
 
     validate = getattr(arguments.validate_args, "_moevement_original", arguments.validate_args)
-    argv, environment = sys.argv, dict(os.environ)
-    try:
-        words = config_file.expand(flags)
-        names = {word.split("=")[0] for word in words}
-        # A plan reads no data. Without data and vocabulary a run would train on the embedded corpus.
-        mock = ["--mock-data"] if "--vocab-size" in names and "--data-path" not in names else []
-        sys.argv = ["plan", *words, *mock]
-        os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
-        args = arguments.parse_args()
-        regime = _regime(args)
-        for flag, value in _NEUTRAL.items():
-            if hasattr(args, flag):
-                setattr(args, flag, value)
-        one_line_errors(validate)(args, {"tokenizer_type": "NullTokenizer"})
-    finally:
-        sys.argv = argv
-        os.environ.clear()
-        os.environ.update(environment)
+    words = config_file.expand(flags)
+    names = {word.split("=")[0] for word in words}
+    # A plan reads no data. Without data and vocabulary a run would train on the embedded corpus.
+    mock = ["--mock-data"] if "--vocab-size" in names and "--data-path" not in names else []
+    sys.argv = ["plan", *words, *mock]
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
+    args = arguments.parse_args()
+    regime = _regime(args)
+    for flag, value in _NEUTRAL.items():
+        if hasattr(args, flag):
+            setattr(args, flag, value)
+    one_line_errors(validate)(args, {"tokenizer_type": "NullTokenizer"})
     if args.vocab_size is None and args.padded_vocab_size is None:
         raise ConfigError("no --vocab-size, and a plan reads no tokenizer; give the size")
     return args, regime
@@ -194,6 +189,25 @@ def _meta_device() -> Iterator[None]:
             yield
     finally:
         torch.cuda.current_device = current_device
+
+
+@contextlib.contextmanager
+def _untouched() -> Iterator[None]:
+    """Arguments, environment, random states and Megatron's parallel state as they were, whatever is done in between."""
+    from megatron.core import parallel_state
+
+    argv, environment = sys.argv, dict(os.environ)
+    states = random.getstate(), torch.get_rng_state()
+    parallel = {name: value for name, value in vars(parallel_state).items() if not callable(value)}
+    try:
+        yield
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+        random.setstate(states[0])
+        torch.set_rng_state(states[1])
+        vars(parallel_state).update(parallel)
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ import numpy as np
 from moevement_core.description.cluster import Cluster
 from moevement_core.description.job import JobShape, StageShape
 from moevement_core.errors import WindowError
-from moevement_core.operators import OperatorTable
+from moevement_core.operators import OperatorKind, OperatorTable
 from moevement_core.policy.popularity import Order, Ordering, order_operators
-from moevement_core.policy.schedule import expected_rollback, most_replayed, slots_kept
+from moevement_core.policy.schedule import LAG_ALLOWANCE, expected_rollback, most_replayed, slots_kept
 from moevement_core.policy.window import (
     Budget,
     PaperWindow,
@@ -107,7 +107,7 @@ class CheckpointPlan:
     def _stage(self, shape: StageShape) -> StagePlan:
         given = self.given
         table = shape.table(given.regime)
-        dense = not table.is_expert.any()
+        dense = not any(o.kind is OperatorKind.EXPERT for one in given.job.stages for o in one.operators)
         order = order_operators(table, np.zeros(len(table)), Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT)
         log_bytes = given.job.log_bytes_of(shape)
         budget = Budget(
@@ -162,7 +162,7 @@ class CheckpointPlan:
 
     def snapshot_memory(self, stage: StagePlan) -> int:
         """Host bytes for the snapshots that a rank keeps of itself: buffers of the heaviest slot, allocated once."""
-        return slots_kept(self.given.kind, self.size, self.lag) * int(stage.window.slot_bytes[0].max())
+        return slots_kept(self.size, max(self.lag, LAG_ALLOWANCE)) * int(stage.window.slot_bytes[0].max())
 
     def log_memory(self, stage: StagePlan) -> int:
         """Host bytes for the boundary log: every iteration that a recovery may replay, and the one under way."""
@@ -171,8 +171,11 @@ class CheckpointPlan:
     @property
     def host_memory(self) -> tuple[int, int, int]:
         """Snapshots, replicas of peers' snapshots, and logs of the heaviest rank, bytes."""
-        snapshots = max(self.snapshot_memory(stage) for stage in self.stages)
-        return snapshots, self.given.replicas * snapshots, max(self.log_memory(stage) for stage in self.stages)
+        heaviest = max(self.stages, key=self.snapshot_memory)
+        snapshots = self.snapshot_memory(heaviest)
+        # A peer learns a moment later than the rank itself that an old snapshot may go: one buffer more.
+        replica = snapshots + int(heaviest.window.slot_bytes[0].max())
+        return snapshots, self.given.replicas * replica, max(self.log_memory(stage) for stage in self.stages)
 
     @property
     def host_memory_of_node(self) -> int:

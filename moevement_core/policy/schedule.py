@@ -163,13 +163,17 @@ class ScheduleHistory:
         del self._schedules[:keep]
 
 
-def slots_kept(kind: WindowKind, size: int, lag: int) -> int:
-    """Snapshots of itself that a rank keeps at most: what is persisted, what is being persisted, and one being copied.
+LAG_ALLOWANCE = 2
+"""Iterations by which peers may trail before a window has to be abandoned: buffers are set aside for so many."""
 
-    Aligned: the persisted window and the next one; rolling: a persisted run and the slot that will replace its first.
-    Both: what is captured while the newest is on its way to the peers.
+
+def slots_kept(size: int, lag: int) -> int:
+    """Snapshots of itself that a rank keeps at most: a persisted run, the next one, one being copied, and the lag.
+
+    Rolling windows need as many as aligned ones. While nothing breaks W + 1 would do; but after a reorder, or when a
+    snapshot is lost, the next run is W new snapshots beside the W that are persisted.
     """
-    return (2 * size if kind is WindowKind.ALIGNED else size + 1) + 1 + lag
+    return 2 * size + 1 + lag
 
 
 def most_replayed(kind: WindowKind, size: int, lag: int) -> int:

@@ -74,7 +74,7 @@ class Keeper:
                 self._answer_to(message)
         except SnapshotError as error:
             self._report(f"copies of rank {self.source} are refused from now on: {error}")
-        except (RuntimeError, OSError) as error:
+        except Exception as error:  # whatever it is, training goes on and somebody must learn of it
             self._report(f"rank {self.source}, whose snapshots are kept here, is gone: {_first_line(error)}")
         finally:
             self.ended.set()
@@ -108,9 +108,14 @@ class Keeper:
                 f"{self._allowance_bytes / 1e9:.3f} GB are allowed here"
             )
             return Kind.REFUSED
+        try:
+            pool = BufferPool(self._device, message.count, message.payload_bytes)
+        except RuntimeError as error:
+            self._report(f"no host memory for the copies of rank {self.source}: {_first_line(error)}")
+            return Kind.REFUSED
         with self._lock:
             # Buffers of the old pool stay with the snapshots that use them until those are freed.
-            self._pool = BufferPool(self._device, message.count, message.payload_bytes)
+            self._pool = pool
         return Kind.GO
 
     def _receive(self, message: Message) -> None:
@@ -142,7 +147,10 @@ class Keeper:
             self._say(Kind.DAMAGED, message.iteration)
             return
         with self._lock:
-            self._kept[header.iteration] = snapshot, pool
+            if header.iteration < self._floor:  # a newer window was agreed on while it came
+                pool.release(buffer)
+            else:
+                self._kept[header.iteration] = snapshot, pool
         self._say(Kind.KEPT, message.iteration)
 
     def _checked(self, header: Header, message: Message) -> Header:

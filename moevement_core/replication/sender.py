@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moevement_core.errors import ReplicationError, SnapshotError
+from moevement_core.errors import ReplicationError
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.snapshot import Snapshot
@@ -42,11 +42,18 @@ class Sender:
         peer: who keeps the copies.
         transport: the way there.
         kept: called on the sender's thread when the peer has acknowledged a snapshot.
+        lost: called when the peer will never have one.
         report: told, in words, what goes wrong.
     """
 
     def __init__(
-        self, rank: int, peer: int, transport: Transport, kept: Callable[[Snapshot, int], None], report: Report
+        self,
+        rank: int,
+        peer: int,
+        transport: Transport,
+        kept: Callable[[Snapshot, int], None],
+        lost: Callable[[Snapshot], None],
+        report: Report,
     ) -> None:
         self.rank = rank
         self.peer = peer
@@ -58,6 +65,7 @@ class Sender:
         """Why nothing is sent any more."""
         self._transport = transport
         self._kept = kept
+        self._lost = lost
         self._report = report
         self._waiting_since_s: float | None = None
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -81,6 +89,9 @@ class Sender:
 
     def deliver(self, delivery: Delivery) -> None:
         """Bring a snapshot."""
+        if self.gone is not None:
+            self._lost(delivery.snapshot)
+            return
         self._jobs.put(delivery)
 
     def drop(self, first: int, last: int) -> None:
@@ -105,22 +116,41 @@ class Sender:
                     raise ReplicationError("it refuses the host memory that the copies need")
                 if job.kind is Kind.BYE:
                     return
-        except (RuntimeError, OSError, SnapshotError, ReplicationError) as error:
+        except Exception as error:  # whatever it is, training goes on and somebody must learn of it
             self.gone = (str(error).splitlines() or [type(error).__name__])[0]
             self._report(f"peer {self.peer} keeps no more copies of rank {self.rank}: {self.gone}")
+            self._lose_queued()
+
+    def _lose_queued(self) -> None:
+        """Nothing that was to be sent will be."""
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(job, Delivery):
+                self._lost(job.snapshot)
 
     def _deliver(self, delivery: Delivery) -> None:
-        for _ in range(ATTEMPTS):
-            answer = self._offer(delivery)
-            if answer is not Kind.DAMAGED:
-                break
+        try:
+            answer = self._attempts(delivery)
+        except Exception:
+            self._lost(delivery.snapshot)
+            raise
         if answer is Kind.KEPT:
             self._kept(delivery.snapshot, self.peer)
         elif answer is not None:
+            self._lost(delivery.snapshot)
             self._report(
                 f"peer {self.peer} does not have snapshot {delivery.snapshot.iteration} of rank {self.rank}: "
                 f"{answer.name.lower()} after {ATTEMPTS if answer is Kind.DAMAGED else 1} attempts"
             )
+
+    def _attempts(self, delivery: Delivery) -> Kind | None:
+        for _ in range(ATTEMPTS):
+            if (answer := self._offer(delivery)) is not Kind.DAMAGED:
+                break
+        return answer
 
     def _offer(self, delivery: Delivery) -> Kind | None:
         """One attempt; None if the snapshot was freed before it could be sent."""

@@ -16,7 +16,7 @@ from typing import Any
 from moevement_core.device import Device
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.recoverable import RecoverableRun, newest_recoverable_run, open_starts, recoverable_runs
-from moevement_core.policy.schedule import Contents, Saved, Schedule, ScheduleHistory, slots_kept
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import WindowKind
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import Delivery, Sender
@@ -35,8 +35,8 @@ from moevement_core.snapshot.snapshot import (
     offsets,
 )
 
-REPLICATION_LAG = 2
-"""Iterations of lag that buffers are set aside for."""
+SLACK = 1.125
+"""By how much buffers are larger than the heaviest slot: another order has other slots."""
 Report = Callable[[str], None]
 
 
@@ -70,6 +70,8 @@ class _Held:
     freed: bool = False
     snapshot: Snapshot | None = None
     """There once it is captured."""
+    undeliverable: bool = False
+    """A peer will never have it, so no run that needs it will be persisted."""
 
 
 @dataclass(slots=True)
@@ -92,6 +94,23 @@ class Progress:
     """Windows abandoned so far."""
     memory_bytes: int = 0
     """Host memory set aside for own snapshots and for those kept for others."""
+
+
+def tensors_of(schedule: Schedule, contents: Contents, states: Mapping[str, OperatorState]) -> list[StateTensor]:
+    """The live tensors that a snapshot with ``contents`` holds of ``states``."""
+    tensors: list[StateTensor] = []
+    for name, saved in zip(schedule.table.names, contents, strict=True):
+        if (state := states.get(name)) and saved != Saved.NOTHING:
+            tensors += state.full if saved == Saved.FULL else state.compute
+    return tensors
+
+
+def buffer_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int) -> int:
+    """Bytes of a buffer that any snapshot of ``states`` under ``schedule`` fits in, and a boundary record."""
+    slots = (schedule.contents(schedule.start + slot) for slot in range(schedule.size))
+    heaviest = max(aligned_bytes(tensors_of(schedule, contents, states)) for contents in slots)
+    # In a window of one iteration every slot holds everything, whatever the order.
+    return int(heaviest * (SLACK if schedule.size > 1 else 1)) + record_bytes
 
 
 class Checkpointer:
@@ -143,7 +162,8 @@ class Checkpointer:
         """The last snapshot of the run that is persisted on every rank."""
         self._layouts: dict[int, _Layout] = {}
         self._laid_out = ""
-        self._resume_at = -1
+        self._paused = False
+        """No snapshot is taken until there is room for a whole window."""
         self._sent_before = 0
         self._copied_bytes, self._copy_s = 0, 0.0
         self._pool = BufferPool(device, 0, 0)
@@ -151,21 +171,15 @@ class Checkpointer:
 
     # What buffers a schedule needs
 
-    def buffer_bytes(self, schedule: Schedule) -> int:
-        """Bytes of a buffer that any snapshot under ``schedule`` fits in."""
-        slots = (schedule.contents(schedule.start + slot) for slot in range(schedule.size))
-        return max(aligned_bytes(self._tensors(schedule, contents)) for contents in slots) + self._record_bytes
-
     def memory_needed(self, schedule: Schedule) -> int:
-        """Host memory of this rank under ``schedule``, if those whose snapshots it keeps need buffers like its own."""
-        count = max(slots_kept(schedule.window.kind, schedule.size, REPLICATION_LAG), self._pool.count)
-        nbytes = max(self.buffer_bytes(schedule), self._pool.nbytes)
-        return nbytes * (count + len(self.keepers) * (count + 1))
+        """Host memory of this rank's own buffers under ``schedule``; nothing that is allocated is given back."""
+        count = max(slots_kept(schedule.size, LAG_ALLOWANCE), self._pool.count)
+        return count * max(buffer_bytes(schedule, self._states, self._record_bytes), self._pool.nbytes)
 
     def make_room(self, schedule: Schedule) -> None:
         """Allocate buffers for ``schedule`` if those that are there do not do; peers are asked for the same."""
-        count = slots_kept(schedule.window.kind, schedule.size, REPLICATION_LAG)
-        nbytes = self.buffer_bytes(schedule)
+        count = slots_kept(schedule.size, LAG_ALLOWANCE)
+        nbytes = buffer_bytes(schedule, self._states, self._record_bytes)
         if count <= self._pool.count and nbytes <= self._pool.nbytes:
             return
         self._pool = BufferPool(self._device, max(count, self._pool.count), max(nbytes, self._pool.nbytes))
@@ -180,18 +194,10 @@ class Checkpointer:
             self._laid_out = schedule.id
         if slot not in self._layouts:
             contents = schedule.contents(schedule.start + slot)
-            tensors = [tensor for tensor in self._tensors(schedule, contents) if tensor.nbytes]
+            tensors = [tensor for tensor in tensors_of(schedule, contents, self._states) if tensor.nbytes]
             placed = [(tensor, at, as_bytes(tensor.tensor)) for tensor, at in offsets(tensors)]
             self._layouts[slot] = _Layout(contents, placed, aligned_bytes(tensors))
         return self._layouts[slot]
-
-    def _tensors(self, schedule: Schedule, contents: Contents) -> list[StateTensor]:
-        """The live tensors that a snapshot with ``contents`` holds on this rank."""
-        tensors: list[StateTensor] = []
-        for name, saved in zip(schedule.table.names, contents, strict=True):
-            if (state := self._states.get(name)) and saved != Saved.NOTHING:
-                tensors += state.full if saved == Saved.FULL else state.compute
-        return tensors
 
     # Once an iteration
 
@@ -209,13 +215,13 @@ class Checkpointer:
         self._learn(iteration)
         self._count_replicated()
         self._capture = None
-        if iteration < self._resume_at:
-            return
         schedule = self.history.at(iteration)
+        if self._paused and not self._has_room(iteration, schedule):
+            return
+        self._paused = False
         if (buffer := self._pool.acquire()) is None:
-            self._abandon(iteration, schedule)
-            if iteration < self._resume_at or (buffer := self._pool.acquire()) is None:
-                return
+            self._abandon(iteration)
+            return
         slot = schedule.slot(iteration)
         layout = self._layout(schedule, slot)
         marked, tensors = plain.flatten(record)
@@ -239,7 +245,12 @@ class Checkpointer:
             self._captured(held, Snapshot(Header(self.rank, iteration, schedule.id, slot, entries, marked), buffer))
 
         count = len(layout.placed)
-        self._capture = self._engine.start(pairs[count:], pairs[:count], captured)
+        self._capture = self._engine.start(pairs[count:], pairs[:count], captured, lambda: self._lose(iteration))
+
+    def _has_room(self, iteration: int, schedule: Schedule) -> bool:
+        """Whether a window that begins now could be captured whole."""
+        begins = schedule.window.kind is WindowKind.ROLLING or schedule.slot(iteration) == 0
+        return begins and self._pool.available >= schedule.size
 
     def pause(self, iteration: int) -> None:
         """Take no ``SS_iteration``; only for measuring what snapshots cost. Replaces :meth:`capture`, on all ranks."""
@@ -273,6 +284,13 @@ class Checkpointer:
             sender.deliver(Delivery(snapshot, lambda: self._begin_use(held), lambda: self._end_use(held)))
         self._end_use(held)
 
+    def _lose(self, iteration: int) -> None:
+        """A capture failed, on whatever thread: its buffer holds nothing."""
+        with self._lock:
+            held = self._held.pop(iteration)
+            held.freed = True
+        self._end_use(held)
+
     # Life of a buffer
 
     def _begin_use(self, held: _Held) -> bool:
@@ -295,6 +313,12 @@ class Checkpointer:
                 held.freed = True
                 if held.users == 0:
                     held.pool.release(held.buffer)
+
+    def undelivered(self, snapshot: Snapshot) -> None:
+        """A peer will never have ``snapshot``; called on a sender's thread."""
+        with self._lock:
+            if held := self._held.get(snapshot.iteration):
+                held.undeliverable = True
 
     def acknowledged(self, snapshot: Snapshot, peer: int) -> None:
         """A peer has all of ``snapshot``; called on a sender's thread."""
@@ -351,20 +375,25 @@ class Checkpointer:
     def _open_starts(self, iteration: int) -> Iterable[int]:
         """Where runs of this rank begin that may still become persisted."""
         with self._lock:
-            held = {taken: held.contents for taken, held in self._held.items()}
-        return open_starts(held) if iteration - 1 in held else ()
+            held = {taken: held.contents for taken, held in self._held.items() if not held.undeliverable}
+        complete = {run.first for run in recoverable_runs(held)}
+        return complete.union(open_starts(held) if iteration - 1 in held else ())
 
-    def _abandon(self, iteration: int, schedule: Schedule) -> None:
-        """Give up the window under way, because there is no buffer for its next snapshot."""
-        needed = max((*self._persisted_runs.values(), self._last_needed))
+    def _abandon(self, iteration: int) -> None:
+        """No buffer is free: give up the window under way, and take no snapshot before a whole one has room again.
+
+        Complete runs stay, whose delivery is only a matter of time; what lies beyond them is the window under way.
+        """
         with self._lock:
-            under_way = sorted(held for held in self._held if held > needed)
+            held = {taken: held.contents for taken, held in self._held.items() if not held.undeliverable}
+        newest = newest_recoverable_run(held)
+        needed = max((*self._persisted_runs.values(), self._last_needed, newest.last if newest else -1))
+        under_way = sorted(taken for taken in held if taken > needed)
         self._free(under_way)
         if under_way:
             for sender in self._senders:
                 sender.drop(under_way[0], under_way[-1])
-        rolling = schedule.window.kind is WindowKind.ROLLING
-        self._resume_at = iteration if rolling and under_way else schedule.next_boundary(iteration + 1)
+        self._paused = True
         self.progress.abandoned += 1
         if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is told
             return
@@ -373,7 +402,7 @@ class Checkpointer:
         self._report(
             f"iteration {iteration}: no host buffer is free, so the window under way ({lost}) is abandoned; the "
             f"persisted one stays. Abandoned so far: {self.progress.abandoned}. Peers that lag: {waiting}. Snapshots "
-            f"go on at {self._resume_at}"
+            "go on when a whole window has room"
         )
 
     def _count_replicated(self) -> None:
@@ -383,8 +412,12 @@ class Checkpointer:
             self.progress.digest_cpu_s = self._capture.digest_cpu_s
         with self._lock:
             captured = [iteration for iteration, held in self._held.items() if held.snapshot]
-        self.progress.lag = max(captured, default=0) - max(self.persisted(), default=max(captured, default=0))
-        self.progress.memory_bytes = self._pool.total_bytes + sum(keeper.memory_bytes for keeper in self.keepers)
+        if captured:
+            self.progress.lag = max(captured) - max(self.persisted(), default=min(captured) - 1)
+        with self._lock:  # buffers of an older pool, until they are freed
+            old = sum(held.pool.nbytes for held in self._held.values() if held.pool is not self._pool)
+        kept = sum(keeper.memory_bytes for keeper in self.keepers)
+        self.progress.memory_bytes = self._pool.total_bytes + old + kept
 
     # The end
 

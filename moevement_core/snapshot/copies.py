@@ -29,7 +29,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Capture:
     """One snapshot on its way to host memory."""
 
-    def __init__(self, at_once: Sequence[Pair], beside: Sequence[Pair], done: Callable[[Capture], None]) -> None:
+    def __init__(
+        self,
+        at_once: Sequence[Pair],
+        beside: Sequence[Pair],
+        done: Callable[[Capture], None],
+        failed: Callable[[], None],
+    ) -> None:
         self.at_once = at_once
         self.beside = beside
         self.digests: list[str] = []
@@ -41,6 +47,7 @@ class Capture:
         self.digest_cpu_s = 0.0
         self.error: BaseException | None = None
         self._done = done
+        self._failed = failed
         self.copied = threading.Event()
         self.finished = threading.Event()
 
@@ -75,19 +82,34 @@ class CopyEngine(ABC):
     """Runs captures one after the other, beside training."""
 
     def __init__(self) -> None:
+        self.error: BaseException | None = None
+        """The first thing that went wrong in the background; shown at the next call."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="moevement-capture", daemon=True)
         self._thread.start()
 
-    def start(self, at_once: Sequence[Pair], beside: Sequence[Pair], done: Callable[[Capture], None]) -> Capture:
+    def start(
+        self,
+        at_once: Sequence[Pair],
+        beside: Sequence[Pair],
+        done: Callable[[Capture], None],
+        failed: Callable[[], None],
+    ) -> Capture:
         """Begin to copy; call it when the live tensors hold what is to be kept.
 
         Args:
             at_once: live tensors that anything may change after this call, and their targets: small ones.
             beside: live tensors that nothing changes before :meth:`Capture.wait_copied`, and their targets.
             done: called on the background thread when copies and digests are complete.
+            failed: called there instead if they are not.
+
+        Raises:
+            Exception: what went wrong in the background before.
         """
-        capture = Capture(at_once, beside, done)
+        if self.error is not None:
+            failed()
+            raise self.error
+        capture = Capture(at_once, beside, done, failed)
         self._jobs.put((capture, self._issue(capture)))
         return capture
 
@@ -114,8 +136,9 @@ class CopyEngine(ABC):
                 capture.copied.set()
                 capture._digest()
                 capture._done(capture)
-            except BaseException as error:  # shown by wait_copied, on the training thread
-                capture.error = error
+            except BaseException as error:  # shown on the training thread
+                capture.error = self.error = error
+                capture._failed()
             finally:
                 capture.copied.set()
                 capture.finished.set()

@@ -132,6 +132,17 @@ def test_what_only_the_ranks_can_know_is_refused_in_one_line_too(change: dict[st
     assert sum(found in line for line in lines) == 1
 
 
+def test_stages_that_never_reorder_and_stages_that_do_agree_under_a_memory_cap(tmp_path: Path) -> None:
+    """One stage has no experts, so only the other one wants a new order; an iteration in between is left out."""
+    job = PP2 | {"moe_layer_freq": "[0,0,1,1]", "bf16": True, "iterations_to_skip": "5"}
+    plain_run = train(2, tmp_path / "plain", train_iters=16, **job)
+    sparse = SPARSE | {"moevement_replicas": 1, "moevement_host_memory_gb": 1, "moevement_window": 2}
+    record = train(2, tmp_path / "sparse", train_iters=16, **job, **sparse)
+    assert compare(plain_run, record).first_difference is None
+    assert record.summary()["checkpointing"]["persisted_from"] > 5
+    assert record.summary()["checkpointing"]["reorders"] > 0
+
+
 def test_copies_may_stay_on_the_node_if_that_is_asked_for(tmp_path: Path) -> None:
     sparse = SPARSE | {"moevement_ranks_per_node": None, "moevement_replicas_on_same_node": True}
     record = train(2, tmp_path, train_iters=4, **EP2, **sparse, moevement_replicas=1, moevement_window=2)

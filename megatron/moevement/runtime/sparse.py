@@ -8,6 +8,7 @@ here: one at a window's beginning, and one that nobody waits for each iteration 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import socket
 import statistics
@@ -30,7 +31,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
-from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory, slots_kept
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import Budget, choose_window, impose_window
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.placement import Placement, place, sources_of
@@ -38,13 +39,15 @@ from moevement_core.replication.sender import Sender
 from moevement_core.replication.transport import GlooTransport
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
-from moevement_core.snapshot.checkpointer import REPLICATION_LAG, Checkpointer
+from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState, buffer_bytes
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 
 FIRST_WINDOW = 8
 """W before anything is measured."""
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""
+NETWORK_HEADROOM = 0.8
+"""Share of the measured rate that a slot may need: peers that are only just in time abandon windows at every delay."""
 RECORD_SLACK_BYTES = 64 << 10
 """Room for a boundary record to grow."""
 
@@ -123,28 +126,32 @@ class SparseRun:
         self._steps_s: list[float] = []
         self._decided = config.window is not None
         self._announced = -1
+        self._window_start = job.iteration
         self._silent: set[int] = set()
         size = config.window or min(FIRST_WINDOW, max(len(one.operators) for one in told))
         order = self.popularity.order()
         window = impose_window(self.table, order, size, config.window_kind)
         history = ScheduleHistory(Schedule(self.table, order, window, start=job.iteration))
-        peers = self._place(told)
+        self._peers = peers = self._place(told)
         record_bytes = self._record_bytes()
-        self._refuse_beyond_cap(history.newest, told, peers, record_bytes, states)
+        by_name = {operator.name: state for operator, state in states.items()}
+        own_bytes = self._refuse_beyond_cap(history.newest, by_name, record_bytes)
         transport = GlooTransport() if config.replicas else None
         agreement: Agreement = GroupAgreement() if self._world > 1 else Alone()
         senders: list[Sender] = []
         keepers: list[Keeper] = []
         if transport is not None:
-            allowance = config.host_memory_bytes
+            sources = sources_of(peers, self._rank)
+            allowance = (config.host_memory_bytes - own_bytes) / max(1, len(sources))
             keepers = [
-                Keeper(self._rank, source, transport, self._device, allowance, self._report)
-                for source in sources_of(peers, self._rank)
+                Keeper(self._rank, source, transport, self._device, allowance, self._report) for source in sources
             ]
-            senders = [Sender(self._rank, peer, transport, self._kept, self._report) for peer in peers[self._rank]]
+            senders = [
+                Sender(self._rank, peer, transport, self._kept, self._lost, self._report) for peer in peers[self._rank]
+            ]
         self.checkpointer = Checkpointer(
             self._rank,
-            {operator.name: state for operator, state in states.items()},
+            by_name,
             history,
             self._device,
             senders,
@@ -190,25 +197,22 @@ class SparseRun:
         needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
         return needed + RECORD_SLACK_BYTES
 
-    def _refuse_beyond_cap(
-        self, schedule: Schedule, told: list[_Rank], peers: Placement, record_bytes: int, states: dict[Any, Any]
-    ) -> None:
-        """Compare what every rank will need with the cap, on every rank alike."""
-        count = slots_kept(schedule.window.kind, schedule.size, REPLICATION_LAG)
-        row = [rank for rank, one in enumerate(told) if one.stage == told[self._rank].stage].index(self._rank)
-        slot_bytes = int(schedule.window.slot_bytes[row].max()) + record_bytes
+    def _refuse_beyond_cap(self, schedule: Schedule, states: dict[str, OperatorState], record_bytes: int) -> int:
+        """Compare what every rank will need with the cap, on every rank alike; returns this rank's own buffers."""
+        count = slots_kept(schedule.size, LAG_ALLOWANCE)
         needed: list[Any] = [None] * self._world
-        dist.all_gather_object(needed, slot_bytes)
+        dist.all_gather_object(needed, buffer_bytes(schedule, states, record_bytes))
         for rank in range(self._world):
-            own = count * needed[rank]
-            kept = sum((count + 1) * needed[source] for source in sources_of(peers, rank))
+            sources = sources_of(self._peers, rank)
+            own, kept = count * needed[rank], sum((count + 1) * needed[source] for source in sources)
             if own + kept > self.config.host_memory_bytes:
                 raise ConfigError(
                     f"--moevement-host-memory-gb {self.config.host_memory_bytes / 1e9:g}: rank {rank} needs "
                     f"{(own + kept) / 1e9:.3f} GB ({own / 1e9:.3f} for its own snapshots, {kept / 1e9:.3f} for those "
-                    f"of {len(sources_of(peers, rank))} peers, at W = {schedule.size}); give that much, or fewer "
-                    "replicas, or another window"
+                    f"of {len(sources)} peers, at W = {schedule.size}); give that much, or fewer replicas, or another "
+                    "window"
                 )
+        return int(count * needed[self._rank])
 
     # Once an iteration
 
@@ -221,8 +225,10 @@ class SparseRun:
             self.last_begin_s = 0.0
             return
         self._pending_counts.append(self._counts.take())
-        schedule = self.checkpointer.history.at(committed)
-        if committed > schedule.start and schedule.slot(committed) == 0 and self._pending_counts:
+        # Iterations may be left out (--iterations-to-skip), the first of a window among them.
+        window_start = self.checkpointer.history.at(committed).window_start(committed)
+        if window_start > self._window_start:
+            self._window_start = window_start
             self._decide(committed)
         record = {"boundary": boundary_state(self._job), "iteration": self._last_record}
         self.checkpointer.capture(committed, record)
@@ -268,44 +274,63 @@ class SparseRun:
     # At a window's beginning
 
     def _decide(self, boundary: int) -> None:
-        """Order and window of the window that begins at ``boundary``; every rank comes to the same answer."""
+        """Order and window of the window that begins next; every rank comes to the same answer.
+
+        Orders are the stage's and windows the job's, so every rank takes part in every collective here, whether or not
+        it wants a change itself.
+        """
         self._observe()
         history = self.checkpointer.history
-        size, order = history.newest.size, history.newest.order
+        old = history.newest
         reorder = self.trigger.should_reorder(self.popularity.scores)
+        order = self.popularity.order() if reorder else old.order
+        measured = not self._decided and len(self._steps_s) >= WARM_UP
+        size = self._measured_window(order) if measured else old.size
+        self.totals.windows += 1
+        wanted = [self._schedule(order, size), self._schedule(order, old.size)]
+        beyond = self._beyond_cap(wanted)
+        fitting = [schedule for schedule, is_beyond in zip(wanted, beyond, strict=True) if not is_beyond]
+        if any(beyond) and self._rank == 0:
+            self._report(
+                f"a window of {size} iterations needs more host memory than --moevement-host-memory-gb "
+                f"{self.config.host_memory_bytes / 1e9:g}; the window stays at {old.size}"
+            )
+        if not fitting:
+            return
+        chosen = fitting[0]
+        self._decided = self._decided or measured
         if reorder:
-            order = self.popularity.order()
             self.trigger.ordered(self.popularity.scores)
             self.totals.reorders += 1
-        if not self._decided and len(self._steps_s) >= WARM_UP:
-            size = self._measured_window(order)
-            self._decided = True
-        self.totals.windows += 1
-        if not reorder and size == history.newest.size:
+        if not reorder and chosen.size == old.size:
             return
-        changed = size != history.newest.size
-        window = impose_window(self.table, order, size, self.config.window_kind)
-        if self._beyond_cap(Schedule(self.table, order, window)):
-            if self._rank == 0:
-                self._report(
-                    f"a window of {size} iterations in the new order needs more host memory than "
-                    f"--moevement-host-memory-gb {self.config.host_memory_bytes / 1e9:g}; window and order stay"
-                )
-            return
-        schedule = history.change(boundary - 1, order, window)
+        schedule = history.change(boundary - 1, order, chosen.window)
         self.checkpointer.make_room(schedule)
         history.forget_before(max(self.checkpointer.progress.persisted, history.oldest.start))
-        if changed and self._rank == 0:
+        if chosen.size != old.size and self._rank == 0:
             self._report(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
 
-    def _beyond_cap(self, schedule: Schedule) -> bool:
-        """Whether any rank would need more host memory than it may use; without a cap nobody asks."""
+    def _schedule(self, order: Any, size: int) -> Schedule:
+        return Schedule(self.table, order, impose_window(self.table, order, size, self.config.window_kind))
+
+    def _beyond_cap(self, schedules: list[Schedule]) -> list[bool]:
+        """For each of ``schedules`` whether any rank would need more host memory than it may use.
+
+        Without a cap nobody asks.
+        """
         if math.isinf(self.config.host_memory_bytes):
-            return False
-        needed = self.checkpointer.memory_needed(schedule)
-        beyond = torch.tensor([int(needed > self.config.host_memory_bytes)])
-        dist.all_reduce(beyond, op=dist.ReduceOp.MAX, group=self._job_group)
-        return bool(beyond)
+            return [False] * len(schedules)
+        own = torch.tensor([self.checkpointer.memory_needed(schedule) for schedule in schedules])
+        everyones = [torch.empty_like(own) for _ in range(self._world)]
+        dist.all_gather(everyones, own, group=self._job_group)
+        needed = [self._needed_by(rank, everyones) for rank in range(self._world)]
+        return [bool((one > self.config.host_memory_bytes).any()) for one in torch.stack(needed).T]
+
+    def _needed_by(self, rank: int, own: list[torch.Tensor]) -> torch.Tensor:
+        """Host memory of ``rank``: for its own snapshots, and for those it keeps, one buffer more of each source."""
+        kept = [own[source] for source in sources_of(self._peers, rank)]
+        count = slots_kept(self.checkpointer.history.newest.size, LAG_ALLOWANCE)
+        return own[rank] + sum(one * (count + 1) // count for one in kept)
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
@@ -320,7 +345,7 @@ class SparseRun:
         iteration_s = statistics.median(self._steps_s[2:])
         d2h, network = self._measured_bandwidths()
         replicas = self.config.replicas
-        budget = Budget(iteration_s, d2h, network, replicas)
+        budget = Budget(iteration_s, d2h, network * NETWORK_HEADROOM, replicas)
         own = choose_window(self.table, order, budget, self.config.window_kind).size
         size = torch.tensor([min(own, MOST_ITERATIONS)])
         dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._job_group)
@@ -336,6 +361,9 @@ class SparseRun:
 
     def _kept(self, snapshot: Any, peer: int) -> None:
         self.checkpointer.acknowledged(snapshot, peer)
+
+    def _lost(self, snapshot: Any) -> None:
+        self.checkpointer.undelivered(snapshot)
 
     def _report(self, text: str) -> None:
         print(f"moevement: rank {self._rank}: {text}", flush=True)
@@ -407,13 +435,16 @@ def start(job: Job, config: SparseConfig) -> SparseRun:
 
 def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
     """``train_step`` between the beginning and the end of an iteration."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         job = current_job()
         if job.sparse is None:
             return original(*args, **kwargs)
-        committed = job.iteration
+        # Megatron's own count: it moves over iterations that are left out, too.
+        given = signature.bind(*args, **kwargs).arguments.get("iteration")
+        committed = job.iteration = job.iteration if given is None else int(given)
         job.sparse.begin_iteration(committed)
         began = time.perf_counter()
         result = original(*args, **kwargs)

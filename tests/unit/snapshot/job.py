@@ -11,7 +11,7 @@ import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
-from moevement_core.policy.recoverable import newest_recoverable_run
+from moevement_core.policy.recoverable import recoverable_runs
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.keeper import Keeper
@@ -22,7 +22,7 @@ from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState
 from moevement_core.snapshot.snapshot import Snapshot, StateTensor, digest_of
 from tests.unit.snapshot.loopback import Loopback, SharedAgreement, Wire
 
-OPERATORS, PARAMETERS = 6, 40
+OPERATORS, PARAMETERS = 12, 40
 RECORD_BYTES = 1024
 
 
@@ -52,7 +52,7 @@ class Rank:
         ]
         self.senders = [
             Sender(number, peer, transport, lambda snapshot, peer: self.checkpointer.acknowledged(snapshot, peer),
-                   self.reports.append)
+                   lambda snapshot: self.checkpointer.undelivered(snapshot), self.reports.append)
             for peer in job.placement[number]
         ]  # fmt: skip
         agreement = SharedAgreement(job.ranks, job.board, number)
@@ -85,6 +85,8 @@ class Job:
         self.board: dict[int, dict[int, Mapping[int, Standing]]] = {}
         self.placement = place(range(ranks), replicas)
         self.iteration = -1
+        self.order: np.ndarray | None = None
+        """The order of the windows from the next one on, if it is to change."""
         self.members = [Rank(self, number) for number in range(ranks)]
 
     def history(self) -> ScheduleHistory:
@@ -98,6 +100,7 @@ class Job:
     def run(self, iterations: int, *, settled: bool = True, check: Callable[[], None] | None = None) -> None:
         for _ in range(iterations):
             self.iteration += 1
+            self._reorder_at_boundary()
             for rank in self.members:
                 rank.change_state(self.iteration)
             for rank in self.members:
@@ -111,6 +114,15 @@ class Job:
             self.check()
             if check:
                 check()
+
+    def _reorder_at_boundary(self) -> None:
+        schedule = self.members[0].checkpointer.history.at(self.iteration)
+        if self.order is None or schedule.slot(self.iteration):
+            return
+        for rank in self.members:
+            window = impose_window(schedule.table, self.order, self.size, self.kind)
+            rank.checkpointer.make_room(rank.checkpointer.history.change(self.iteration - 1, self.order, window))
+        self.order = None
 
     def settle(self, timeout_s: float = 10.0) -> None:
         """Wait until everything captured is acknowledged."""
@@ -126,14 +138,12 @@ class Job:
             own = rank.checkpointer.snapshots()
             persisted = rank.checkpointer.progress.persisted
             if persisted >= 0:
-                contents = {i: s.contents for i, s in own.items() if s.contents is not None and i >= persisted}
-                run = newest_recoverable_run({i: c for i, c in contents.items()})
-                assert run is not None
-                assert run.first >= persisted
+                contents = {i: s.contents for i, s in own.items() if s.contents is not None}
+                (run,) = (run for run in recoverable_runs(contents) if run.first == persisted)
                 for peer in self.placement[rank.number]:
                     (keeper,) = (k for k in self.members[peer].keepers if k.source == rank.number)
                     kept = keeper.snapshots()
-                    for iteration in range(persisted, persisted + self.size):
+                    for iteration in range(run.first, run.last + 1):
                         self._is_what_was_live(rank, own[iteration])
                         self._is_what_was_live(rank, kept[iteration])
             pool = rank.checkpointer._pool
