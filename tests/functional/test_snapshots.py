@@ -49,9 +49,37 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
+TP2: dict[str, Any] = {
+    "tensor_model_parallel_size": 2, "sequence_parallel": True, "moe_token_dispatcher_type": "allgather",
+}  # fmt: skip
+BF16: dict[str, Any] = {"bf16": True}
+INTERLEAVED = PP2 | {"num_virtual_stages_per_pipeline_rank": 2}
+ONE_COPY: dict[str, Any] = {"moevement_replicas": 1}
+RELATIVES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    f"{layout}, {'with' if distributed else 'without'} the distributed optimizer, {kind}": (
+        ranks,
+        flags_ | BF16 | (DISTRIBUTED_OPTIMIZER if distributed else {}),
+        ONE_COPY | {"moevement_window": 3, "moevement_window_kind": kind},
+    )
+    for layout, (ranks, flags_) in {
+        "PP2": (2, PP2), "EP2": (2, EP2), "PP2xEP2": (4, PP2 | EP2), "VPP2": (2, INTERLEAVED), "TP2": (2, TP2),
+        "EP2xDP2": (4, EP2), "TP2xEP2": (2, TP2 | EP2),
+        "tied embeddings": (2, PP2 | {"untie_embeddings_and_output_weights": False}),
+    }.items()
+    for distributed in (True, False)
+    for kind in ("aligned", "rolling")
+}  # fmt: skip
+EVERY = RUNS | RELATIVES
+
+
+QUICK = [name for name in RUNS if not name.startswith(("TP2", "one rank"))]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in EVERY]
+)
 def test_snapshots_hold_what_was_live_everywhere_and_training_never_notices(name: str, tmp_path: Path) -> None:
-    ranks, job, sparse = RUNS[name]
+    ranks, job, sparse = EVERY[name]
     plain_run = train(ranks, tmp_path / "plain", train_iters=11, **job)
     words = [*flags(train_iters=11, **job, **(SPARSE | sparse)), "--run-dir", str(tmp_path / "sparse")]
     ended = run_ranks(live_and_saved, ranks, [str(SCRIPT), *words], init_process_group=False)
@@ -149,6 +177,7 @@ def test_copies_may_stay_on_the_node_if_that_is_asked_for(tmp_path: Path) -> Non
     assert record.summary()["checkpointing"]["replicated_bytes"] > 0
 
 
+@pytest.mark.full
 def test_a_run_that_loads_a_dense_checkpoint_goes_on_with_snapshots(tmp_path: Path) -> None:
     sparse = SPARSE | {"moevement_window": 2, "moevement_replicas": 1}
     job = EP2 | DISTRIBUTED_OPTIMIZER | {"bf16": True, "save": str(tmp_path / "dense"), "save_interval": 4}
