@@ -35,7 +35,9 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name == "async-mcore" else []) for name in RESUMED]
+)
 def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Path) -> None:
     nproc, layout = RESUMED[name]
     save: dict[str, Any] = {"save": str(tmp_path / "checkpoints"), "save_interval": 2}

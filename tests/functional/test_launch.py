@@ -115,7 +115,7 @@ def test_a_rank_that_fails_shows_its_traceback(options: list[str], tmp_path: Pat
     assert time.monotonic() - started < 50
 
 
-@pytest.mark.parametrize("hurt", ["rank", "launcher"])
+@pytest.mark.parametrize("hurt", [pytest.param("rank", marks=pytest.mark.full), "launcher"])
 def test_nothing_is_left_of_a_job_with_checkpoint_writers(hurt: str, tmp_path: Path) -> None:
     """Neither when a rank is killed, whose writers are then nobody's children, nor after Ctrl-C."""
     words = flags(
