@@ -127,7 +127,7 @@ def report(measured: dict[str, list[Measured]], repeats: int, iterations: int) -
         "# The laptop preset\n\n"
         "`make bench` (`benchmarks/laptop.py`) trains `examples/pretrain_moe/configs/laptop.yaml` on four ranks "
         f"(pipeline 2 x expert/data 2), {iterations} iterations, {repeats} times each way, interleaved.\n"
-        "Median and range. "
+        "The preset takes a snapshot every iteration and sends it to two peers. Median and range. "
         "Forked ranks come from one process that has imported Megatron; fresh ones import it each.\n\n"
         f"| | forked (default) | fresh interpreters |\n|---|---|---|\n{table}\n\n"
         f"{measured_on('torch', 'megatron-core')}, gloo.\n"
