@@ -89,10 +89,9 @@ class Sender:
 
     def deliver(self, delivery: Delivery) -> None:
         """Bring a snapshot."""
-        if self.gone is not None:
-            self._lost(delivery.snapshot)
-            return
         self._jobs.put(delivery)
+        if self.gone is not None:  # asked after queueing, so that none slips in behind the thread's last look
+            self._lose_queued()
 
     def drop(self, first: int, last: int) -> None:
         """Tell the peer to forget snapshots ``first`` to ``last``."""
@@ -134,7 +133,7 @@ class Sender:
     def _deliver(self, delivery: Delivery) -> None:
         try:
             answer = self._attempts(delivery)
-        except Exception:
+        except Exception:  # ends the thread, which reports it; this snapshot is no longer in its queue
             self._lost(delivery.snapshot)
             raise
         if answer is Kind.KEPT:

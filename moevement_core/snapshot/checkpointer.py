@@ -15,7 +15,7 @@ from typing import Any
 
 from moevement_core.device import Device
 from moevement_core.errors import SnapshotError
-from moevement_core.policy.recoverable import RecoverableRun, newest_recoverable_run, open_starts, recoverable_runs
+from moevement_core.policy.recoverable import newest_recoverable_run, open_starts, recoverable_runs
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import WindowKind
 from moevement_core.replication.keeper import Keeper
@@ -341,10 +341,6 @@ class Checkpointer:
                 for iteration, held in self._held.items()
                 if held.snapshot and peers <= held.snapshot.acknowledged
             }
-
-    def newest_run(self) -> RecoverableRun | None:
-        """The newest run of this rank that all its peers have."""
-        return newest_recoverable_run(self.persisted())
 
     def _learn(self, iteration: int) -> None:
         """Take in where the job's runs stood an iteration ago, free what none of them needs, say where ours stand."""

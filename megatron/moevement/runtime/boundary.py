@@ -33,9 +33,3 @@ def _compact(states: dict[str, Any]) -> dict[str, Any]:
     """Python's generator as an array: its 625 numbers one by one would take longer than all the rest."""
     version, numbers, gauss = states["python"]
     return {**states, "python": [version, np.array(numbers, dtype=np.uint32), gauss]}
-
-
-def python_state(compact: list[Any]) -> tuple[Any, ...]:
-    """What ``random.setstate`` takes, from a boundary record."""
-    version, numbers, gauss = compact
-    return version, tuple(int(number) for number in numbers), gauss

@@ -287,6 +287,9 @@ class SparseRun:
         measured = not self._decided and len(self._steps_s) >= WARM_UP
         size = self._measured_window(order) if measured else old.size
         self.totals.windows += 1
+        if math.isinf(self.config.host_memory_bytes) and not reorder and size == old.size:
+            self._decided = self._decided or measured
+            return
         wanted = [self._schedule(order, size), self._schedule(order, old.size)]
         beyond = self._beyond_cap(wanted)
         fitting = [schedule for schedule, is_beyond in zip(wanted, beyond, strict=True) if not is_beyond]
@@ -316,7 +319,7 @@ class SparseRun:
     def _beyond_cap(self, schedules: list[Schedule]) -> list[bool]:
         """For each of ``schedules`` whether any rank would need more host memory than it may use.
 
-        Without a cap nobody asks.
+        Without a cap nobody asks: all ranks have the same flags.
         """
         if math.isinf(self.config.host_memory_bytes):
             return [False] * len(schedules)
