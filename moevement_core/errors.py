@@ -37,6 +37,10 @@ class ReplicationError(MoEvementError):
     """A copy on a peer cannot be made: the peer is gone, or refuses it."""
 
 
+class RecoveryError(MoEvementError):
+    """State cannot be brought back, or what was brought back is not what was lost."""
+
+
 class DataError(MoEvementError):
     """Text, token files or a tokenizer that cannot be read or do not fit together."""
 

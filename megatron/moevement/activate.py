@@ -50,7 +50,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
     from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, sparse, store
-    from megatron.moevement.transformer import attention, norm
+    from megatron.moevement.transformer import attention, frozen, norm
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
     return (
@@ -80,6 +80,12 @@ def points() -> tuple[Point, ...]:
             "does not take the head widths that multi-latent attention names",
         ),
         Point(
+            ("megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.router"),
+            "router_gating_linear",
+            frozen.gating_without_weight_gradient,
+            "computes the weight gradient of a frozen router",
+        ),
+        Point(
             ("megatron.core.datasets.utils",),
             "compile_helpers",
             _compile_unless_compiled,
@@ -100,6 +106,7 @@ def points() -> tuple[Point, ...]:
             lambda train_step: recorder.record_train_step(sparse.snapshot_every_iteration(train_step)),
             "duration of a step; a snapshot every iteration",
         ),
+        Point((training,), "train", sparse.keep_loop, "what a replay runs its steps with is handed to nobody"),
         Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),
         Point((training,), "evaluate_and_print_results", recorder.record_evaluation, "which set is evaluated"),
         Point((training,), "evaluate", recorder.record_evaluated, "held-out losses are printed and dropped"),

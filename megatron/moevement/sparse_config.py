@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from moevement_core.errors import ConfigError
@@ -17,6 +18,14 @@ from moevement_core.snapshot.agreement import HORIZON
 AUTO = "auto"
 MOST_ITERATIONS = HORIZON // 4
 """Of a window: ranks agree on runs that began up to twice that long ago, and a lag."""
+
+
+class Verify(StrEnum):
+    """How often a digest of the whole state is made, for a replayed state to be compared with."""
+
+    NOTHING = "nothing"
+    WINDOW = "window"
+    ITERATION = "iteration"
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,9 @@ class SparseConfig:
     network_bytes_per_s: float | None
     """Both of one rank; nothing is measured."""
     peer_timeout_s: float
+    verify: Verify
+    wipe_at: frozenset[int]
+    """Iterations after which all state is overwritten and recovered, as a test."""
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> SparseConfig | None:
@@ -65,6 +77,8 @@ class SparseConfig:
             d2h_bytes_per_s=_bandwidth("--moevement-bandwidth", args.moevement_bandwidth),
             network_bytes_per_s=_bandwidth("--moevement-network-bandwidth", args.moevement_network_bandwidth),
             peer_timeout_s=_positive("--moevement-peer-timeout", args.moevement_peer_timeout, 60.0),
+            verify=Verify(args.moevement_verify),
+            wipe_at=frozenset(_at_least("--moevement-wipe-at", at, 1) for at in args.moevement_wipe_at),
         )
 
 
@@ -162,6 +176,22 @@ def add_sparse_arguments(group: Any) -> None:
         default=60.0,
         metavar="S",
         help="seconds after which a peer that does not answer is reported; training never waits for it (default: 60)",
+    )
+    add(
+        "--moevement-verify",
+        choices=[str(verify) for verify in Verify],
+        default=str(Verify.WINDOW),
+        help="when a digest of the whole state is made, which a recovery compares the replayed state with: never, in "
+        "the last iteration of a window, or in every iteration (default: window)",
+    )
+    add(
+        "--moevement-wipe-at",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="to test recovery: when these iterations are committed, overwrite all model and optimizer memory of all "
+        "ranks with NaN, recover it by replay, and compare",
     )
 
 

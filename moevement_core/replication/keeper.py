@@ -11,6 +11,7 @@ from moevement_core.device import Device
 from moevement_core.errors import SnapshotError
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.pool import BufferPool
 from moevement_core.snapshot.snapshot import Header, Snapshot
 
@@ -42,7 +43,7 @@ class Keeper:
         self._report = report
         self._pool: BufferPool | None = None
         self._kept: dict[int, tuple[Snapshot, BufferPool]] = {}
-        self._floor = -1
+        self._floor = NONE
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"moevement-keep-{source}", daemon=True)
         self._thread.start()

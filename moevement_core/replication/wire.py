@@ -20,8 +20,8 @@ _MAGIC = b"MoEvmnt1"
 _FIELDS = struct.Struct("<8sIIqQQQ")  # magic, kind, rank, iteration, header bytes, payload bytes, count
 MAX_HEADER_BYTES = 1 << 30
 
-TO_PEER, TO_SOURCE = 1, 2
-"""Tags: what a source sends, and what its peer answers."""
+TO_PEER, TO_SOURCE, TO_OWNER = 1, 2, 3
+"""Tags: what a source sends, what its peer answers, and what anybody sends back to whom it belongs."""
 
 
 class Kind(IntEnum):

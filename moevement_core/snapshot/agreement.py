@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 HORIZON = 512
 """How many iterations back a run may begin."""
+NONE = -(1 << 40)
+"""In the place of an iteration: there is none. Runs may begin before iteration 0."""
 
 
 class Standing(IntEnum):
@@ -28,6 +30,8 @@ class Standing(IntEnum):
     """It may still become persisted."""
     PERSISTED = 2
     """All peers have all of it."""
+    DURABLE = 3
+    """Its files are on disk, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +45,8 @@ class Agreed:
 
     @property
     def newest_persisted(self) -> int:
-        """Where the newest run begins that is persisted on every rank, -1 if there is none."""
-        return max((start for start, s in self.standing.items() if s is Standing.PERSISTED), default=-1)
+        """Where the newest run begins that is persisted on every rank, ``NONE`` if there is none."""
+        return max((start for start, s in self.standing.items() if s >= Standing.PERSISTED), default=NONE)
 
     def first_open(self, after: int) -> int:
         """The first beginning later than ``after`` of a run that the job may still persist, known or to come."""

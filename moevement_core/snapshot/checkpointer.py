@@ -21,7 +21,7 @@ from moevement_core.policy.window import WindowKind
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import Delivery, Sender
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.agreement import Agreed, Agreement, Standing
+from moevement_core.snapshot.agreement import NONE, Agreed, Agreement, Standing
 from moevement_core.snapshot.copies import Capture, copy_engine
 from moevement_core.snapshot.pool import BufferPool
 from moevement_core.snapshot.snapshot import (
@@ -32,8 +32,10 @@ from moevement_core.snapshot.snapshot import (
     StateTensor,
     aligned_bytes,
     as_bytes,
+    contents_text,
     offsets,
 )
+from moevement_core.snapshot.whole import begin_whole
 
 SLACK = 1.125
 """By how much buffers are larger than the heaviest slot: another order has other slots."""
@@ -88,8 +90,10 @@ class Progress:
     """Payload bytes that peers acknowledged in the last iteration, all peers together."""
     lag: int = 0
     """Iterations by which the newest snapshot that all peers have trails the newest captured one."""
-    persisted: int = -1
-    """Where the newest run begins that is persisted on every rank; -1 if there is none."""
+    whole_cpu_s: float = 0.0
+    """Likewise for digests of the whole state."""
+    persisted: int = NONE
+    """Where the newest run begins that is persisted on every rank; ``NONE`` if there is none."""
     abandoned: int = 0
     """Windows abandoned so far."""
     memory_bytes: int = 0
@@ -158,7 +162,7 @@ class Checkpointer:
         self._capture: Capture | None = None
         self._persisted_runs: dict[int, int] = {}
         """Runs of this rank that were said to be persisted: last snapshot by first. They may become the job's."""
-        self._last_needed = -1
+        self._last_needed = NONE
         """The last snapshot of the run that is persisted on every rank."""
         self._layouts: dict[int, _Layout] = {}
         self._laid_out = ""
@@ -201,13 +205,15 @@ class Checkpointer:
 
     # Once an iteration
 
-    def capture(self, iteration: int, record: Any) -> None:
+    def capture(self, iteration: int, record: Any, *, state: int | None = None, whole: bool = False) -> None:
         """Begin ``SS_iteration``, while ``state@iteration`` is live; frees what the job needs no more.
 
         Args:
             iteration: the last one committed.
             record: boundary state and iteration record, plain data with tensors; copied before this returns (or, on a
                 GPU, in the order of the current stream).
+            state: the iteration whose state is live, where that is another; see :class:`Header`.
+            whole: whether a digest of every operator's whole state is made, too.
 
         Raises:
             SnapshotError: the record is larger than was said, or an earlier copy failed.
@@ -234,6 +240,7 @@ class Checkpointer:
         pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in placed]
         contents = layout.contents
         held = _Held(buffer, self._pool, contents)
+        everything = self._everything() if whole else {}
         with self._lock:
             self._held[iteration] = held
 
@@ -242,10 +249,30 @@ class Checkpointer:
                 Entry(t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes, digest)
                 for (t, at, _), digest in zip(placed, done.digests, strict=True)
             )
-            self._captured(held, Snapshot(Header(self.rank, iteration, schedule.id, slot, entries, marked), buffer))
+            header = Header(
+                self.rank, iteration, schedule.id, slot, contents_text(contents), entries, marked,
+                iteration if state is None else state, done.whole or None,
+            )  # fmt: skip
+            self._captured(held, Snapshot(header, buffer))
 
         count = len(layout.placed)
-        self._capture = self._engine.start(pairs[count:], pairs[:count], captured, lambda: self._lose(iteration))
+        self._capture = self._engine.start(
+            pairs[count:], pairs[:count], everything, captured, lambda: self._lose(iteration)
+        )
+
+    def _everything(self) -> dict[str, list[Any]]:
+        """All live tensors of every operator that has some here."""
+        every = {name: [t.tensor for t in (*state.compute, *state.full)] for name, state in self._states.items()}
+        return {name: tensors for name, tensors in every.items() if tensors}
+
+    def whole_now(self) -> dict[str, str]:
+        """The digest of every operator's whole live state, as a snapshot has it that was asked for it."""
+        return begin_whole(self._everything())()
+
+    def settle(self) -> None:
+        """Block until what is being captured is."""
+        if self._capture is not None:
+            self._capture.finished.wait()
 
     def _has_room(self, iteration: int, schedule: Schedule) -> bool:
         """Whether a window that begins now could be captured whole."""
@@ -275,7 +302,6 @@ class Checkpointer:
 
     def _captured(self, held: _Held, snapshot: Snapshot) -> None:
         """On the capture thread: hand the snapshot to the senders."""
-        snapshot.contents = held.contents
         if not self.replicating:
             snapshot.acknowledged.update(sender.peer for sender in self._senders)
         with self._lock:
@@ -383,7 +409,7 @@ class Checkpointer:
         with self._lock:
             held = {taken: held.contents for taken, held in self._held.items() if not held.undeliverable}
         newest = newest_recoverable_run(held)
-        needed = max((*self._persisted_runs.values(), self._last_needed, newest.last if newest else -1))
+        needed = max((*self._persisted_runs.values(), self._last_needed, newest.last if newest else NONE))
         under_way = sorted(taken for taken in held if taken > needed)
         self._free(under_way)
         if under_way:
@@ -406,6 +432,7 @@ class Checkpointer:
         self.progress.replicated_bytes, self._sent_before = sent - self._sent_before, sent
         if self._capture is not None and self._capture.finished.is_set():
             self.progress.digest_cpu_s = self._capture.digest_cpu_s
+            self.progress.whole_cpu_s = self._capture.whole_cpu_s
         with self._lock:
             captured = [iteration for iteration, held in self._held.items() if held.snapshot]
         if captured:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 
 from moevement_core.device import Device, Event
 from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
+from moevement_core.snapshot.whole import Finish, begin_whole
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Live tensor and where it goes, both as flat uint8 of the same length."""
@@ -33,11 +34,15 @@ class Capture:
         self,
         at_once: Sequence[Pair],
         beside: Sequence[Pair],
+        whole: Mapping[str, Sequence[torch.Tensor]],
         done: Callable[[Capture], None],
         failed: Callable[[], None],
     ) -> None:
         self.at_once = at_once
         self.beside = beside
+        self.to_digest_whole = whole
+        self.whole: dict[str, str] = {}
+        """A digest of each operator's whole state, where it was asked for, once it is done."""
         self.digests: list[str] = []
         """One for each pair, those copied beside training first, once it is done."""
         self.copy_s = 0.0
@@ -45,6 +50,8 @@ class Capture:
         self.copy_cpu_s = 0.0
         """Processor time that the copies took of this host; next to nothing on a GPU."""
         self.digest_cpu_s = 0.0
+        self.whole_cpu_s = 0.0
+        """Processor time that digests of the whole state took; live state may not change before they are made."""
         self.error: BaseException | None = None
         self._done = done
         self._failed = failed
@@ -72,6 +79,12 @@ class Capture:
             raise self.error
         return waited_s
 
+    def finish_whole(self, finish: Finish) -> None:
+        """Bring the digests of the whole state to their end."""
+        began = time.thread_time()
+        self.whole = finish()
+        self.whole_cpu_s = time.thread_time() - began
+
     def _digest(self) -> None:
         began = time.thread_time()
         self.digests = [digest_of(target) for _, target in (*self.beside, *self.at_once)]
@@ -92,6 +105,7 @@ class CopyEngine(ABC):
         self,
         at_once: Sequence[Pair],
         beside: Sequence[Pair],
+        whole: Mapping[str, Sequence[torch.Tensor]],
         done: Callable[[Capture], None],
         failed: Callable[[], None],
     ) -> Capture:
@@ -100,6 +114,7 @@ class CopyEngine(ABC):
         Args:
             at_once: live tensors that anything may change after this call, and their targets: small ones.
             beside: live tensors that nothing changes before :meth:`Capture.wait_copied`, and their targets.
+            whole: live tensors, likewise, of which only a digest is made, by operator.
             done: called on the background thread when copies and digests are complete.
             failed: called there instead if they are not.
 
@@ -109,7 +124,7 @@ class CopyEngine(ABC):
         if self.error is not None:
             failed()
             raise self.error
-        capture = Capture(at_once, beside, done, failed)
+        capture = Capture(at_once, beside, whole, done, failed)
         self._jobs.put((capture, self._issue(capture)))
         return capture
 
@@ -147,15 +162,17 @@ class CopyEngine(ABC):
 class ThreadCopies(CopyEngine):
     """Copies on the background thread, for a machine without a GPU."""
 
-    def _issue(self, capture: Capture) -> None:
+    def _issue(self, capture: Capture) -> Finish:
         for source, target in capture.at_once:
             target.copy_(source)
+        return begin_whole(capture.to_digest_whole)
 
-    def _complete(self, capture: Capture, issued: Any) -> None:
+    def _complete(self, capture: Capture, issued: Finish) -> None:
         began = time.perf_counter()
         for source, target in capture.beside:
             np.copyto(numpy_bytes(target), numpy_bytes(source))
         capture.copy_s = time.perf_counter() - began
+        capture.finish_whole(issued)
 
 
 class StreamCopies(CopyEngine):
@@ -166,7 +183,7 @@ class StreamCopies(CopyEngine):
         self._stream = device.stream()
         super().__init__()
 
-    def _issue(self, capture: Capture) -> tuple[Event, Event]:
+    def _issue(self, capture: Capture) -> tuple[Event, Event, Finish]:
         first, last = self._device.event(timing=True), self._device.event(timing=True)
         for source, target in capture.at_once:  # in the order of training's own work, so before anything changes them
             target.copy_(source, non_blocking=True)
@@ -176,12 +193,15 @@ class StreamCopies(CopyEngine):
             for source, target in capture.beside:
                 target.copy_(source, non_blocking=True)
             last.record(self._stream)
-        return first, last
+            finish = begin_whole(capture.to_digest_whole)
+        return first, last, finish
 
     def _complete(self, capture: Capture, issued: Any) -> None:
-        first, last = issued
+        first, last, finish = issued
         last.synchronize()
         capture.copy_s = first.elapsed_ms(last) / 1e3
+        with self._device.use_stream(self._stream):  # the answer waits for what was issued on it
+            capture.finish_whole(finish)
 
 
 def copy_engine(device: Device) -> CopyEngine:

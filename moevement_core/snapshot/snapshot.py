@@ -8,7 +8,7 @@ to disk, so whoever holds one can check it without knowing the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Contents, Saved
 from moevement_core.snapshot import plain
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 64
 BOUNDARY = ""
 """In the place of an operator's name: tensors of the boundary record."""
@@ -67,9 +67,16 @@ class Header:
     schedule: str
     """The id of the schedule under which it was taken."""
     slot: int
+    contents: str
+    """What it holds of each operator of the stage's table, one digit of :class:`Saved` for each."""
     entries: tuple[Entry, ...]
     record: Any
     """Boundary state and iteration record: plain data, whose tensors are entries too."""
+    state: int
+    """The iteration whose state it holds; the same as ``iteration`` but for those taken before a run's first
+    iteration, which all hold the state that the run starts from."""
+    whole: dict[str, str] | None = None
+    """A digest of each operator's whole state then, held or not; where they were asked for."""
 
     @property
     def payload_bytes(self) -> int:
@@ -85,8 +92,11 @@ class Header:
             "iteration": self.iteration,
             "schedule": self.schedule,
             "slot": self.slot,
+            "contents": self.contents,
             "entries": entries,
             "record": self.record,
+            "state": self.state,
+            "whole": self.whole,
         }
         return json.dumps(plain_header).encode()
 
@@ -105,10 +115,18 @@ class Header:
                 Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d))
                 for o, s, k, t, at, n, d in found["entries"]
             )
+            whole = found["whole"]
             return Header(
-                int(found["rank"]), int(found["iteration"]), str(found["schedule"]), int(found["slot"]), entries,
-                found["record"],
-            )  # fmt: skip
+                rank=int(found["rank"]),
+                iteration=int(found["iteration"]),
+                schedule=str(found["schedule"]),
+                slot=int(found["slot"]),
+                contents=str(found["contents"]),
+                entries=entries,
+                record=found["record"],
+                state=int(found["state"]),
+                whole=None if whole is None else {str(name): str(digest) for name, digest in whole.items()},
+            )
         except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise SnapshotError(f"no header of a snapshot ({type(error).__name__}: {error})") from None
 
@@ -126,8 +144,6 @@ class Snapshot:
     header: Header
     buffer: torch.Tensor
     """uint8, in host memory; may be longer than the payload."""
-    contents: Contents | None = None
-    """What it holds of each operator of the schedule's table; known to the rank that took it."""
     acknowledged: set[int] = field(default_factory=set)
     """Peers that have all of it."""
 
@@ -135,6 +151,11 @@ class Snapshot:
     def iteration(self) -> int:
         """The t of ``SS_t``."""
         return self.header.iteration
+
+    @property
+    def contents(self) -> Contents:
+        """What it holds of each operator of the stage's table."""
+        return contents_of(self.header.contents)
 
     @property
     def payload(self) -> torch.Tensor:
@@ -145,10 +166,10 @@ class Snapshot:
         """The raw bytes of one tensor."""
         return self.buffer[entry.offset : entry.offset + entry.nbytes]
 
-    def tensors(self, operator: str) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """The tensors of ``operator``, flat, in their dtypes, as views of the buffer."""
+    def tensors_of(self, loads: Mapping[str, Saved]) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Full state or compute weights of the operators named, flat, in their dtypes, as views of the buffer."""
         for entry in self.header.entries:
-            if entry.operator == operator:
+            if entry.operator != BOUNDARY and loads.get(entry.operator) is entry.saved:
                 yield entry, self.bytes_of(entry).view(getattr(torch, entry.dtype))
 
     def record(self) -> Any:
@@ -178,6 +199,16 @@ class Snapshot:
                 f"{entry.operator or 'the boundary record'} is damaged (digest {entry.digest} expected); another copy "
                 "is needed"
             )
+
+
+def contents_of(text: str) -> Contents:
+    """The inverse of :func:`contents_text`."""
+    return np.frombuffer(text.encode(), dtype=np.int8) - np.int8(ord("0"))
+
+
+def contents_text(contents: Contents) -> str:
+    """What a snapshot holds of each operator, one digit for each."""
+    return (contents + np.int8(ord("0"))).tobytes().decode()
 
 
 def digest_of(data: torch.Tensor) -> str:

@@ -86,14 +86,14 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
 
     capture, wait = Checkpointer.capture, Checkpointer.wait
 
-    def capture_and_note(self: Checkpointer, iteration: int, record: Any) -> None:
+    def capture_and_note(self: Checkpointer, iteration: int, record: Any, **options: Any) -> None:
         look(self)
         live[iteration] = {
             (tensor.operator, tensor.key): digest_of(tensor.tensor.clone())
             for state in self._states.values()
             for tensor in (*state.compute, *state.full)
         }
-        capture(self, iteration, record)
+        capture(self, iteration, record, **options)
         schedule = self.history.at(iteration)
         schedules[iteration] = schedule.id, schedule.contents(iteration).tolist(), list(schedule.table.names)
 

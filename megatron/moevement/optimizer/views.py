@@ -8,7 +8,7 @@ Without it every data-parallel replica has everything, and each takes an equal r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,13 +34,51 @@ class _Part:
     end: int
     state: dict[str, torch.Tensor]
     """Master weights and optimizer state, flat, this range only."""
+    master: torch.Tensor | None = None
+    """What the inner optimizer steps, as it has it; nothing if it does not train the parameter."""
+    replicated: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Where data-parallel replicas take a range each: all of the state, flat."""
 
 
-def operator_states(chunks: list[Any], optimizer: Any) -> dict[OperatorId, OperatorState]:
-    """Views of every operator that this rank holds, by operator.
+@dataclass(frozen=True, slots=True, eq=False)
+class Trained:
+    """A parameter, and what the inner optimizer of this rank steps of it."""
+
+    parameter: torch.nn.Parameter
+    master: torch.Tensor | None
+    """Nothing if another rank's optimizer steps all of it, or none does."""
+    weights: torch.Tensor | None
+    """The range of the parameter that ``master`` is the master of, flat; nothing if it is stored quantised."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicated:
+    """State that every data-parallel replica has, and of which each saves its range."""
+
+    operator: str
+    saved: Saved
+    tensor: torch.Tensor
+    """All of it, flat."""
+    group: Any
+    """The replicas."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperatorViews:
+    """The live state of the operators of one rank; nothing is copied, and all of it stays valid."""
+
+    states: dict[OperatorId, OperatorState]
+    """What this rank saves of each."""
+    trained: dict[str, list[Trained]]
+    """The parameters of each, by its name."""
+    replicated: list[Replicated]
+
+
+def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
+    """Views of every operator that this rank holds.
 
     Call it when the optimizer's tensors are the ones that training will use: after a checkpoint is loaded. Torch's Adam
-    gets the state here that its first step would give it. Nothing is copied, and the views stay valid.
+    gets the state here that its first step would give it.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
@@ -55,13 +93,17 @@ def operator_states(chunks: list[Any], optimizer: Any) -> dict[OperatorId, Opera
     part_of = _parts(optimizer)
     compute: dict[OperatorId, list[StateTensor]] = {}
     full: dict[OperatorId, list[StateTensor]] = {}
+    trained: dict[str, list[Trained]] = {}
+    replicated: list[Replicated] = []
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     for number, chunk in enumerate(chunks):
         for operator, name, parameter in operators_of_chunk(chunk, expert_rank):
             weights, states = compute.setdefault(operator, []), full.setdefault(operator, [])
             part = part_of(parameter)
+            trained.setdefault(operator.name, []).append(_trained(parameter, part))
             if part is None:  # another rank's
                 continue
+            replicated += _replicas(operator.name, parameter, part)
             key = f"{number}.{name}[{part.start}:{part.end}]"
             stored = [
                 StateTensor(operator.name, Saved.COMPUTE, f"{key}/{what}", tensor)
@@ -75,7 +117,33 @@ def operator_states(chunks: list[Any], optimizer: Any) -> dict[OperatorId, Opera
                 ]
             else:  # not trained: its weights are all the state there is
                 states += [StateTensor(t.operator, Saved.FULL, t.key, t.tensor) for t in stored]
-    return {operator: OperatorState(tuple(compute[operator]), tuple(full[operator])) for operator in compute}
+    every = {operator: OperatorState(tuple(compute[operator]), tuple(full[operator])) for operator in compute}
+    return OperatorViews(every, trained, replicated)
+
+
+def _trained(parameter: torch.nn.Parameter, part: _Part | None) -> Trained:
+    master = part.master if part is not None else None
+    if _quantised(parameter) is not None:
+        return Trained(parameter, master, None)
+    weights = parameter.data.view(-1)
+    if part is not None and master is not None and master.numel() != parameter.numel():
+        weights = weights[part.start : part.end]
+    return Trained(parameter, master, weights)
+
+
+def _quantised(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """The raw bytes of a quantised parameter."""
+    return next((value for name in _QUANTISED if torch.is_tensor(value := getattr(parameter, name, None))), None)
+
+
+def _replicas(operator: str, parameter: torch.nn.Parameter, part: _Part) -> Iterator[Replicated]:
+    group = _replicas_of(parameter)
+    if part.replicated and group.size() > 1:
+        for what, weights in _stored(parameter, 0, parameter.numel()):
+            if what == "weight":  # scales are saved whole by everyone
+                yield Replicated(operator, Saved.COMPUTE, weights, group)
+        for tensor in part.replicated.values():
+            yield Replicated(operator, Saved.FULL, tensor, group)
 
 
 def operators_of(states: dict[OperatorId, OperatorState]) -> list[Operator]:
@@ -124,7 +192,8 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
     for parameter in member.model_param_gbuf_map:
         owned = member._get_model_param_range_map(parameter)["param"]
         tensors = dict(member._get_main_param_and_optimizer_states(parameter))
-        yield parameter, _Part(owned.start, owned.end, {"master": tensors.pop("param"), **tensors})
+        master = tensors.pop("param")
+        yield parameter, _Part(owned.start, owned.end, {"master": master, **tensors}, master)
 
 
 def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
@@ -139,37 +208,35 @@ def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
     for parameter, master in pairs:
         start, end = _own_range(parameter)
         state = {"master": master, **member.optimizer.state[master]}
-        yield (
-            parameter,
-            _Part(
-                start,
-                end,
-                {
-                    what: tensor.detach().view(-1)[start:end] if tensor.numel() == parameter.numel() > 1 else tensor
-                    for what, tensor in state.items()
-                    if isinstance(tensor, torch.Tensor)
-                },
-            ),
-        )
+        flat = {what: tensor.detach().view(-1) for what, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+        cut = {what: tensor for what, tensor in flat.items() if tensor.numel() == parameter.numel() > 1}
+        part = {what: tensor[start:end] if what in cut else tensor for what, tensor in flat.items()}
+        yield parameter, _Part(start, end, part, master, cut)
 
 
 def _own_range(parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """An equal part for each rank that has the same parameter."""
+    """The range that this rank saves of what all replicas have."""
+    group = _replicas_of(parameter)
+    return range_of(parameter.numel(), group.rank(), group.size())
+
+
+def range_of(numel: int, rank: int, size: int) -> tuple[int, int]:
+    """An equal part for each of ``size`` replicas; a single element belongs to all of them."""
+    return (0, 1) if numel == 1 else (numel * rank // size, numel * (rank + 1) // size)
+
+
+def _replicas_of(parameter: torch.nn.Parameter) -> Any:
+    """The ranks that have the same parameter."""
     from megatron.core import parallel_state
 
     if getattr(parameter, "allreduce", True):
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    else:
-        group = parallel_state.get_expert_data_parallel_group()
-    rank, size, numel = group.rank(), group.size(), parameter.numel()
-    if numel == 1:
-        return 0, 1
-    return numel * rank // size, numel * (rank + 1) // size
+        return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_expert_data_parallel_group()
 
 
 def _stored(parameter: torch.nn.Parameter, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Compute weights of a range as they are stored: quantised ones by their raw bytes and scales, never converted."""
-    raw = next((value for name in _QUANTISED if torch.is_tensor(value := getattr(parameter, name, None))), None)
+    raw = _quantised(parameter)
     if raw is None:
         if not parameter.data.is_contiguous():
             raise OperatorError(f"a parameter of shape {list(parameter.shape)} is not contiguous; it has no flat range")

@@ -1,13 +1,18 @@
-"""What an iteration changes outside the optimizer step, as it stands between two iterations."""
+"""What an iteration changes outside the optimizer step, as it stands between two iterations, and how it is put back."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
+from megatron.moevement.optimizer.frozen_step import put_step_counts, step_counts
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.state_digest import loss_scaler, members, named_tensors, progress, random_states
+from moevement_core.errors import RecoveryError
 
 
 def boundary_state(job: Job) -> dict[str, Any]:
@@ -17,16 +22,89 @@ def boundary_state(job: Job) -> dict[str, Any]:
     """
     return {
         "rng": _compact(random_states()),
-        "router_buffers": named_tensors(job, "named_buffers", lambda name: ".router." in name),
+        "router_buffers": _router_buffers(job),
         "loss_scalers": [loss_scaler(member) for member in members(job.optimizer)],
         "scheduler": job.scheduler.state_dict() if job.scheduler is not None else None,
-        "group_steps": [
-            [group.get("step") for group in member.optimizer.param_groups]
-            for member in members(job.optimizer)
-            if getattr(member, "optimizer", None) is not None
-        ],
+        "group_steps": step_counts(job.optimizer),
         "progress": progress(job),
     }
+
+
+def put_boundary_state(job: Job, boundary: Mapping[str, Any]) -> None:
+    """The inverse of :func:`boundary_state`; random states last, because anything before may draw from them.
+
+    Every loss scaler of the chained optimizers gets its own state: they may have moved apart.
+
+    Raises:
+        RecoveryError: it is the boundary of another job.
+    """
+    _put_buffers(_router_buffers(job), boundary["router_buffers"])
+    for member, state in zip(members(job.optimizer), boundary["loss_scalers"], strict=True):
+        if state:
+            copied = {name: value.clone() if torch.is_tensor(value) else value for name, value in state.items()}
+            member.grad_scaler.load_state_dict(copied)
+    if job.scheduler is not None:
+        _put_scheduler(job.scheduler, boundary["scheduler"])
+    put_step_counts(job.optimizer, boundary["group_steps"])
+    put_progress(job, boundary["progress"])
+    put_random_states(boundary["rng"])
+
+
+def put_progress(job: Job, state: Mapping[str, int]) -> None:
+    """The inverse of :func:`megatron.moevement.state_digest.progress`."""
+    from megatron.training import get_args
+
+    args = get_args()
+    for name, value in state.items():
+        if name == "iteration":
+            job.iteration = value
+        else:
+            setattr(args, name, value)
+
+
+def put_random_states(states: Mapping[str, Any]) -> None:
+    """Every generator that training draws from."""
+    from megatron.core import tensor_parallel
+
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(int(number) for number in numbers), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.cuda.set_rng_state(states["device"].clone())
+    torch.set_rng_state(states["torch"].clone())
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    live = tracker.get_states()
+    for name, state in states["tracker"].items():
+        if isinstance(live.get(name), torch.Generator):
+            live[name].set_state(state.clone())
+        else:
+            live[name] = state.clone()
+    tracker.set_states(live)
+
+
+def _router_buffers(job: Job) -> list[dict[str, Any]]:
+    return named_tensors(job, "named_buffers", lambda name: ".router." in name)
+
+
+def _put_buffers(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    if [list(chunk) for chunk in live] != [list(chunk) for chunk in saved]:
+        raise RecoveryError("the routers' buffers are not those of this model; recover with the flags of that run")
+    for chunk, its_saved in zip(live, saved, strict=True):
+        for name, tensor in chunk.items():
+            tensor.copy_(its_saved[name])
+
+
+def _put_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
+    other = {
+        name: value for name, value in state.items() if name != "num_steps" and getattr(scheduler, name, value) != value
+    }
+    if other:
+        name, value = next(iter(other.items()))
+        raise RecoveryError(
+            f"the learning rate's schedule has {name} {getattr(scheduler, name)}, and had {value} when the snapshot "
+            "was taken; recover with the flags of that run"
+        )
+    scheduler.num_steps = state["num_steps"]
+    scheduler.step(increment=0)  # sets the learning rate and weight decay of every group
 
 
 def _compact(states: dict[str, Any]) -> dict[str, Any]:

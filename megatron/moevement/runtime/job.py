@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from moevement_core.run_record import RunRecord
 
 if TYPE_CHECKING:
+    from megatron.moevement.runtime.replay import TrainLoop
     from megatron.moevement.runtime.sparse import SparseRun
 
 
@@ -32,6 +33,8 @@ class Job:
     held_out: dict[str, Any] = field(default_factory=dict)
     """The last loss on the validation and on the test set."""
     evaluated_set: str = "validation"
+    loop: TrainLoop | None = None
+    """What Megatron's training loop was called with; None before it begins."""
     sparse: SparseRun | None = None
     """Sparse checkpointing of this rank, where it is on."""
     record: RunRecord | None = None

@@ -200,6 +200,8 @@ def _write_scalars(metrics: dict[str, Any], iteration: int) -> None:
 
     if writer := get_tensorboard_writer():
         for name, value in metrics.items():
+            if value is None:
+                continue
             writer.add_scalar(f"moevement/{name}", value, iteration)
 
 

@@ -21,24 +21,29 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.moevement.optimizer.views import operator_states, operators_of
+from megatron.moevement.optimizer.frozen_step import check_supported, outcome_of
+from megatron.moevement.optimizer.views import operator_views, operators_of
+from megatron.moevement.runtime import injection, recovery
 from megatron.moevement.runtime.boundary import boundary_state
 from megatron.moevement.runtime.job import Job, current_job
-from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig
+from megatron.moevement.runtime.replay import TrainLoop
+from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
 from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.device import current_device
-from moevement_core.errors import ConfigError
+from moevement_core.digest import digest
+from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import Budget, choose_window, impose_window
+from moevement_core.recovery.plan import Source
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.placement import Placement, place, sources_of
 from moevement_core.replication.sender import Sender
 from moevement_core.replication.transport import GlooTransport
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
+from moevement_core.snapshot.agreement import NONE, Agreement, Alone, GroupAgreement
 from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState, buffer_bytes
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 
@@ -102,11 +107,13 @@ class SparseRun:
         """Whether snapshots are taken; only a benchmark turns it off."""
         self.last_begin_s = 0.0
         """Seconds of the training thread at the beginning of the last iteration."""
+        check_supported(job.optimizer)
         self._job = job
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._device = current_device()
         chunks = unwrap_model(job.model or [])
-        states = operator_states(chunks, job.optimizer)
+        self._views = operator_views(chunks, job.optimizer)
+        states = self._views.states
         told = self._tell_all(
             _Rank(
                 parallel_state.get_pipeline_model_parallel_rank(),
@@ -115,7 +122,7 @@ class SparseRun:
                 min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
             )
         )
-        stage = told[self._rank].stage
+        stage = self._stage = told[self._rank].stage
         self._job_group = dist.new_group(backend="gloo")
         self._stage_group = self._make_stage_groups(told, stage)
         self.table = OperatorTable(ranks=[one.operators for one in told if one.stage == stage])
@@ -125,13 +132,14 @@ class SparseRun:
         self.trigger = ReorderTrigger(self.table, config.thresholds)
         self._steps_s: list[float] = []
         self._decided = config.window is not None
-        self._announced = -1
-        self._window_start = job.iteration
+        self._announced = NONE
+        self._window_start = self._began_at = job.iteration
         self._silent: set[int] = set()
         size = config.window or min(FIRST_WINDOW, max(len(one.operators) for one in told))
         order = self.popularity.order()
         window = impose_window(self.table, order, size, config.window_kind)
-        history = ScheduleHistory(Schedule(self.table, order, window, start=job.iteration))
+        # One window before the first iteration: it holds the state that the run starts from, whole.
+        history = ScheduleHistory(Schedule(self.table, order, window, start=job.iteration - size))
         self._peers = peers = self._place(told)
         record_bytes = self._record_bytes()
         by_name = {operator.name: state for operator, state in states.items()}
@@ -161,7 +169,13 @@ class SparseRun:
             self._report,
         )
         self._senders = senders
+        # Of its own: senders and keepers go on using theirs.
+        self._fetch_transport = GlooTransport() if self._world > 1 else None
         self._last_record: dict[str, Any] = {}
+        self._last_step: dict[str, Any] = {}
+        self._is_first = True
+        self._replaying = False
+        self.recoveries: list[recovery.Recovery] = []
 
     # Once
 
@@ -219,6 +233,8 @@ class SparseRun:
     def begin_iteration(self, committed: int) -> None:
         """Before an iteration: ``state@committed`` is live and nothing of the next iteration has happened."""
         observer.before_iteration(self, committed)
+        if committed in self.config.wipe_at and committed != self._began_at:
+            self._wipe_and_recover(committed)
         began = time.perf_counter()
         if not self.capturing:
             self.checkpointer.pause(committed)
@@ -231,15 +247,37 @@ class SparseRun:
             self._window_start = window_start
             self._decide(committed)
         record = {"boundary": boundary_state(self._job), "iteration": self._last_record}
-        self.checkpointer.capture(committed, record)
+        history = self.checkpointer.history
+        # Before the first iteration a whole window, so that a run has something to come back to from its start on.
+        first = history.oldest.start if self._is_first else committed
+        self._is_first = False
+        for iteration in range(first, committed + 1):
+            self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))
         self._watch_peers()
         self._announce()
         self.last_begin_s = time.perf_counter() - began
         self.totals.begin_s += self.last_begin_s
 
+    def _digests_whole(self, iteration: int) -> bool:
+        """Whether ``SS_iteration`` has a digest of the whole state."""
+        match self.config.verify:
+            case Verify.NOTHING:
+                return False
+            case Verify.WINDOW:  # where a replay of the window has brought every operator back
+                schedule = self.checkpointer.history.at(iteration)
+                return schedule.slot(iteration) == schedule.size - 1
+            case Verify.ITERATION:
+                return True
+
     def before_step(self) -> None:
         """Before the optimizer step: wait for the copy."""
-        self.totals.stall_s += self.checkpointer.wait()
+        if not self._replaying:
+            self.totals.stall_s += self.checkpointer.wait()
+
+    def after_step(self, result: Any) -> None:
+        """After the optimizer step: keep of its result what a replay needs."""
+        if not self._replaying:
+            self._last_step = outcome_of(result, self._job.optimizer)
 
     def end_iteration(self, committed: int, step_s: float, outcome: dict[str, Any]) -> None:
         """After an iteration.
@@ -251,7 +289,7 @@ class SparseRun:
         """
         progress = self.checkpointer.progress
         self._steps_s.append(step_s - progress.stall_s)
-        self._last_record = {"iteration": committed, **outcome}
+        self._last_record = {"iteration": committed, "step": self._last_step, **outcome}
         self.totals.iterations += 1
         self.totals.train_s += step_s
         self.totals.copied_bytes += progress.copied_bytes
@@ -265,11 +303,61 @@ class SparseRun:
             "copied_bytes": progress.copied_bytes,
             "replicated_bytes": progress.replicated_bytes,
             "replication_lag": progress.lag,
-            "persisted_from": progress.persisted,
+            "persisted_from": None if progress.persisted == NONE else progress.persisted,
             "window": self.checkpointer.history.newest.size,
             "windows_abandoned": progress.abandoned,
             "snapshot_memory_bytes": progress.memory_bytes,
         }
+
+    # Coming back
+
+    def recover(self, until: int) -> recovery.Recovery:
+        """Bring ``state@until`` back on every rank, whatever is in live memory; every rank calls it.
+
+        Raises:
+            RecoveryError: on every rank alike.
+        """
+        parts = recovery.Parts(
+            self._job, self._rank, self._stage, self.table, self._views, self.checkpointer, self._fetch_transport
+        )
+        memory = recovery.MemoryShelf(self._rank, self.checkpointer)
+        shelves = {Source.MEMORY: memory, Source.PEER: memory}
+        self._replaying = self._counts.paused = True
+        try:
+            done = recovery.recover(parts, shelves, until)
+        finally:
+            self._replaying = self._counts.paused = False
+        self._tell_recovery(done)
+        return done
+
+    def _tell_recovery(self, done: recovery.Recovery) -> None:
+        self.recoveries.append(done)
+        if self._rank == 0:
+            print(f"moevement: {done.sentence()}", flush=True)
+        self._job.event("recovery", **done.as_dict())
+
+    def _wipe_and_recover(self, committed: int) -> None:
+        """The injected fault: every rank forgets all it knows, and what comes back is compared with what was there."""
+        before = self._everything_digest()
+        if self._rank == 0:
+            print(f"moevement: wiping the state of iteration {committed} on every rank, as was asked for", flush=True)
+        self.checkpointer.wait()
+        self.checkpointer.settle()
+        injection.wipe(self._job, self._views)
+        self.recover(committed)
+        after = self._everything_digest()
+        wrong = [part for part in before if before[part] != after[part]]
+        everyones: list[Any] = [None] * self._world
+        dist.all_gather_object(everyones, wrong)
+        if any(everyones):
+            raise RecoveryError(
+                f"the state of iteration {committed} did not come back as it was before it was wiped: "
+                + "; ".join(f"rank {rank}: {', '.join(parts[:5])}" for rank, parts in enumerate(everyones) if parts)
+            )
+
+    def _everything_digest(self) -> dict[str, str]:
+        boundary = boundary_state(self._job)
+        return self.checkpointer.whole_now() | {part: digest(value) for part, value in boundary.items()}
 
     # At a window's beginning
 
@@ -386,7 +474,7 @@ class SparseRun:
         if persisted <= self._announced or self._job.record is None:
             return
         schedule = self.checkpointer.history.at(persisted)
-        if schedule.slot(persisted) == 0 or self._announced < 0:
+        if schedule.slot(persisted) == 0 or self._announced == NONE:
             self._announced = persisted
             progress = self.checkpointer.progress
             print(
@@ -406,6 +494,7 @@ class SparseRun:
         dist.all_gather_object(told, (self.totals, self.checkpointer.progress))
         totals, progress = [one[0] for one in told], [one[1] for one in told]
         longest_s = max(one.train_s for one in totals) or 1.0
+        persisted = min(one.persisted for one in progress)
         return {
             "stall_s": max(one.stall_s for one in totals),
             "stall_share": max(one.stall_s for one in totals) / longest_s,
@@ -417,8 +506,9 @@ class SparseRun:
             "windows": max(one.windows for one in totals),
             "windows_abandoned": sum(one.abandoned for one in progress),
             "reorders": max(one.reorders for one in totals),
-            "persisted_from": min(one.persisted for one in progress),
+            "persisted_from": None if persisted == NONE else persisted,
             "memory_bytes": max(one.memory_bytes for one in progress),
+            "recoveries": [one.as_dict() for one in self.recoveries],
         }
 
 
@@ -430,10 +520,28 @@ def start(job: Job, config: SparseConfig) -> SparseRun:
     @functools.wraps(step)
     def step_after_copy(*args: Any, **kwargs: Any) -> Any:
         run.before_step()
-        return step(*args, **kwargs)
+        result = step(*args, **kwargs)
+        run.after_step(result)
+        return result
 
     job.optimizer.step = step_after_copy
     return run
+
+
+def keep_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``train``, whose arguments a replay needs for its steps."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        current_job().loop = TrainLoop(
+            *(given.arguments[name] for name in ("forward_step_func", "config", "p2p_communicator", "pg_collection"))
+        )
+        return original(*args, **kwargs)
+
+    return train
 
 
 def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,6 +26,8 @@ class RouterCounts:
     """
 
     def __init__(self, chunks: list[Any], table: OperatorTable, ordering: Ordering) -> None:
+        self.paused = False
+        """Whether nothing counts: a replay does not count tokens twice."""
         self._soft = ordering is Ordering.SOFT_COUNT
         self._table = table
         self._sums: list[torch.Tensor] = []
@@ -43,7 +45,7 @@ class RouterCounts:
         @functools.wraps(routing)
         def counted(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             result = routing(logits, *args, **kwargs)
-            if router.training and torch.is_grad_enabled():
+            if router.training and torch.is_grad_enabled() and not self.paused:
                 with torch.no_grad():
                     if self._soft:
                         sums.add_(_probabilities(router, logits).sum(0).to(sums.dtype))

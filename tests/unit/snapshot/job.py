@@ -17,7 +17,7 @@ from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.placement import place, sources_of
 from moevement_core.replication.sender import Sender
-from moevement_core.snapshot.agreement import Standing
+from moevement_core.snapshot.agreement import NONE, Standing
 from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState
 from moevement_core.snapshot.snapshot import Snapshot, StateTensor, digest_of
 from tests.unit.snapshot.loopback import Loopback, SharedAgreement, Wire
@@ -137,8 +137,8 @@ class Job:
         for rank in self.members:
             own = rank.checkpointer.snapshots()
             persisted = rank.checkpointer.progress.persisted
-            if persisted >= 0:
-                contents = {i: s.contents for i, s in own.items() if s.contents is not None}
+            if persisted != NONE:
+                contents = {i: s.contents for i, s in own.items()}
                 (run,) = (run for run in recoverable_runs(contents) if run.first == persisted)
                 for peer in self.placement[rank.number]:
                     (keeper,) = (k for k in self.members[peer].keepers if k.source == rank.number)

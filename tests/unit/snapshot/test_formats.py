@@ -64,7 +64,7 @@ def test_what_is_no_data_is_refused() -> None:
 def snapshot_of(values: torch.Tensor) -> Snapshot:
     data = as_bytes(values).clone()
     entry = Entry("layers.0.gate", Saved.FULL, "w/master", "float32", 0, data.numel(), digest_of(data))
-    return Snapshot(Header(3, 17, "ab12", 1, (entry,), {"lr": 0.1}), data)
+    return Snapshot(Header(3, 17, "ab12", 1, "2", (entry,), {"lr": 0.1}, 17, {"layers.0.gate": "xxh3:0"}), data)
 
 
 def test_a_header_comes_back_as_it_was() -> None:
@@ -100,11 +100,11 @@ def test_a_flipped_bit_is_found_and_named() -> None:
 def test_tensors_of_an_operator_are_views_of_the_buffer() -> None:
     values = torch.randn(4)
     snapshot = snapshot_of(values)
-    ((entry, tensor),) = snapshot.tensors("layers.0.gate")
+    ((entry, tensor),) = snapshot.tensors_of({"layers.0.gate": Saved.FULL})
     assert entry.saved is Saved.FULL
     assert torch.equal(tensor, values)
     assert tensor.data_ptr() == snapshot.buffer.data_ptr()
-    assert not list(snapshot.tensors(BOUNDARY))
+    assert not list(snapshot.tensors_of({"layers.0.gate": Saved.COMPUTE, BOUNDARY: Saved.FULL}))
 
 
 @pytest.mark.parametrize("position", range(0, MESSAGE_BYTES, 7))

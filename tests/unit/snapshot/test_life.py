@@ -18,6 +18,7 @@ from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved, slots_kept
 from moevement_core.policy.window import WindowKind
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
 from tests.unit.snapshot.loopback import Loopback
@@ -147,7 +148,7 @@ def test_a_source_that_asks_for_more_than_its_allowance_is_refused() -> None:
         time.sleep(0.2)
         assert "GB of host memory for its copies; 0.000 GB are allowed here" in reports(made)
         assert "it refuses the host memory" in reports(made)
-        assert made.members[0].checkpointer.progress.persisted == -1
+        assert made.members[0].checkpointer.progress.persisted == NONE
         assert all(keeper.memory_bytes == 0 for rank in made.members for keeper in rank.keepers)
 
 
@@ -158,7 +159,8 @@ def stranger(made: Job) -> Loopback:
 
 
 def header(rank: int = 0, iteration: int = 50, nbytes: int = 64) -> Header:
-    return Header(rank, iteration, "x", 0, (Entry("o", Saved.FULL, "k", "uint8", 0, nbytes, "0" * 32),), None)
+    entry = Entry("o", Saved.FULL, "k", "uint8", 0, nbytes, "0" * 32)
+    return Header(rank, iteration, "x", 0, "2", (entry,), None, iteration)
 
 
 def offer(transport: Loopback, sent: Header, announced: Message) -> Kind:
@@ -272,7 +274,7 @@ def test_replication_that_is_too_slow_still_persists_windows_only_fewer(kind: Wi
             made.run(1, settled=False)
             time.sleep(max(0.0, snapshot_s - 0.002))
             persisted.append(made.members[0].checkpointer.progress.persisted)
-        assert persisted[-1] > persisted[60] > -1, persisted
+        assert persisted[-1] > persisted[60] > NONE, persisted
 
 
 def test_what_goes_wrong_behind_the_back_of_training_is_shown_at_the_next_snapshot() -> None:

@@ -1,0 +1,120 @@
+"""The optimizer step of a replayed iteration: the update that was made the first time, for active operators alone.
+
+Frozen operators have no gradient (not a zero one, with which momentum and weight decay would still move the weights),
+so Adam passes them over. What the first time was worked out from all gradients is taken from the record: whether there
+was an overflow, and the norms that gradients were clipped by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.moevement.optimizer.views import OperatorViews
+from megatron.moevement.state_digest import members
+from moevement_core.errors import ConfigError
+
+Outcome = Mapping[str, Any]
+"""What :func:`outcome_of` gave."""
+
+
+def check_supported(optimizer: Any) -> None:
+    """Refuse an optimizer whose step cannot be made again for some operators alone.
+
+    Raises:
+        ConfigError: it is not Megatron's chain of optimizers around Adam.
+    """
+    if not all(hasattr(optimizer, name) for name in ("prepare_grads", "get_grad_norm", "chained_optimizers")):
+        raise ConfigError(
+            f"--moevement-sparse-ckpt with an optimizer of type {type(optimizer).__name__}: a replay needs Megatron's "
+            "ChainedOptimizer; use --optimizer adam"
+        )
+
+
+def outcome_of(result: Any, optimizer: Any) -> dict[str, Any]:
+    """What a replay needs to know of a step.
+
+    Args:
+        result: what Megatron's ``optimizer.step()`` returned.
+    """
+    successful, norm, _ = result
+    return {
+        "overflow": not successful and norm is None,
+        # As the clipping had it, a double: what the trainer prints was rounded to a float on the way between stages.
+        "clip_norm": None if norm is None else float(norm),
+        "clip_norms_by_group": {
+            name: float(value) for name, value in (getattr(optimizer, "grad_norms_by_group", None) or {}).items()
+        },
+    }
+
+
+class FrozenStep:
+    """Changes the step of ``optimizer`` while :meth:`installed`."""
+
+    def __init__(self, optimizer: Any, views: OperatorViews) -> None:
+        self._optimizer = optimizer
+        self._trained = views.trained
+        self.frozen: frozenset[str] = frozenset()
+        """Operators that are passed over."""
+        self.outcome: Outcome | None = None
+        """Of the first time; None: it is worked out again."""
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """For the time of a replay."""
+        replaced = {
+            "prepare_grads": self._prepare_grads,
+            "get_grad_norm": self._get_grad_norm,
+            "_compute_grad_norms_by_group": self._compute_grad_norms_by_group,
+        }
+        self._originals = {name: getattr(self._optimizer, name) for name in replaced}
+        before = {name: vars(self._optimizer).get(name) for name in replaced}
+        vars(self._optimizer).update(replaced)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                del vars(self._optimizer)[name]
+                if value is not None:
+                    vars(self._optimizer)[name] = value
+
+    def _prepare_grads(self) -> bool:
+        found = bool(self._originals["prepare_grads"]())
+        for name in self.frozen:
+            for trained in self._trained.get(name, ()):
+                if trained.master is not None:
+                    trained.master.grad = None
+                trained.parameter.grad = None
+        # An overflow in the gradient of a frozen operator is not seen again.
+        return found if self.outcome is None else bool(self.outcome["overflow"])
+
+    def _get_grad_norm(self) -> Any:
+        return self._originals["get_grad_norm"]() if self.outcome is None else self.outcome["clip_norm"]
+
+    def _compute_grad_norms_by_group(self) -> Any:
+        if self.outcome is None:
+            return self._originals["_compute_grad_norms_by_group"]()
+        self._optimizer.grad_norms_by_group = dict(self.outcome["clip_norms_by_group"])
+        return self._optimizer.grad_norms_by_group
+
+
+def step_counts(optimizer: Any) -> list[list[Any]]:
+    """Steps as Apex's and Transformer Engine's Adam count them: one for each parameter group, all parameters together.
+
+    Torch's Adam counts for each parameter, in its state; there the groups have none.
+    """
+    return [
+        [group.get("step") for group in member.optimizer.param_groups]
+        for member in members(optimizer)
+        if getattr(member, "optimizer", None) is not None
+    ]
+
+
+def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
+    """The inverse of :func:`step_counts`. From there on every step counts once, whatever is frozen."""
+    inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
+    for one, of_groups in zip(inner, counts, strict=True):
+        for group, count in zip(one.param_groups, of_groups, strict=True):
+            if count is not None:
+                group["step"] = count

@@ -1,0 +1,224 @@
+"""All ranks of the job come back together from sparse snapshots: the global path.
+
+report -> plan -> fetch -> replay -> verify. Every rank calls :func:`recover` at the same point; what any of them finds
+wrong, all of them raise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megatron.moevement.optimizer.views import OperatorViews
+from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.replay import MegatronTrainer
+from moevement_core.errors import RecoveryError
+from moevement_core.operators import EMBEDDING, OperatorTable
+from moevement_core.recovery.check import StateCheck
+from moevement_core.recovery.fetch import fetch
+from moevement_core.recovery.plan import Fetch, Holding, RecoveryPlan, Report, Source, plan_recovery
+from moevement_core.recovery.replay import replay
+from moevement_core.replication.transport import Transport
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.checkpointer import Checkpointer
+from moevement_core.snapshot.snapshot import Snapshot
+
+
+class Shelf(Protocol):
+    """Somewhere a rank has snapshots: its memory, or files."""
+
+    def holdings(self) -> Sequence[Holding]:
+        """All that are whole."""
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """One of them; nothing if it is gone meanwhile."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a recovery went; the same on every rank."""
+
+    first: int
+    """The iteration whose state it began from."""
+    until: int
+    """The iteration whose state it reached."""
+    replayed: int
+    """Iterations that were run again."""
+    verified_until: int | None
+    """Up to where the state is verified; None: it is not."""
+    losses_until: int | None
+    """Up to where recomputed losses were compared with the recorded ones."""
+    sources: Mapping[str, int]
+    """Snapshots from own memory, from peers and from files."""
+    fetch_s: float
+    replay_s: float
+
+    def sentence(self) -> str:
+        """For the log: what was done and what is known of it."""
+        came = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
+        verified = (
+            f"verified up to iteration {self.verified_until}" if self.verified_until is not None else "not verified"
+        )
+        return (
+            f"state of iteration {self.until} recovered: snapshots from {self.first} on ({came}), {self.replayed} "
+            f"iterations replayed in {self.replay_s:.2f} s; the state is {verified}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For events and the summary."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a recovery needs of a rank."""
+
+    job: Job
+    rank: int
+    stage: int
+    table: OperatorTable
+    views: OperatorViews
+    checkpointer: Checkpointer
+    transport: Transport | None
+    """Of its own; other ranks hand out snapshots over it."""
+
+
+class MemoryShelf:
+    """Snapshots in this rank's host memory: its own, and those that it keeps for others."""
+
+    def __init__(self, rank: int, checkpointer: Checkpointer) -> None:
+        self._rank = rank
+        self._checkpointer = checkpointer
+
+    def holdings(self) -> list[Holding]:
+        """All that are whole: every byte of them is checked."""
+        own = [(Source.MEMORY, snapshot) for snapshot in self._checkpointer.snapshots().values()]
+        kept = [
+            (Source.PEER, snapshot) for keeper in self._checkpointer.keepers for snapshot in keeper.snapshots().values()
+        ]
+        return [holding_of(snapshot, source) for source, snapshot in own + kept if snapshot.damaged() is None]
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """One of them; nothing if it is gone meanwhile."""
+        if source is Source.MEMORY:
+            return self._checkpointer.snapshots().get(iteration)
+        keepers = (keeper for keeper in self._checkpointer.keepers if keeper.source == owner)
+        return next((keeper.snapshots().get(iteration) for keeper in keepers), None)
+
+
+def holding_of(snapshot: Snapshot, source: Source) -> Holding:
+    """How a snapshot is reported."""
+    header = snapshot.header
+    return Holding(header.rank, header.iteration, header.state, header.schedule, header.contents, source)
+
+
+def recover(parts: Parts, shelves: Mapping[Source, Shelf], until: int | None) -> Recovery:
+    """Bring the state of iteration ``until`` back on every rank, from whatever is in live memory now.
+
+    Args:
+        parts: this rank's.
+        shelves: where snapshots are, by source.
+        until: nothing for the first dense state that the snapshots give.
+
+    Raises:
+        RecoveryError: there is no way back, or what came back is not what was lost. On every rank alike.
+    """
+    began = time.perf_counter()
+    parts.checkpointer.settle()
+    plan, snapshots = _plan_and_fetch(parts, shelves, until)
+    fetched = time.perf_counter()
+    trainer = MegatronTrainer(parts.job, parts.views, _shared_from(parts, plan))
+    check = StateCheck({o.name: s for o, s in parts.views.states.items()}, parts.checkpointer.whole_now)
+    replayed: list[int] = []
+
+    def tell(iteration: int, frozen: int) -> None:
+        replayed.append(iteration)
+        if parts.rank == 0:
+            operators = len(parts.table)
+            print(f"moevement: replaying iteration {iteration}, {operators - frozen} of {operators} operators active")
+
+    with trainer.replaying():
+        replay(plan, parts.stage, parts.table.names, snapshots, trainer, check, tell)
+    recovery = Recovery(
+        plan.first, plan.until, len(replayed), check.verified_until, check.losses_until,
+        {source.name.lower(): count for source, count in plan.sources().items()},
+        fetched - began, time.perf_counter() - fetched,
+    )  # fmt: skip
+    return _agreed(recovery, check.differences)
+
+
+def _plan_and_fetch(
+    parts: Parts, shelves: Mapping[Source, Shelf], until: int | None
+) -> tuple[RecoveryPlan, dict[int, Snapshot]]:
+    """Plan from what everyone has, fetch, and plan anew without what could not be had."""
+    distinct = {id(shelf): shelf for shelf in shelves.values()}
+    mine = Report(
+        parts.rank, parts.stage, tuple(holding for shelf in distinct.values() for holding in shelf.holdings())
+    )
+    reports = _tell_all(mine)
+    while True:
+        plan = plan_recovery(reports, until)
+        fetched = fetch(
+            parts.rank, plan, lambda source, owner, iteration: shelves[source].open(source, owner, iteration),
+            parts.transport,
+        )  # fmt: skip
+        failed = {
+            one for of_rank in _tell_all([f for f in fetched.values() if isinstance(f, Fetch)]) for one in of_rank
+        }
+        if not failed:
+            return plan, {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
+        if parts.rank == 0:
+            print(f"moevement: {len(failed)} snapshots could not be had where they were said to be; planning again")
+        reports = [_without(report, failed) for report in reports]
+
+
+def _without(report: Report, failed: set[Fetch]) -> Report:
+    gone = {(one.holder, one.source, one.owner, one.iteration) for one in failed}
+    kept = [h for h in report.holdings if (report.rank, h.source, h.owner, h.iteration) not in gone]
+    return replace(report, holdings=tuple(kept))
+
+
+def _shared_from(parts: Parts, plan: RecoveryPlan) -> int | None:
+    """The first iteration in which any copy of a tied embedding is active; None without copies on several stages."""
+    from megatron.training import get_args
+
+    if get_args().untie_embeddings_and_output_weights:
+        return None
+    index = parts.table.index_of.get(EMBEDDING)
+    mine = None if index is None else int(plan.runs[parts.stage].full_at[index]) + 1
+    return min((active_from for active_from in _tell_all(mine) if active_from is not None), default=None)
+
+
+def _agreed(recovery: Recovery, differences: list[str]) -> Recovery:
+    """The recovery as all ranks together have it.
+
+    Raises:
+        RecoveryError: any of them found a difference.
+    """
+    everyones = _tell_all((recovery, differences))
+    found = [f"rank {rank}: {what}" for rank, (_, its) in enumerate(everyones) for what in its]
+    if found:
+        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+        raise RecoveryError(
+            f"the replayed state is not the one that was lost: {'; '.join(found[:5])}{more}. Nothing of it may be "
+            "used: start again from a dense checkpoint or an older window"
+        )
+    verified = min(one.verified_until for one, _ in everyones)
+    losses = max(one.losses_until for one, _ in everyones)
+    return replace(
+        recovery,
+        verified_until=None if verified == NONE else verified,
+        losses_until=None if losses == NONE else losses,
+        fetch_s=max(one.fetch_s for one, _ in everyones),
+        replay_s=max(one.replay_s for one, _ in everyones),
+    )
+
+
+def _tell_all(mine: Any) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told

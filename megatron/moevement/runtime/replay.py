@@ -1,0 +1,210 @@
+"""Megatron's trainer as a replay drives it: its own ``train_step``, on batches that are asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, override
+
+from megatron.moevement.data.loaders import train_batches_from
+from megatron.moevement.optimizer.frozen_step import FrozenStep
+from megatron.moevement.optimizer.restore import Restore
+from megatron.moevement.optimizer.views import OperatorViews
+from megatron.moevement.runtime.boundary import put_boundary_state, put_progress
+from megatron.moevement.runtime.job import Job
+from megatron.moevement.state_digest import progress
+from megatron.moevement.transformer.frozen import FrozenMode
+from moevement_core.operators import EMBEDDING
+from moevement_core.policy.schedule import Saved
+from moevement_core.recovery.replay import Trainer
+from moevement_core.snapshot.snapshot import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLoop:
+    """What Megatron's ``train`` was called with, and its steps are."""
+
+    forward_step_func: Any
+    config: Any
+    p2p_communicator: Any
+    pg_collection: Any
+
+
+class MegatronTrainer(Trainer):
+    """One rank's part of a replay; to be used inside :meth:`replaying`.
+
+    Args:
+        job: this rank's.
+        views: of its operators.
+        shared_from: the first iteration in which a copy of a tied embedding is active on any stage. From then on all
+            copies compute gradients, of which the active one's is a sum.
+    """
+
+    def __init__(self, job: Job, views: OperatorViews, shared_from: int | None) -> None:
+        from megatron.core.utils import unwrap_model
+
+        assert job.loop is not None, "recovery begins inside Megatron's train()"
+        assert job.model is not None
+        self._job = job
+        self._loop = job.loop
+        self._chunks = job.model
+        self._mode = FrozenMode(unwrap_model(job.model), views.trained)
+        self._step = FrozenStep(job.optimizer, views)
+        self._restore = Restore(job.model, job.optimizer, views)
+        self._shared_from = shared_from
+        self._batches: Any = None
+        self._batches_at = -1
+
+    # What the state machine asks for
+
+    @override
+    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved]) -> None:
+        self._restore.load(snapshot, loads)
+
+    @override
+    def put_boundary(self, boundary: Any) -> None:
+        put_boundary_state(self._job, boundary)
+
+    @override
+    def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
+        self._step.frozen = frozen
+        shared = self._shared_from is not None and iteration >= self._shared_from
+        self._mode.freeze(frozen - {EMBEDDING} if shared else frozen)
+
+    @override
+    def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
+        from megatron.training import get_args
+
+        args = get_args()
+        args.curr_iteration = iteration - 1
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+        samples = get_current_global_batch_size()
+        losses: Mapping[str, Any] = {}
+        if iteration in args.iterations_to_skip:
+            args.skipped_train_samples += samples
+        else:
+            self._step.outcome = outcome["step"] if outcome is not None else None
+            losses = self._train_step(iteration, self._batches_from(args.consumed_train_samples))
+            self._batches_at = args.consumed_train_samples + samples
+        args.consumed_train_samples += samples
+        self._job.iteration = iteration
+        return losses
+
+    def _train_step(self, iteration: int, batches: Any) -> Mapping[str, Any]:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.training import training
+
+        loop = self._loop
+        schedule = get_forward_backward_func(schedule_pg_collection=loop.pg_collection)
+        losses, *_ = megatrons_own(training.train_step)(
+            loop.forward_step_func, batches, self._chunks, self._job.optimizer, self._job.scheduler, loop.config,
+            schedule, iteration=iteration - 1, pg_collection=loop.pg_collection,
+            p2p_communicator=loop.p2p_communicator,
+        )  # fmt: skip
+        return dict(losses)
+
+    def _batches_from(self, consumed: int) -> Any:
+        """Iterators as Megatron's trainer has them; those of the last iteration if they stand where this one begins."""
+        from megatron.core.rerun_state_machine import RerunDataIterator
+
+        if self._batches is None or self._batches_at != consumed:
+            opened = [
+                None if one is None else RerunDataIterator(one) for one in train_batches_from(self._job, consumed)
+            ]
+            self._batches = opened if len(self._chunks) > 1 else opened[0]
+        return self._batches
+
+    # Around it
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Everything that a replay must not touch, or that must not touch it, is put aside and back."""
+        with ExitStack() as stack:
+            for room in (self._own_progress, self._own_metrics, self._without_overlap, self._training_config):
+                stack.enter_context(room())
+            stack.enter_context(self._step.installed())
+            stack.callback(self._mode.end)
+            self._mode.begin()
+            yield
+
+    @contextmanager
+    def _own_progress(self) -> Iterator[None]:
+        """Where the job stands is known; what evaluations added since is not in a replay."""
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+        from megatron.training import get_args
+
+        args, reruns = get_args(), get_rerun_state_machine()
+        before, iteration = progress(self._job), getattr(args, "curr_iteration", None)
+        rerun_iteration = reruns.current_iteration
+        try:
+            yield
+        finally:
+            put_progress(self._job, before)
+            args.curr_iteration = iteration
+            reruns.current_iteration = rerun_iteration
+            update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+    @contextmanager
+    def _own_metrics(self) -> Iterator[None]:
+        """Losses of the routers that are gathered for the log."""
+        from megatron.core.transformer.moe import moe_logging
+
+        before = moe_logging.get_moe_metrics_tracker()
+        moe_logging.set_moe_metrics_tracker(moe_logging.MoEMetricsTracker())
+        try:
+            yield
+        finally:
+            moe_logging.set_moe_metrics_tracker(before)
+
+    @contextmanager
+    def _without_overlap(self) -> Iterator[None]:
+        """Overlapped reductions and gathers count the gradients of all parameters, and frozen ones never come."""
+        names = ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather")
+        configs = {id(chunk.ddp_config): chunk.ddp_config for chunk in self._chunks}.values()
+        before = [{name: getattr(config, name) for name in names} for config in configs]
+        hooked = [chunk for chunk in self._chunks if chunk.remove_forward_pre_hook_handles]
+        for chunk in hooked:
+            chunk.disable_forward_pre_hook(param_sync=False)
+        for config in configs:
+            for name in names:
+                setattr(config, name, False)
+        try:
+            yield
+        finally:
+            for config, its in zip(configs, before, strict=True):
+                for name, value in its.items():
+                    setattr(config, name, value)
+            for chunk in hooked:
+                chunk.enable_forward_pre_hook()
+
+    @contextmanager
+    def _training_config(self) -> Iterator[None]:
+        """What ``train`` puts into the model's configuration before its first step, without what overlaps."""
+        from megatron.core.distributed import finalize_model_grads
+
+        config, optimizer = self._loop.config, self._job.optimizer
+        wanted = {
+            "grad_scale_func": config.grad_scale_func or optimizer.scale_loss,
+            "finalize_model_grads_func": config.finalize_model_grads_func or finalize_model_grads,
+            "no_sync_func": None,
+            "grad_sync_func": None,
+            "param_sync_func": None,
+        }
+        before = {name: getattr(config, name) for name in wanted}
+        for chunk in self._chunks:
+            chunk.train()
+        for name, value in wanted.items():
+            setattr(config, name, value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(config, name, value)
+
+
+def megatrons_own(function: Any) -> Any:
+    """The function of Megatron that one of ours has replaced."""
+    return getattr(function, "_moevement_original", function)

@@ -1,0 +1,1 @@
+"""From snapshots back to a dense state: which are used, where they come from, the replay, and what was checked."""

@@ -1,0 +1,102 @@
+"""What of a replayed state was compared with digests of the state that was lost, and up to which iteration.
+
+Every snapshot says what its tensors were when it was taken, and some say what every operator's whole state was. A
+replay that comes by such an iteration compares. An operator is verified up to the newest iteration at which all of its
+state was compared, and a state up to the oldest of its operators; nothing is ever called verified beyond that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from moevement_core.policy.schedule import Saved
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.checkpointer import OperatorState
+from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Snapshot, as_bytes, digest_of
+
+MOST_TOLD = 20
+
+
+class StateCheck:
+    """Compares on one rank.
+
+    Args:
+        states: live tensors of this rank's operators.
+        whole: gives the digest of every operator's whole live state.
+        enabled: False compares nothing.
+    """
+
+    def __init__(
+        self, states: Mapping[str, OperatorState], whole: Callable[[], Mapping[str, str]], *, enabled: bool = True
+    ) -> None:
+        self.differences: list[str] = []
+        """In words, the first ones."""
+        self.verified: dict[str, int] = {}
+        """Of operators with state here: the newest iteration at which all of it was compared and was the same."""
+        self.losses_until = NONE
+        """The newest iteration whose losses were compared and were the same."""
+        self._whole = whole
+        self._enabled = enabled
+        self._live = {
+            (tensor.operator, tensor.saved, tensor.key): tensor.tensor
+            for state in states.values()
+            for tensor in (*state.compute, *state.full)
+        }
+        self._operators = {operator for operator, _, _ in self._live}
+
+    @property
+    def verified_until(self) -> int:
+        """The iteration up to which this rank's whole state is verified; ``NONE`` if some was never compared."""
+        return min((self.verified.get(operator, NONE) for operator in self._operators), default=NONE)
+
+    def compare(self, snapshot: Snapshot, active: frozenset[str]) -> None:
+        """Compare ``active`` operators, whose live state should be that of ``snapshot``'s iteration."""
+        if not self._enabled:
+            return
+        state = snapshot.header.state
+        for operator, entries in self._entries(snapshot, active).items():
+            same = all(self._is_same(entry, state) for entry in entries)
+            if same and entries[0].saved is Saved.FULL:
+                self.verified[operator] = state
+        if snapshot.header.whole and self._operators & active:
+            found = self._whole()
+            for operator in sorted(self._operators & active & snapshot.header.whole.keys()):
+                if found[operator] == snapshot.header.whole[operator]:
+                    self.verified[operator] = state
+                else:
+                    self._differs(f"state of {operator} at iteration {state}")
+
+    def compare_losses(self, iteration: int, losses: Mapping[str, Any], outcome: Mapping[str, Any] | None) -> None:
+        """Compare the losses of a replayed iteration with the recorded ones, where this rank has both."""
+        recorded = (outcome or {}).get("losses") or {}
+        if not self._enabled or not recorded:
+            return
+        for name, value in recorded.items():
+            # An overflow's loss may be NaN, which is the same NaN if its bits are.
+            again = torch.as_tensor(losses.get(name, torch.nan)).detach().cpu()
+            if again.dtype != value.dtype or not torch.equal(as_bytes(again.clone()), as_bytes(value.clone())):
+                self._differs(f"{name} of iteration {iteration}: {float(value):.9g}, replayed {float(again):.9g}")
+                return
+        self.losses_until = iteration
+
+    def _entries(self, snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[Entry]]:
+        entries: dict[str, list[Entry]] = defaultdict(list)
+        for entry in snapshot.header.entries:
+            if entry.operator != BOUNDARY and entry.operator in active:
+                entries[entry.operator].append(entry)
+        return entries
+
+    def _is_same(self, entry: Entry, state: int) -> bool:
+        live = self._live.get((entry.operator, entry.saved, entry.key))
+        if live is not None and digest_of(live.detach().cpu()) == entry.digest:
+            return True
+        self._differs(f"{entry.key} of {entry.operator} at iteration {state}")
+        return False
+
+    def _differs(self, what: str) -> None:
+        if len(self.differences) < MOST_TOLD:
+            self.differences.append(what)

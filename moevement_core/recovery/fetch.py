@@ -1,0 +1,74 @@
+"""Carries out the fetches of a plan: every rank gets its own snapshots, from its memory, a peer's, or a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moevement_core.errors import SnapshotError
+from moevement_core.recovery.plan import Fetch, RecoveryPlan, Source
+from moevement_core.replication.transport import Transport
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message
+from moevement_core.snapshot.snapshot import Header, Snapshot
+
+Open = Callable[[Source, int, int], Snapshot | None]
+"""A snapshot that this rank said it has, by source, owner and iteration; nothing if it is gone meanwhile."""
+
+
+def fetch(rank: int, plan: RecoveryPlan, open_: Open, transport: Transport | None) -> dict[int, Snapshot | Fetch]:
+    """Every rank of the job calls it with the same plan.
+
+    Returns:
+        Of each iteration of the plan this rank's snapshot, checked; or, if it could not be had there, the fetch.
+    """
+    fetched: dict[int, Snapshot | Fetch] = {}
+    for one in plan.fetches:
+        if rank not in (one.owner, one.holder):
+            continue
+        snapshot = _checked(open_(one.source, one.owner, one.iteration), one) if rank == one.holder else None
+        if one.owner != one.holder:
+            assert transport is not None, "another rank has it, so there are others"
+            if rank == one.holder:
+                _send(rank, one, snapshot, transport)
+                continue
+            snapshot = _checked(_receive(one, transport), one)
+        fetched[one.iteration] = one if snapshot is None else snapshot
+    return fetched
+
+
+def _checked(snapshot: Snapshot | None, one: Fetch) -> Snapshot | None:
+    """The snapshot if it is the wanted one, whole; it may have been freed, or damaged, since it was reported."""
+    if snapshot is None or snapshot.header.rank != one.owner or snapshot.iteration != one.iteration:
+        return None
+    try:
+        snapshot.check("")
+    except SnapshotError:
+        return None
+    return snapshot
+
+
+def _send(rank: int, one: Fetch, snapshot: Snapshot | None, transport: Transport) -> None:
+    if snapshot is None:
+        transport.send(one.owner, TO_OWNER, Message(Kind.REFUSED, rank, one.iteration).encode())
+        return
+    header = torch.frombuffer(bytearray(snapshot.header.encode()), dtype=torch.uint8)
+    said = Message(Kind.SNAPSHOT, rank, one.iteration, header.numel(), snapshot.payload.numel())
+    for data in (said.encode(), header, snapshot.payload):
+        transport.send(one.owner, TO_OWNER, data)
+
+
+def _receive(one: Fetch, transport: Transport) -> Snapshot | None:
+    data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+    transport.receive(one.holder, TO_OWNER, data)
+    message = Message.decode(data)
+    if message.kind is not Kind.SNAPSHOT:
+        return None
+    header = torch.empty(message.header_bytes, dtype=torch.uint8)
+    payload = torch.empty(message.payload_bytes, dtype=torch.uint8)
+    transport.receive(one.holder, TO_OWNER, header)
+    transport.receive(one.holder, TO_OWNER, payload)
+    try:
+        return Snapshot(Header.decode(header.numpy().tobytes()), payload)
+    except SnapshotError:
+        return None

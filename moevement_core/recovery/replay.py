@@ -1,0 +1,101 @@
+"""Sparse-to-dense conversion: the state machine that is figure 8 of MoEvement (section 3.3).
+
+Before iteration a+1 the first slot is loaded: full state of some operators, compute weights of the others. Iteration
+a+1 runs with the others frozen, the next slot is loaded, and so on. With the last slot every operator is active and the
+state is dense; from there iterations run as they always do, up to the last one that was committed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from moevement_core.policy.schedule import Saved
+from moevement_core.recovery.check import StateCheck
+from moevement_core.recovery.plan import RecoveryPlan
+from moevement_core.snapshot.snapshot import Snapshot
+
+BOUNDARY, ITERATION = "boundary", "iteration"
+"""The two parts of a snapshot's record: what stood between two iterations, and what came of the one before."""
+
+
+class Trainer(ABC):
+    """The training that a replay drives, on one rank; all ranks that replay drive theirs alike."""
+
+    @abstractmethod
+    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved]) -> None:
+        """Bring state from ``snapshot`` into the live tensors: of each operator named, full state or compute weights.
+
+        Replicas of one state exchange what each of them has saved.
+        """
+
+    @abstractmethod
+    def put_boundary(self, boundary: Any) -> None:
+        """Set everything that stands between two iterations: random states, router buffers, loss scalers, ..."""
+
+    @abstractmethod
+    def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
+        """From now on these operators of the stage are frozen and all others active; ``iteration`` comes next."""
+
+    @abstractmethod
+    def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        """Run ``iteration`` again.
+
+        Args:
+            outcome: the record of the first time: whether the update was skipped, the norm that gradients were clipped
+                by. Without it (every operator is active then) it is worked out again.
+
+        Returns:
+            The losses, where this rank has them.
+        """
+
+
+def replay(
+    plan: RecoveryPlan,
+    stage: int,
+    names: Sequence[str],
+    snapshots: Mapping[int, Snapshot],
+    trainer: Trainer,
+    check: StateCheck,
+    tell: Callable[[int, int], None],
+) -> None:
+    """Turn ``snapshots`` into the dense state of iteration ``plan.until``; what differs is in ``check``.
+
+    Args:
+        plan: which iterations.
+        stage: this rank's.
+        names: the operators of its table.
+        snapshots: this rank's own, by iteration: all of the plan's up to where the state is dense, some beyond.
+        trainer: this rank's part of training.
+        check: compares what comes out with what was.
+        tell: told the iteration that comes next, and how many operators are frozen in it.
+    """
+    run = plan.runs[stage]
+    for iteration in range(plan.first, plan.until + 1):
+        snapshot = snapshots.get(iteration)
+        if iteration <= run.last:
+            trainer.load(snapshots[iteration], _by_name(names, run.loads(iteration)))
+        if snapshot is not None:
+            check.compare(snapshot, frozenset(_chosen(names, run.full_at <= iteration)))
+            trainer.put_boundary(snapshot.record()[BOUNDARY])
+        if iteration == plan.until:
+            return
+        if snapshot is not None and snapshot.header.state > iteration:
+            continue  # taken before the run began: nothing was run from here to the next
+        frozen = frozenset(_chosen(names, ~run.active_in(iteration + 1)))
+        trainer.freeze(iteration + 1, frozen)
+        tell(iteration + 1, len(frozen))
+        following = snapshots.get(iteration + 1)
+        outcome = following.record()[ITERATION] if following is not None else None
+        check.compare_losses(iteration + 1, trainer.run(iteration + 1, outcome), outcome)
+
+
+def _by_name(names: Sequence[str], loads: np.ndarray) -> dict[str, Saved]:
+    return {name: Saved(saved) for name, saved in zip(names, loads.tolist(), strict=True) if saved != Saved.NOTHING}
+
+
+def _chosen(names: Sequence[str], mask: np.ndarray) -> list[str]:
+    return [name for name, chosen in zip(names, mask.tolist(), strict=True) if chosen]
