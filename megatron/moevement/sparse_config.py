@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import socket
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -48,8 +49,16 @@ class SparseConfig:
     """Both of one rank; nothing is measured."""
     peer_timeout_s: float
     verify: Verify
+    persist_dir: str | None
+    """Where persisted windows are written; not at all without it."""
+    load: str | None
+    """Where to look for a window to start from."""
     wipe_at: frozenset[int]
     """Iterations after which all state is overwritten and recovered, as a test."""
+
+    def node_of(self, rank: int) -> str:
+        """The name of the node that ``rank``, which is this process, is on."""
+        return socket.gethostname() if self.ranks_per_node is None else str(rank // self.ranks_per_node)
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> SparseConfig | None:
@@ -78,6 +87,8 @@ class SparseConfig:
             network_bytes_per_s=_bandwidth("--moevement-network-bandwidth", args.moevement_network_bandwidth),
             peer_timeout_s=_positive("--moevement-peer-timeout", args.moevement_peer_timeout, 60.0),
             verify=Verify(args.moevement_verify),
+            persist_dir=args.moevement_persist_dir,
+            load=args.moevement_load,
             wipe_at=frozenset(_at_least("--moevement-wipe-at", at, 1) for at in args.moevement_wipe_at),
         )
 
@@ -183,6 +194,18 @@ def add_sparse_arguments(group: Any) -> None:
         default=str(Verify.WINDOW),
         help="when a digest of the whole state is made, which a recovery compares the replayed state with: never, in "
         "the last iteration of a window, or in every iteration (default: window)",
+    )
+    add(
+        "--moevement-persist-dir",
+        metavar="DIR",
+        help="also write persisted windows into this folder, beside training: one for the whole job, or one on each "
+        "node, which then holds the copies that its ranks keep too; {node} in the name becomes the node's",
+    )
+    add(
+        "--moevement-load",
+        metavar="DIR",
+        help="start from the newest window in this folder, if it reaches further than --load; the folder may be that "
+        "of --moevement-persist-dir, and empty",
     )
     add(
         "--moevement-wipe-at",

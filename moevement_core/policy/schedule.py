@@ -167,13 +167,15 @@ LAG_ALLOWANCE = 2
 """Iterations by which peers may trail before a window has to be abandoned: buffers are set aside for so many."""
 
 
-def slots_kept(size: int, lag: int) -> int:
+def slots_kept(size: int, lag: int, *, to_disk: bool = False) -> int:
     """Snapshots of itself that a rank keeps at most: a persisted run, the next one, one being copied, and the lag.
+
+    With ``to_disk`` one run more, that is being written while newer ones come.
 
     Rolling windows need as many as aligned ones. While nothing breaks W + 1 would do; but after a reorder, or when a
     snapshot is lost, the next run is W new snapshots beside the W that are persisted.
     """
-    return 2 * size + 1 + lag
+    return (3 if to_disk else 2) * size + 1 + lag
 
 
 def most_replayed(kind: WindowKind, size: int, lag: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -13,9 +14,23 @@ from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.pool import BufferPool
-from moevement_core.snapshot.snapshot import Header, Snapshot
+from moevement_core.snapshot.snapshot import Header, Lent, Snapshot
 
 Report = Callable[[str], None]
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A snapshot that is kept, or still read."""
+
+    snapshot: Snapshot
+    pool: BufferPool
+    readers: int = 0
+    freed: bool = False
+
+    def release_unless_read(self) -> None:
+        if self.freed and not self.readers:
+            self.pool.release(self.snapshot.buffer)
 
 
 class Keeper:
@@ -42,7 +57,7 @@ class Keeper:
         self._allowance_bytes = allowance_bytes
         self._report = report
         self._pool: BufferPool | None = None
-        self._kept: dict[int, tuple[Snapshot, BufferPool]] = {}
+        self._kept: dict[int, _Kept] = {}
         self._floor = NONE
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"moevement-keep-{source}", daemon=True)
@@ -56,7 +71,21 @@ class Keeper:
     def snapshots(self) -> dict[int, Snapshot]:
         """What is kept now, by iteration; every one was whole when it came."""
         with self._lock:
-            return {iteration: snapshot for iteration, (snapshot, _) in self._kept.items()}
+            return {iteration: kept.snapshot for iteration, kept in self._kept.items()}
+
+    def lend(self, iteration: int) -> Lent | None:
+        """A snapshot that is kept, whose buffer stays as it is until it is given back; nothing if there is none."""
+        with self._lock:
+            kept = self._kept.get(iteration)
+            if kept is None:
+                return None
+            kept.readers += 1
+            return Lent(kept.snapshot, lambda: self._give_back(kept))
+
+    def _give_back(self, kept: _Kept) -> None:
+        with self._lock:
+            kept.readers -= 1
+            kept.release_unless_read()
 
     def free_before(self, iteration: int) -> None:
         """Let go of snapshots that no recovery needs any more, and refuse such ones from now on."""
@@ -66,8 +95,9 @@ class Keeper:
 
     def _release(self, iterations: list[int]) -> None:
         for iteration in iterations:
-            snapshot, pool = self._kept.pop(iteration)
-            pool.release(snapshot.buffer)
+            kept = self._kept.pop(iteration)
+            kept.freed = True
+            kept.release_unless_read()
 
     def _run(self) -> None:
         try:
@@ -151,7 +181,7 @@ class Keeper:
             if header.iteration < self._floor:  # a newer window was agreed on while it came
                 pool.release(buffer)
             else:
-                self._kept[header.iteration] = snapshot, pool
+                self._kept[header.iteration] = _Kept(snapshot, pool)
         self._say(Kind.KEPT, message.iteration)
 
     def _checked(self, header: Header, message: Message) -> Header:

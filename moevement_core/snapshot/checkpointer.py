@@ -15,6 +15,7 @@ from typing import Any
 
 from moevement_core.device import Device
 from moevement_core.errors import SnapshotError
+from moevement_core.persistence.writer import WindowWriter
 from moevement_core.policy.recoverable import newest_recoverable_run, open_starts, recoverable_runs
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import WindowKind
@@ -28,6 +29,7 @@ from moevement_core.snapshot.snapshot import (
     BOUNDARY,
     Entry,
     Header,
+    Lent,
     Snapshot,
     StateTensor,
     aligned_bytes,
@@ -130,6 +132,7 @@ class Checkpointer:
         agreement: how ranks learn what all of them have.
         record_bytes: the most that a boundary record's tensors take.
         report: told, in words, what an operator should know.
+        to_disk: whether there are to be buffers for windows that are being written to disk; see :meth:`write_to`.
     """
 
     def __init__(
@@ -143,6 +146,8 @@ class Checkpointer:
         agreement: Agreement,
         record_bytes: int,
         report: Report,
+        *,
+        to_disk: bool = False,
     ) -> None:
         self.rank = rank
         self.history = history
@@ -166,6 +171,8 @@ class Checkpointer:
         """The last snapshot of the run that is persisted on every rank."""
         self._layouts: dict[int, _Layout] = {}
         self._laid_out = ""
+        self._writer: WindowWriter | None = None
+        self._to_disk = to_disk
         self._paused = False
         """No snapshot is taken until there is room for a whole window."""
         self._sent_before = 0
@@ -177,12 +184,12 @@ class Checkpointer:
 
     def memory_needed(self, schedule: Schedule) -> int:
         """Host memory of this rank's own buffers under ``schedule``; nothing that is allocated is given back."""
-        count = max(slots_kept(schedule.size, LAG_ALLOWANCE), self._pool.count)
+        count = max(slots_kept(schedule.size, LAG_ALLOWANCE, to_disk=self._to_disk), self._pool.count)
         return count * max(buffer_bytes(schedule, self._states, self._record_bytes), self._pool.nbytes)
 
     def make_room(self, schedule: Schedule) -> None:
         """Allocate buffers for ``schedule`` if those that are there do not do; peers are asked for the same."""
-        count = slots_kept(schedule.size, LAG_ALLOWANCE)
+        count = slots_kept(schedule.size, LAG_ALLOWANCE, to_disk=self._to_disk)
         nbytes = buffer_bytes(schedule, self._states, self._record_bytes)
         if count <= self._pool.count and nbytes <= self._pool.nbytes:
             return
@@ -332,6 +339,33 @@ class Checkpointer:
             if held.freed and held.users == 0:
                 held.pool.release(held.buffer)
 
+    def write_to(self, writer: WindowWriter, first: int) -> None:
+        """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank."""
+        self._writer, self._written_from = writer, first
+
+    def lend(self, first: int, last: int, keepers: Sequence[Keeper]) -> list[Lent] | None:
+        """Snapshots ``first`` to ``last`` of this rank and those that ``keepers`` have.
+
+        Nothing if one is gone, or if they are not enough: right after a reorder a run of this stage may be longer.
+        """
+        if self._last_needed > last:
+            return None
+        lent: list[Lent | None] = [self._lend(iteration) for iteration in range(first, last + 1)]
+        lent += [keeper.lend(iteration) for keeper in keepers for iteration in range(first, last + 1)]
+        whole = [one for one in lent if one is not None]
+        if len(whole) == len(lent):
+            return whole
+        for one in whole:
+            one.give_back()
+        return None
+
+    def _lend(self, iteration: int) -> Lent | None:
+        with self._lock:
+            held = self._held.get(iteration)
+        if held is None or held.snapshot is None or not self._begin_use(held):
+            return None
+        return Lent(held.snapshot, lambda: self._end_use(held))
+
     def _free(self, iterations: Iterable[int]) -> None:
         with self._lock:
             for iteration in list(iterations):
@@ -372,11 +406,17 @@ class Checkpointer:
         """Take in where the job's runs stood an iteration ago, free what none of them needs, say where ours stand."""
         if agreed := self._agreement.agreed():
             self._free_unneeded(agreed)
+            if self._writer is not None:
+                self._writer.learn(agreed)
+                if self.progress.persisted >= self._written_from:
+                    first = self.progress.persisted
+                    self._writer.begin(first, first + self.history.at(first).size - 1)
         self._persisted_runs = {
             run.first: run.last for run in recoverable_runs(self.persisted()) if run.first >= self.progress.persisted
         }
         standing = dict.fromkeys(self._open_starts(iteration), Standing.OPEN)
-        self._agreement.propose(iteration, standing | dict.fromkeys(self._persisted_runs, Standing.PERSISTED))
+        standing |= dict.fromkeys(self._persisted_runs, Standing.PERSISTED)
+        self._agreement.propose(iteration, standing | (self._writer.standing() if self._writer is not None else {}))
 
     def _free_unneeded(self, agreed: Agreed) -> None:
         """Keep the newest run that is persisted everywhere, and what may still become a newer one."""

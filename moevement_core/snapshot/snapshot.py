@@ -8,7 +8,7 @@ to disk, so whoever holds one can check it without knowing the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,6 +199,14 @@ class Snapshot:
                 f"{entry.operator or 'the boundary record'} is damaged (digest {entry.digest} expected); another copy "
                 "is needed"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """A snapshot whose buffer stays as it is until it is given back."""
+
+    snapshot: Snapshot
+    give_back: Callable[[], None]
 
 
 def contents_of(text: str) -> Contents:

@@ -44,7 +44,7 @@ def put_boundary_state(job: Job, boundary: Mapping[str, Any]) -> None:
             copied = {name: value.clone() if torch.is_tensor(value) else value for name, value in state.items()}
             member.grad_scaler.load_state_dict(copied)
     if job.scheduler is not None:
-        _put_scheduler(job.scheduler, boundary["scheduler"])
+        put_schedule(job.scheduler, boundary["scheduler"])
     put_step_counts(job.optimizer, boundary["group_steps"])
     put_progress(job, boundary["progress"])
     put_random_states(boundary["rng"])
@@ -93,17 +93,13 @@ def _put_buffers(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> Non
             tensor.copy_(its_saved[name])
 
 
-def _put_scheduler(scheduler: Any, state: Mapping[str, Any]) -> None:
-    other = {
-        name: value for name, value in state.items() if name != "num_steps" and getattr(scheduler, name, value) != value
-    }
-    if other:
-        name, value = next(iter(other.items()))
-        raise RecoveryError(
-            f"the learning rate's schedule has {name} {getattr(scheduler, name)}, and had {value} when the snapshot "
-            "was taken; recover with the flags of that run"
-        )
-    scheduler.num_steps = state["num_steps"]
+def put_schedule(scheduler: Any, state: Mapping[str, Any]) -> None:
+    """Set a schedule as its ``state_dict`` said it was, the place on it included.
+
+    Not the scheduler's own way to load, which compares: a run may be continued for longer than it was planned.
+    """
+    for name, value in state.items():
+        setattr(scheduler, name, value)
     scheduler.step(increment=0)  # sets the learning rate and weight decay of every group
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron.moevement.arguments import RunConfig
-from megatron.moevement.runtime import sparse
+from megatron.moevement.runtime import persisted, sparse
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.state_digest import job_digest
 from moevement_core.run_record import RunRecord
@@ -53,10 +53,12 @@ def record_setup(original: Callable[..., Any]) -> Callable[..., Any]:
 
         job = current_job()
         job.model, job.optimizer, job.scheduler = original(*args, **kwargs)
+        config = RunConfig.from_args(get_args()).sparse
+        loaded = persisted.load_into(job, config) if config else None
         job.iteration = get_args().iteration
         _begin_record(job, get_args())
-        if config := RunConfig.from_args(get_args()).sparse:
-            job.sparse = sparse.start(job, config)
+        if config:
+            job.sparse = sparse.start(job, config, loaded)
         return job.model, job.optimizer, job.scheduler
 
     return setup_model_and_optimizer

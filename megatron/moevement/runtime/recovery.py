@@ -83,15 +83,12 @@ class Parts:
     table: OperatorTable
     views: OperatorViews
     checkpointer: Checkpointer
-    transport: Transport | None
-    """Of its own; other ranks hand out snapshots over it."""
 
 
 class MemoryShelf:
     """Snapshots in this rank's host memory: its own, and those that it keeps for others."""
 
-    def __init__(self, rank: int, checkpointer: Checkpointer) -> None:
-        self._rank = rank
+    def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
 
     def holdings(self) -> list[Holding]:
@@ -116,21 +113,72 @@ def holding_of(snapshot: Snapshot, source: Source) -> Holding:
     return Holding(header.rank, header.iteration, header.state, header.schedule, header.contents, source)
 
 
-def recover(parts: Parts, shelves: Mapping[Source, Shelf], until: int | None) -> Recovery:
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A plan and the snapshots of this rank that it needs, checked."""
+
+    plan: RecoveryPlan
+    snapshots: Mapping[int, Snapshot]
+    fetch_s: float
+
+
+def recover(parts: Parts, shelves: Mapping[Source, Shelf], until: int, transport: Transport | None) -> Recovery:
     """Bring the state of iteration ``until`` back on every rank, from whatever is in live memory now.
 
     Args:
         parts: this rank's.
         shelves: where snapshots are, by source.
-        until: nothing for the first dense state that the snapshots give.
+        until: the iteration.
+        transport: between ranks.
 
     Raises:
         RecoveryError: there is no way back, or what came back is not what was lost. On every rank alike.
     """
-    began = time.perf_counter()
     parts.checkpointer.settle()
-    plan, snapshots = _plan_and_fetch(parts, shelves, until)
-    fetched = time.perf_counter()
+    return carry_out(parts, prepare(parts.rank, parts.stage, shelves, until, transport))
+
+
+def prepare(
+    rank: int, stage: int, shelves: Mapping[Source, Shelf], until: int | None, transport: Transport | None
+) -> Prepared:
+    """Plan from what every rank has, fetch it, and plan anew without what could not be had; every rank calls it.
+
+    Args:
+        rank: this one.
+        stage: its pipeline stage.
+        shelves: where snapshots are, by source.
+        until: the iteration to reach; nothing for the first dense state that the snapshots give.
+        transport: between ranks.
+
+    Raises:
+        RecoveryError: there is no way back. On every rank alike.
+    """
+    began = time.perf_counter()
+    distinct = {id(shelf): shelf for shelf in shelves.values()}
+    holdings = tuple(holding for shelf in distinct.values() for holding in shelf.holdings())
+    reports = _tell_all(Report(rank, stage, holdings))
+    while True:
+        plan = plan_recovery(reports, until)
+        fetched = fetch(
+            rank, plan, lambda source, owner, iteration: shelves[source].open(source, owner, iteration), transport
+        )
+        failed = {one for its in _tell_all([f for f in fetched.values() if isinstance(f, Fetch)]) for one in its}
+        if not failed:
+            snapshots = {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
+            return Prepared(plan, snapshots, time.perf_counter() - began)
+        if rank == 0:
+            print(f"moevement: {len(failed)} snapshots could not be had where they were said to be; planning again")
+        reports = [_without(report, failed) for report in reports]
+
+
+def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
+    """Replay what was prepared and compare; every rank calls it, inside Megatron's training loop.
+
+    Raises:
+        RecoveryError: what came back is not what was lost. On every rank alike.
+    """
+    began = time.perf_counter()
+    plan = prepared.plan
     trainer = MegatronTrainer(parts.job, parts.views, _shared_from(parts, plan))
     check = StateCheck({o.name: s for o, s in parts.views.states.items()}, parts.checkpointer.whole_now)
     replayed: list[int] = []
@@ -139,41 +187,17 @@ def recover(parts: Parts, shelves: Mapping[Source, Shelf], until: int | None) ->
         replayed.append(iteration)
         if parts.rank == 0:
             operators = len(parts.table)
-            print(f"moevement: replaying iteration {iteration}, {operators - frozen} of {operators} operators active")
+            active = f"{operators - frozen} of {operators} operators of the first stage active"
+            print(f"moevement: replaying iteration {iteration} of {plan.until}, {active}", flush=True)
 
     with trainer.replaying():
-        replay(plan, parts.stage, parts.table.names, snapshots, trainer, check, tell)
+        replay(plan, parts.stage, parts.table.names, prepared.snapshots, trainer, check, tell)
     recovery = Recovery(
         plan.first, plan.until, len(replayed), check.verified_until, check.losses_until,
         {source.name.lower(): count for source, count in plan.sources().items()},
-        fetched - began, time.perf_counter() - fetched,
+        prepared.fetch_s, time.perf_counter() - began,
     )  # fmt: skip
     return _agreed(recovery, check.differences)
-
-
-def _plan_and_fetch(
-    parts: Parts, shelves: Mapping[Source, Shelf], until: int | None
-) -> tuple[RecoveryPlan, dict[int, Snapshot]]:
-    """Plan from what everyone has, fetch, and plan anew without what could not be had."""
-    distinct = {id(shelf): shelf for shelf in shelves.values()}
-    mine = Report(
-        parts.rank, parts.stage, tuple(holding for shelf in distinct.values() for holding in shelf.holdings())
-    )
-    reports = _tell_all(mine)
-    while True:
-        plan = plan_recovery(reports, until)
-        fetched = fetch(
-            parts.rank, plan, lambda source, owner, iteration: shelves[source].open(source, owner, iteration),
-            parts.transport,
-        )  # fmt: skip
-        failed = {
-            one for of_rank in _tell_all([f for f in fetched.values() if isinstance(f, Fetch)]) for one in of_rank
-        }
-        if not failed:
-            return plan, {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
-        if parts.rank == 0:
-            print(f"moevement: {len(failed)} snapshots could not be had where they were said to be; planning again")
-        reports = [_without(report, failed) for report in reports]
 
 
 def _without(report: Report, failed: set[Fetch]) -> Report:

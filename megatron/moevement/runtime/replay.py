@@ -11,7 +11,7 @@ from megatron.moevement.data.loaders import train_batches_from
 from megatron.moevement.optimizer.frozen_step import FrozenStep
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.views import OperatorViews
-from megatron.moevement.runtime.boundary import put_boundary_state, put_progress
+from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.state_digest import progress
 from megatron.moevement.transformer.frozen import FrozenMode
@@ -122,7 +122,9 @@ class MegatronTrainer(Trainer):
     def replaying(self) -> Iterator[None]:
         """Everything that a replay must not touch, or that must not touch it, is put aside and back."""
         with ExitStack() as stack:
-            for room in (self._own_progress, self._own_metrics, self._without_overlap, self._training_config):
+            for room in (
+                self._own_progress, self._own_schedule, self._own_metrics, self._without_overlap, self._training_config,
+            ):  # fmt: skip
                 stack.enter_context(room())
             stack.enter_context(self._step.installed())
             stack.callback(self._mode.end)
@@ -146,6 +148,16 @@ class MegatronTrainer(Trainer):
             args.curr_iteration = iteration
             reruns.current_iteration = rerun_iteration
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+    @contextmanager
+    def _own_schedule(self) -> Iterator[None]:
+        """A replay has the learning rates of then; a job that goes on for longer than it was planned has its own."""
+        scheduler = self._job.scheduler
+        planned = {name: value for name, value in scheduler.state_dict().items() if name != "num_steps"}
+        try:
+            yield
+        finally:
+            put_schedule(scheduler, planned)
 
     @contextmanager
     def _own_metrics(self) -> Iterator[None]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import socket
 import statistics
 import time
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from megatron.moevement.optimizer.views import operator_views, operators_of
 from megatron.moevement.runtime import injection, recovery
 from megatron.moevement.runtime.boundary import boundary_state
 from megatron.moevement.runtime.job import Job, current_job
+from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.replay import TrainLoop
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
 from megatron.moevement.transformer.popularity import RouterCounts
@@ -33,6 +34,7 @@ from moevement_core.device import current_device
 from moevement_core.digest import digest
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.operators import OperatorTable
+from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory, slots_kept
@@ -43,7 +45,7 @@ from moevement_core.replication.placement import Placement, place, sources_of
 from moevement_core.replication.sender import Sender
 from moevement_core.replication.transport import GlooTransport
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.agreement import NONE, Agreement, Alone, GroupAgreement
+from moevement_core.snapshot.agreement import NONE, Agreement, Alone, GroupAgreement, Standing
 from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState, buffer_bytes
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 
@@ -53,6 +55,8 @@ WARM_UP = 8
 """Iterations that are measured before W is chosen."""
 NETWORK_HEADROOM = 0.8
 """Share of the measured rate that a slot may need: peers that are only just in time abandon windows at every delay."""
+DISK_TIMEOUT_S = 600.0
+"""How long the end of a run waits for the window that is being written."""
 RECORD_SLACK_BYTES = 64 << 10
 """Room for a boundary record to grow."""
 
@@ -97,7 +101,7 @@ observer = Observer()
 class SparseRun:
     """Sparse checkpointing of one rank of a Megatron job. Every rank makes one at the same point and calls alike."""
 
-    def __init__(self, job: Job, config: SparseConfig) -> None:
+    def __init__(self, job: Job, config: SparseConfig, loaded: Loaded | None) -> None:
         from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
 
@@ -117,7 +121,7 @@ class SparseRun:
         told = self._tell_all(
             _Rank(
                 parallel_state.get_pipeline_model_parallel_rank(),
-                self._node(),
+                config.node_of(self._rank),
                 operators_of(states),
                 min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
             )
@@ -167,8 +171,11 @@ class SparseRun:
             agreement,
             record_bytes,
             self._report,
+            to_disk=config.persist_dir is not None,
         )
         self._senders = senders
+        self._loaded = loaded
+        self._writer = self._start_writer(config.persist_dir) if config.persist_dir else None
         # Of its own: senders and keepers go on using theirs.
         self._fetch_transport = GlooTransport() if self._world > 1 else None
         self._last_record: dict[str, Any] = {}
@@ -179,15 +186,34 @@ class SparseRun:
 
     # Once
 
+    def _start_writer(self, template: str) -> WindowWriter:
+        """Write windows that begin with this run's first iteration or later; before it, all hold the same state."""
+        from megatron.training import get_args
+
+        place = find_place("--moevement-persist-dir", template, self.config.node_of(self._rank))
+        refuse_foreign_windows(place, self._loaded.place if self._loaded else None)
+        name = [uuid.uuid4().hex[:8]]
+        dist.broadcast_object_list(name)
+        elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
+        writer = WindowWriter(
+            Folder(place.folder, place.is_first),
+            name[0],
+            settings_of(get_args()),
+            lambda first, last: self.checkpointer.lend(first, last, elsewhere),
+            lambda snapshot: snapshot.record()["boundary"]["progress"],
+            self._report,
+        )
+        self.checkpointer.write_to(writer, self._began_at)
+        return writer
+
+    def _slots(self, size: int) -> int:
+        """Snapshots that this rank keeps at most."""
+        return slots_kept(size, LAG_ALLOWANCE, to_disk=self.config.persist_dir is not None)
+
     def _tell_all(self, mine: _Rank) -> list[_Rank]:
         told: list[Any] = [None] * self._world
         dist.all_gather_object(told, mine)
         return told
-
-    def _node(self) -> str:
-        if self.config.ranks_per_node is not None:
-            return str(self._rank // self.config.ranks_per_node)
-        return socket.gethostname()
 
     def _make_stage_groups(self, told: list[_Rank], stage: int) -> Any:
         mine = None
@@ -213,7 +239,7 @@ class SparseRun:
 
     def _refuse_beyond_cap(self, schedule: Schedule, states: dict[str, OperatorState], record_bytes: int) -> int:
         """Compare what every rank will need with the cap, on every rank alike; returns this rank's own buffers."""
-        count = slots_kept(schedule.size, LAG_ALLOWANCE)
+        count = self._slots(schedule.size)
         needed: list[Any] = [None] * self._world
         dist.all_gather_object(needed, buffer_bytes(schedule, states, record_bytes))
         for rank in range(self._world):
@@ -307,6 +333,7 @@ class SparseRun:
             "window": self.checkpointer.history.newest.size,
             "windows_abandoned": progress.abandoned,
             "snapshot_memory_bytes": progress.memory_bytes,
+            "on_disk": self._on_disk(),
         }
 
     # Coming back
@@ -317,24 +344,28 @@ class SparseRun:
         Raises:
             RecoveryError: on every rank alike.
         """
-        parts = recovery.Parts(
-            self._job, self._rank, self._stage, self.table, self._views, self.checkpointer, self._fetch_transport
-        )
-        memory = recovery.MemoryShelf(self._rank, self.checkpointer)
+        memory = recovery.MemoryShelf(self.checkpointer)
         shelves = {Source.MEMORY: memory, Source.PEER: memory}
+        return self._replay(lambda parts: recovery.recover(parts, shelves, until, self._fetch_transport))
+
+    def begin_training(self) -> None:
+        """Inside Megatron's training loop, before its first iteration; every rank calls it."""
+        if loaded := self._loaded:
+            self._replay(lambda parts: recovery.carry_out(parts, loaded.prepared))
+            self._loaded = None  # its host memory is free again
+
+    def _replay(self, way: Callable[[recovery.Parts], recovery.Recovery]) -> recovery.Recovery:
+        parts = recovery.Parts(self._job, self._rank, self._stage, self.table, self._views, self.checkpointer)
         self._replaying = self._counts.paused = True
         try:
-            done = recovery.recover(parts, shelves, until)
+            done = way(parts)
         finally:
             self._replaying = self._counts.paused = False
-        self._tell_recovery(done)
-        return done
-
-    def _tell_recovery(self, done: recovery.Recovery) -> None:
         self.recoveries.append(done)
         if self._rank == 0:
             print(f"moevement: {done.sentence()}", flush=True)
         self._job.event("recovery", **done.as_dict())
+        return done
 
     def _wipe_and_recover(self, committed: int) -> None:
         """The injected fault: every rank forgets all it knows, and what comes back is compared with what was there."""
@@ -420,7 +451,7 @@ class SparseRun:
     def _needed_by(self, rank: int, own: list[torch.Tensor]) -> torch.Tensor:
         """Host memory of ``rank``: for its own snapshots, and for those it keeps, one buffer more of each source."""
         kept = [own[source] for source in sources_of(self._peers, rank)]
-        count = slots_kept(self.checkpointer.history.newest.size, LAG_ALLOWANCE)
+        count = self._slots(self.checkpointer.history.newest.size)
         return own[rank] + sum(one * (count + 1) // count for one in kept)
 
     def _observe(self) -> None:
@@ -484,12 +515,23 @@ class SparseRun:
             )
             self._job.event("window", first=persisted, size=schedule.size, schedule=schedule.id, lag=progress.lag)
 
+    def _on_disk(self) -> int | None:
+        """The iteration whose state the newest window on disk gives."""
+        return None if self._writer is None or self._writer.newest == NONE else self._writer.newest
+
     # The end
+
+    def _least(self, standing: Standing) -> Standing:
+        told: list[Any] = [None] * self._world
+        dist.all_gather_object(told, standing)
+        return Standing(min(told))
 
     def finish(self) -> dict[str, Any]:
         """Bring what is under way to the peers and say what checkpointing cost; every rank calls it."""
         if not self.checkpointer.close(timeout_s=self.config.peer_timeout_s):
             self._report("not all peers took the last snapshots in time")
+        if self._writer is not None:
+            self._writer.close(self._least, DISK_TIMEOUT_S)
         told: list[Any] = [None] * self._world
         dist.all_gather_object(told, (self.totals, self.checkpointer.progress))
         totals, progress = [one[0] for one in told], [one[1] for one in told]
@@ -509,12 +551,19 @@ class SparseRun:
             "persisted_from": None if persisted == NONE else persisted,
             "memory_bytes": max(one.memory_bytes for one in progress),
             "recoveries": [one.as_dict() for one in self.recoveries],
+            "on_disk": self._on_disk(),
         }
 
 
-def start(job: Job, config: SparseConfig) -> SparseRun:
-    """Begin sparse checkpointing of ``job`` and put the wait in front of its optimizer step."""
-    run = SparseRun(job, config)
+def start(job: Job, config: SparseConfig, loaded: Loaded | None) -> SparseRun:
+    """Begin sparse checkpointing of ``job`` and put the wait in front of its optimizer step.
+
+    Args:
+        job: this rank's.
+        config: the flags.
+        loaded: the window that the job starts from, if it starts from one.
+    """
+    run = SparseRun(job, config, loaded)
     step = job.optimizer.step
 
     @functools.wraps(step)
@@ -539,6 +588,8 @@ def keep_loop(original: Callable[..., Any]) -> Callable[..., Any]:
         current_job().loop = TrainLoop(
             *(given.arguments[name] for name in ("forward_step_func", "config", "p2p_communicator", "pg_collection"))
         )
+        if run := current_job().sparse:
+            run.begin_training()
         return original(*args, **kwargs)
 
     return train

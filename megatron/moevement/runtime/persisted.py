@@ -1,0 +1,251 @@
+"""Windows on disk in a Megatron job: where each rank writes, and what a new job starts from."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.moevement.runtime.boundary import put_progress
+from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.recovery import Prepared, prepare
+from megatron.moevement.sparse_config import SparseConfig
+from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
+from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
+from moevement_core.persistence.manifest import Manifest, manifests
+from moevement_core.recovery.plan import Holding, Source
+from moevement_core.replication.transport import GlooTransport, Transport
+from moevement_core.snapshot.snapshot import Snapshot
+
+NODE = "{node}"
+"""In a folder's name: this rank's node."""
+
+SETTINGS = (
+    "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel",
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_shared_expert_intermediate_size",
+    "mtp_num_layers", "multi_latent_attention", "add_bias_linear", "padded_vocab_size", "normalization", "swiglu",
+    "position_embedding_type", "max_position_embeddings", "untie_embeddings_and_output_weights", "transformer_impl",
+    "seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size", "dataloader_type", "seed",
+    "hidden_dropout", "attention_dropout", "fp16", "bf16", "fp8", "optimizer", "use_distributed_optimizer",
+    "accumulate_allreduce_grads_in_fp32", "lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad", "adam_beta1",
+    "adam_beta2", "adam_eps", "decoupled_lr", "moe_router_score_function", "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_expert_capacity_factor",
+    "moe_token_drop_policy", "moe_pad_expert_input_to_capacity", "moe_router_enable_expert_bias",
+    "moe_router_bias_update_rate", "moe_router_dtype", "moe_router_group_topk", "moe_token_dispatcher_type",
+    "calculate_per_token_loss", "iterations_to_skip",
+)  # fmt: skip
+"""Flags that the replayed iterations depend on: the job that loads a window has the same."""
+
+
+def settings_of(args: Namespace) -> dict[str, Any]:
+    """What the manifest says of this job."""
+    return {name: _plain(getattr(args, name, None)) for name in SETTINGS}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item) for item in (sorted(value) if isinstance(value, set | frozenset) else value)]
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of this rank, and who shares it."""
+
+    folder: Path
+    members: tuple[int, ...]
+    """All ranks that see the same folder."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for the folder."""
+        return dist.get_rank() == self.members[0]
+
+    @property
+    def is_shared_by_all(self) -> bool:
+        """One folder for the whole job: every file in it is there for every rank."""
+        return len(self.members) == dist.get_world_size()
+
+
+def find_place(flag: str, template: str, node: str) -> Place:
+    """Make the folder and find out who else sees it; every rank calls it.
+
+    Raises:
+        ConfigError: it cannot be made, or written, on some rank.
+    """
+    folder = Path(template.replace(NODE, node)).absolute()
+    probe = folder / f".seen-by-{uuid.uuid4().hex}"
+    complaint = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    except OSError as error:
+        complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can write"
+    told = _tell_all((complaint, str(probe.name)))
+    seen = [rank for rank, (_, name) in enumerate(told) if (folder / name).exists()]
+    dist.barrier()
+    probe.unlink(missing_ok=True)
+    if found := next((text for text, _ in told if text), None):
+        raise ConfigError(found)
+    return Place(folder, tuple(seen))
+
+
+def refuse_foreign_windows(place: Place, loaded_from: Place | None) -> None:
+    """A job that starts afresh does not overwrite what another one has saved; every rank calls it.
+
+    Raises:
+        ConfigError: there are windows that this job was not asked to load.
+    """
+    same = loaded_from is not None and loaded_from.folder == place.folder
+    found = None if same else next(iter(manifests(place.folder)), None)
+    told = [name for name in _tell_all(f"{place.folder}/{found.name}" if found else None) if name]
+    if told:
+        raise ConfigError(
+            f"--moevement-persist-dir: {told[0]} is of another run; go on from it with --moevement-load and the same "
+            "folder, or give an empty one"
+        )
+
+
+class FileShelf:
+    """The files of one window: this rank's own, and, on the first rank of a folder, copies for ranks elsewhere."""
+
+    def __init__(self, place: Place, manifest: Manifest) -> None:
+        self._folder = place.folder / manifest.name
+        self._place = place
+        self._range = range(manifest.first, manifest.last + 1)
+
+    def holdings(self) -> list[Holding]:
+        """All that are there and look whole."""
+        return list(self._holdings())
+
+    def _holdings(self) -> Iterator[Holding]:
+        for name in sorted(os.listdir(self._folder)) if self._folder.is_dir() else ():
+            found = owner_and_iteration(name)
+            if found is None or found[1] not in self._range or not self._is_mine_to_tell(found[0]):
+                continue
+            try:
+                header = read_header(self._folder / name)
+            except SnapshotError as error:
+                print(f"moevement: {error}", flush=True)
+                continue
+            if (header.rank, header.iteration) == found:
+                yield Holding(
+                    header.rank, header.iteration, header.state, header.schedule, header.contents, Source.FILE
+                )
+
+    def _is_mine_to_tell(self, owner: int) -> bool:
+        return owner == dist.get_rank() or (self._place.is_first and owner not in self._place.members)
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """One of them, not yet checked; nothing if it cannot be read."""
+        try:
+            return read_snapshot(self._folder / file_name(owner, iteration))
+        except SnapshotError as error:
+            print(f"moevement: {error}", flush=True)
+            return None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A window in host memory, ready to be replayed."""
+
+    prepared: Prepared
+    manifest: Manifest
+    place: Place
+
+
+def load_into(job: Job, config: SparseConfig) -> Loaded | None:
+    """Find what ``--moevement-load`` says and set the job to where it leads, before data is opened.
+
+    Every rank calls it. The state itself comes later, inside Megatron's training loop: it has to be replayed.
+
+    Raises:
+        ConfigError: the windows are of a job with other settings.
+        RecoveryError: there are windows, and none of them is whole.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import update_num_microbatches
+    from megatron.training import get_args
+
+    args, rank = get_args(), dist.get_rank()
+    if config.load is None:
+        return None
+    place = find_place("--moevement-load", config.load, config.node_of(rank))
+    transport = GlooTransport() if dist.get_world_size() > 1 else None
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    loaded = load_newest(place, stage, settings_of(args), transport, after=args.iteration)
+    if loaded is None:
+        if rank == 0:
+            began = f"iteration {args.iteration} of --load" if args.iteration else "fresh weights"
+            print(f"moevement: no newer window in --moevement-load {place.folder}: starting from {began}", flush=True)
+        return None
+    put_progress(job, loaded.manifest.progress)
+    args.iteration = loaded.manifest.reaches
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    return loaded
+
+
+def load_newest(
+    place: Place, stage: int, settings: Mapping[str, Any], transport: Transport | None, after: int
+) -> Loaded | None:
+    """The newest window of which every rank's snapshots can be had; every rank calls it.
+
+    Args:
+        place: where to look.
+        stage: this rank's.
+        settings: of this job.
+        transport: between ranks.
+        after: a window that reaches no further than this iteration is of no use.
+
+    Returns:
+        Nothing if there is no window that reaches further.
+
+    Raises:
+        ConfigError: the newest window is of a job with other settings.
+        RecoveryError: there are windows, and none of them is whole.
+    """
+    everyones = {one.name: one for found in _tell_all(manifests(place.folder)) for one in found}
+    candidates = sorted((one for one in everyones.values() if one.reaches > after), key=_newest, reverse=True)
+    refused = []
+    for manifest in candidates:
+        _refuse_other_settings(place, manifest, settings)
+        shelf = FileShelf(place, manifest)
+        try:
+            return Loaded(prepare(dist.get_rank(), stage, {Source.FILE: shelf}, None, transport), manifest, place)
+        except RecoveryError as error:
+            refused.append(f"{manifest.name}: {error}")
+            if dist.get_rank() == 0:
+                print(f"moevement: {refused[-1]}", flush=True)
+    if refused:
+        raise RecoveryError(f"no window in {place.folder} is whole. {refused[0]}")
+    return None
+
+
+def _newest(manifest: Manifest) -> tuple[int, str]:
+    return manifest.reaches, manifest.job
+
+
+def _refuse_other_settings(place: Place, manifest: Manifest, settings: Mapping[str, Any]) -> None:
+    other = [name for name, value in settings.items() if name in manifest.settings and manifest.settings[name] != value]
+    if other:
+        found = "; ".join(
+            f"--{name.replace('_', '-')} {settings[name]}, and {manifest.settings[name]} then" for name in other[:4]
+        )
+        raise ConfigError(
+            f"--moevement-load {place.folder}: {manifest.name} is of a run with other settings ({found}); replayed "
+            "iterations would not be those that were lost. Load it with the same flags, or a dense checkpoint (--load)"
+        )
+
+
+def _tell_all(mine: Any) -> list[Any]:
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return told

@@ -1,0 +1,1 @@
+"""Persisted windows on disk: written beside training, loadable by a new job."""

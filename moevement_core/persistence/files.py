@@ -1,0 +1,111 @@
+"""A snapshot as a file; ``docs/file_format.md`` describes the bytes.
+
+Magic, version, length and digest of the header, the header, and from the next multiple of 64 bytes on the snapshot's
+buffer as it is in memory. A file is written under another name, made durable, and renamed into place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+from pathlib import Path
+
+import torch
+import xxhash
+
+from moevement_core.errors import SnapshotError
+from moevement_core.snapshot.snapshot import ALIGNMENT, VERSION, Header, Snapshot, numpy_bytes
+
+MAGIC = b"MoEvSnap"
+_PREFIX = struct.Struct("<8sIIQ16s")  # magic, version, nothing, header bytes, XXH3-128 of the header
+_NAME = re.compile(r"rank_(\d{5})_iteration_(\d{7})\.snapshot")
+_MAX_HEADER_BYTES = 1 << 30
+
+
+def file_name(owner: int, iteration: int) -> str:
+    """The name of ``SS_iteration`` of rank ``owner``."""
+    return f"rank_{owner:05d}_iteration_{iteration:07d}.snapshot"
+
+
+def owner_and_iteration(name: str) -> tuple[int, int] | None:
+    """The inverse of :func:`file_name`; nothing for other files."""
+    found = _NAME.fullmatch(name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
+    """Write ``snapshot`` into ``folder`` and return when it is durable.
+
+    Raises:
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    header = snapshot.header.encode()
+    prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(header), xxhash.xxh3_128_digest(header))
+    padding = b"\0" * (_payload_at(len(header)) - len(prefix) - len(header))
+    path = folder / file_name(snapshot.header.rank, snapshot.iteration)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with partial.open("wb", buffering=0) as file:
+            for data in (prefix + header + padding, numpy_bytes(snapshot.payload).data):
+                _write_all(file.fileno(), memoryview(data))
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a snapshot file.
+
+    Raises:
+        SnapshotError: it is not there, cut off, damaged, or of another version.
+    """
+    return _read(path)[0]
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """A snapshot file, its tensors not yet checked: :meth:`Snapshot.check` does that.
+
+    Raises:
+        SnapshotError: it is not there, cut off, its header is damaged, or of another version.
+    """
+    header, payload_at = _read(path)
+    buffer = torch.empty(header.payload_bytes, dtype=torch.uint8)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(payload_at)
+            view, got = memoryview(buffer.numpy().data), 0
+            while got < len(view):
+                if not (count := file.readinto(view[got:])):
+                    raise SnapshotError(f"{path}: cut off after {payload_at + got} bytes; another copy is needed")
+                got += count
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None
+    return Snapshot(header, buffer)
+
+
+def _read(path: Path) -> tuple[Header, int]:
+    try:
+        with path.open("rb") as file:
+            prefix = file.read(_PREFIX.size)
+            if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
+                raise SnapshotError(f"{path}: no snapshot file, or one that was cut off; another copy is needed")
+            _, version, _, length, digest = _PREFIX.unpack(prefix)
+            if version != VERSION:
+                raise SnapshotError(f"{path}: of version {version}; this program reads version {VERSION}")
+            encoded = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None
+    if xxhash.xxh3_128_digest(encoded) != digest:
+        raise SnapshotError(f"{path}: its header is damaged; another copy is needed")
+    return Header.decode(encoded), _payload_at(length)
+
+
+def _payload_at(header_bytes: int) -> int:
+    return -(-(_PREFIX.size + header_bytes) // ALIGNMENT) * ALIGNMENT
