@@ -2,8 +2,8 @@
 
 A frozen operator computes its output and the gradient of its input. Its weight gradient is not computed: Megatron's
 linear layers, norms and embeddings look at ``requires_grad`` of their weights in the forward pass, and take another
-path. Three places do not, and are helped here: the router, Transformer Engine's grouped linear, and recomputation above
-a frozen embedding.
+path. Three places do not, and are helped here: the router, Transformer Engine's grouped linear, and what stands above a
+frozen embedding.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ class FrozenMode:
     def begin(self) -> None:
         """Before the first forward pass with anything frozen."""
         for chunk in self._chunks:
-            config = chunk.config
-            recomputes = getattr(config, "recompute_granularity", None) or getattr(config, "moe_layer_recompute", False)
-            if recomputes and getattr(chunk, "embedding", None) is not None:
+            if getattr(chunk, "embedding", None) is not None:
                 self._hooks.append(chunk.embedding.register_forward_hook(_require_grad))
 
     def end(self) -> None:
@@ -60,7 +58,12 @@ class FrozenMode:
 
 
 def _require_grad(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """A recomputed block without an input that requires a gradient computes none, of its active operators neither."""
+    """Let the gradient flow down to the embedding even where nothing below needs it.
+
+    A recomputed block whose input requires no gradient computes none, of its active operators neither. And ranks that
+    exchange tokens must agree on what flows back: one with an active expert in the first layer would wait for ever for
+    one whose experts there are all frozen.
+    """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output
