@@ -169,6 +169,11 @@ def describe_filled_in(args: argparse.Namespace) -> list[str]:
         lines.append("no GPU: running on the CPU with " + " ".join(filled))
     if args.data_path and Path(args.data_path[-1]) == embedded.corpus_path():
         lines.append("no --data-path: training on the embedded corpus, the text of Python's standard library")
+    if args.moevement_sparse_ckpt and not platform.is_cpu() and not args.deterministic_mode:
+        lines.append(
+            "without --deterministic-mode some kernels add in no fixed order: a replay may differ in the last bits "
+            "from what was lost, and then ends with an error where it is verified"
+        )
     if args.load and args.ckpt_step is None and not (Path(args.load) / "latest_checkpointed_iteration.txt").exists():
         lines.append(f"no checkpoint in --load {args.load}: starting from fresh weights")
     return lines

@@ -403,6 +403,9 @@ def without_gpu(args: Namespace) -> Iterator[str]:
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     """What sparse snapshots cannot see or cannot keep apart."""
     if SparseConfig.from_args(args) is None:
+        for flag in ("persist_dir", "load", "wipe_at"):
+            if getattr(args, f"moevement_{flag}"):
+                yield f"--moevement-{flag.replace('_', '-')} without --moevement-sparse-ckpt; give both"
         return
     if args.optimizer != "adam":
         yield f"--moevement-sparse-ckpt with --optimizer {args.optimizer}: its state is not known here; use adam"
@@ -413,10 +416,31 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--qk-clip": args.qk_clip,
         "--skip-train": args.skip_train,
+        "--cuda-graph-impl": args.cuda_graph_impl != "none",
+        "--overlap-moe-expert-parallel-comm": args.overlap_moe_expert_parallel_comm,
+        "--delay-wgrad-compute": args.delay_wgrad_compute,
+        "--defer-embedding-wgrad-compute": args.defer_embedding_wgrad_compute,
+        "--overlap-param-gather-with-optimizer-step": args.overlap_param_gather_with_optimizer_step,
+        "--moe-expert-rank-capacity-factor": args.moe_expert_rank_capacity_factor is not None,
+        "--perform-rl-step": args.perform_rl_step,
+        "--dataloader-type external": args.dataloader_type == "external",
+        "--fp8-recipe delayed": args.fp8 is not None and args.fp8_recipe == "delayed",
+        "--fp8-recipe mxfp8": args.fp8 is not None and args.fp8_recipe == "mxfp8" and args.fp8_param_gather,
     }
+    wgrad = "it computes weight gradients apart from backward, where a replay cannot leave out those of frozen weights"
     reasons = {
         "--qk-clip": "weights change once more after the optimizer step",
         "--skip-train": "nothing changes that could be lost",
+        "--cuda-graph-impl": "a captured graph cannot leave out what is frozen in a replay",
+        "--overlap-moe-expert-parallel-comm": wgrad,
+        "--delay-wgrad-compute": wgrad,
+        "--defer-embedding-wgrad-compute": wgrad,
+        "--overlap-param-gather-with-optimizer-step": "the step of one optimizer waits for a gather of the other",
+        "--moe-expert-rank-capacity-factor": "it repeats steps on its own",
+        "--perform-rl-step": "its batches cannot be asked for again",
+        "--dataloader-type external": "its batches cannot be asked for again",
+        "--fp8-recipe delayed": "the history of its scales is not in a snapshot",
+        "--fp8-recipe mxfp8": "with --fp8-param-gather the column-wise copy of the weights is not in a snapshot",
     }
     for flag, is_set in refused.items():
         if is_set:

@@ -14,14 +14,20 @@ from moevement_core.policy.popularity import Ordering
 
 # Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
 FLAGS = {
-    "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-network-bandwidth", "--moevement-order",
-    "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-placement", "--moevement-ranks-per-node",
-    "--moevement-reorder-fraction", "--moevement-reorder-threshold", "--moevement-replicas",
-    "--moevement-replicas-on-same-node", "--moevement-sparse-ckpt", "--moevement-window", "--moevement-window-kind",
+    "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-network-bandwidth",
+    "--moevement-order", "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-persist-dir",
+    "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
+    "--moevement-reorder-threshold", "--moevement-replicas", "--moevement-replicas-on-same-node",
+    "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
+    "--moevement-wipe-at",
 }  # fmt: skip
 MEGATRONS: dict[str, Any] = {
     "num_experts": 4, "optimizer": "adam", "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
     "use_torch_fsdp2": False, "use_megatron_fsdp": False, "qk_clip": False, "skip_train": False,
+    "cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False,
+    "defer_embedding_wgrad_compute": False, "overlap_param_gather_with_optimizer_step": False,
+    "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
+    "fp8_recipe": "delayed", "fp8_param_gather": False,
 }  # fmt: skip
 
 
@@ -42,6 +48,16 @@ def test_nothing_is_on_without_the_flag() -> None:
     args = parsed()
     args.moevement_sparse_ckpt = False
     assert SparseConfig.from_args(args) is None
+
+
+@pytest.mark.parametrize(
+    "words", [["--moevement-load", "d"], ["--moevement-persist-dir", "d"], ["--moevement-wipe-at", "3"]]
+)
+def test_flags_that_need_sparse_checkpoints_are_refused_without(words: list[str]) -> None:
+    args = parsed(*words)
+    args.moevement_sparse_ckpt = False
+    (complaint,) = sparse_checkpoints(args)
+    assert complaint == f"{words[0]} without --moevement-sparse-ckpt; give both"
 
 
 def test_defaults_are_the_papers() -> None:
@@ -71,6 +87,7 @@ def test_defaults_are_the_papers() -> None:
         (["--moevement-ranks-per-node", "0"], "--moevement-ranks-per-node 0"),
         (["--moevement-host-memory-gb", "0"], "--moevement-host-memory-gb 0"),
         (["--moevement-peer-timeout", "0"], "--moevement-peer-timeout 0"),
+        (["--moevement-wipe-at", "3", "0"], "--moevement-wipe-at 0; needs at least 1"),
     ],
 )
 def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None:
@@ -81,9 +98,13 @@ def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None
 @pytest.mark.parametrize(
     "megatrons",
     [{"optimizer": "sgd"}, {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True},
-     {"use_torch_fsdp2": True}, {"use_megatron_fsdp": True}, {"qk_clip": True}, {"skip_train": True}],
+     {"use_torch_fsdp2": True}, {"use_megatron_fsdp": True}, {"qk_clip": True}, {"skip_train": True},
+     {"cuda_graph_impl": "local"}, {"overlap_moe_expert_parallel_comm": True}, {"delay_wgrad_compute": True},
+     {"defer_embedding_wgrad_compute": True}, {"overlap_param_gather_with_optimizer_step": True},
+     {"moe_expert_rank_capacity_factor": 1.5}, {"perform_rl_step": True}, {"dataloader_type": "external"},
+     {"fp8_recipe": "delayed", "fp8": "hybrid"}, {"fp8_recipe": "mxfp8", "fp8": "e4m3", "fp8_param_gather": True}],
 )  # fmt: skip
-def test_what_snapshots_cannot_see_is_refused(megatrons: dict[str, Any]) -> None:
+def test_what_snapshots_cannot_see_or_a_replay_cannot_repeat_is_refused(megatrons: dict[str, Any]) -> None:
     assert not list(sparse_checkpoints(parsed()))
     (complaint,) = sparse_checkpoints(parsed(**megatrons))
     assert next(iter(megatrons)).replace("_", "-") in complaint

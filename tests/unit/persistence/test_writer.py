@@ -1,0 +1,183 @@
+"""A window is loadable when every file of every rank is durable, and not a moment before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_core.persistence.files import file_name
+from moevement_core.persistence.manifest import manifests, read_manifest
+from moevement_core.persistence.writer import Folder, WindowWriter
+from moevement_core.policy.window import WindowKind
+from moevement_core.snapshot.agreement import Agreed, Standing
+from moevement_core.snapshot.snapshot import Lent
+from tests.unit.recovery.toy import Toy
+
+
+class Lender:
+    """Snapshots that somebody lends, and which of them were given back."""
+
+    def __init__(self) -> None:
+        self.out: list[int] = []
+        self.toy = Toy(2, WindowKind.ALIGNED)
+        self.missing = False
+
+    def __call__(self, first: int, last: int) -> Sequence[Lent] | None:
+        if self.missing:
+            return None
+        lent = []
+        for iteration in range(first, last + 1):
+            self.out.append(iteration)
+            snapshot = self.toy.snapshot(iteration, iteration, {})
+            lent.append(Lent(snapshot, lambda iteration=iteration: self.out.remove(iteration)))  # type: ignore[misc]
+        return lent
+
+
+@pytest.fixture
+def lender() -> Lender:
+    return Lender()
+
+
+@pytest.fixture
+def reports() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def writer(tmp_path: Path, lender: Lender, reports: list[str]) -> WindowWriter:
+    return WindowWriter(
+        Folder(tmp_path, writes_manifest=True), "abcd", {"seed": 1}, lender, lambda s: {"iteration": s.iteration},
+        reports.append,
+    )  # fmt: skip
+
+
+def settled(writer: WindowWriter) -> dict[int, Standing]:
+    deadline = time.monotonic() + 5
+    while (standing := writer.standing()) and Standing.PERSISTED in standing.values():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return standing
+
+
+def learn(writer: WindowWriter, standing: dict[int, Standing]) -> None:
+    writer.learn(Agreed(100, standing))
+
+
+def windows(folder: Path) -> list[str]:
+    deadline = time.monotonic() + 5
+    while (found := [m.name for m in manifests(folder)]) == [] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return found
+
+
+def close(writer: WindowWriter) -> None:
+    writer.close(lambda standing: standing, 5)
+
+
+def test_a_window_gets_its_manifest_when_all_ranks_have_it(
+    writer: WindowWriter, tmp_path: Path, lender: Lender
+) -> None:
+    writer.begin(4, 5)
+    assert settled(writer) == {4: Standing.DURABLE}
+    assert not lender.out, "the buffers are given back"
+    assert not manifests(tmp_path)
+    learn(writer, {4: Standing.PERSISTED})
+    assert not manifests(tmp_path), "another rank is still writing"
+    learn(writer, {4: Standing.DURABLE})
+    assert windows(tmp_path) == ["window_0000005_abcd"]
+    found = manifests(tmp_path)[0]
+    assert (found.first, found.last, found.reaches, found.progress) == (4, 5, 5, {"iteration": 5})
+    assert found.settings == {"seed": 1}
+    assert (tmp_path / found.name / file_name(0, 4)).exists()
+    assert (writer.newest, writer.standing()) == (5, {})
+    close(writer)
+
+
+def test_one_at_a_time_and_each_once(writer: WindowWriter, lender: Lender) -> None:
+    writer.begin(4, 5)
+    writer.begin(6, 7)
+    assert settled(writer) == {4: Standing.DURABLE}
+    learn(writer, {4: Standing.DURABLE})
+    writer.begin(4, 5)
+    assert writer.standing() == {}
+    writer.begin(8, 9)
+    assert settled(writer) == {8: Standing.DURABLE}
+    close(writer)
+
+
+def test_two_windows_stay_and_those_of_other_runs_go(writer: WindowWriter, tmp_path: Path) -> None:
+    (tmp_path / "window_0000099_ffff").mkdir()
+    (tmp_path / "window_0000099_ffff.json").write_text("{}")
+    (tmp_path / "window_0000003_abcd").mkdir()
+    for first in (4, 6, 8):
+        writer.begin(first, first + 1)
+        settled(writer)
+        learn(writer, {first: Standing.DURABLE})
+    close(writer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "window_0000007_abcd", "window_0000007_abcd.json", "window_0000009_abcd", "window_0000009_abcd.json",
+    ]  # fmt: skip
+
+
+def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
+    writer: WindowWriter, tmp_path: Path, reports: list[str], lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("moevement_core.persistence.writer.write_snapshot", full)
+    writer.begin(4, 5)
+    assert settled(writer) == {4: Standing.NEVER}
+    assert not lender.out
+    assert "No space left on device; the next is tried" in reports[0]
+    learn(writer, {})
+    assert (writer.failed, writer.standing()) == (1, {})
+    monkeypatch.undo()
+    writer.begin(6, 7)
+    settled(writer)
+    learn(writer, {6: Standing.DURABLE})
+    assert windows(tmp_path) == ["window_0000007_abcd"]
+    close(writer)
+
+
+def test_a_late_answer_is_not_taken_for_the_next_window(writer: WindowWriter) -> None:
+    """Another rank failed while this one was still writing; its files are no answer to what comes next."""
+    writer.begin(4, 5)
+    learn(writer, {4: Standing.NEVER})
+    writer.begin(6, 7)
+    assert list(writer.standing()) == [6]
+    assert settled(writer) == {6: Standing.DURABLE}
+    close(writer)
+
+
+def test_a_snapshot_that_is_gone_is_reported(writer: WindowWriter, lender: Lender, reports: list[str]) -> None:
+    lender.missing = True
+    writer.begin(4, 5)
+    assert writer.standing() == {4: Standing.NEVER}
+    assert "window from iteration 4 on is not on disk" in reports[0]
+    learn(writer, {})
+    close(writer)
+
+
+def test_the_end_waits_for_the_window_under_way(writer: WindowWriter, tmp_path: Path) -> None:
+    writer.begin(4, 5)
+    close(writer)
+    assert [manifest.name for manifest in manifests(tmp_path)] == ["window_0000005_abcd"]
+
+
+def test_the_end_of_a_job_whose_other_rank_failed_leaves_no_manifest(writer: WindowWriter, tmp_path: Path) -> None:
+    writer.begin(4, 5)
+    writer.close(lambda standing: min(standing, Standing.NEVER), 5)
+    assert not manifests(tmp_path)
+
+
+def test_what_is_no_manifest_is_passed_over(tmp_path: Path) -> None:
+    for name, text in {"a": "{", "b": "[]", "c": '{"version": 7}', "d": '{"version": 1, "x": 2}'}.items():
+        (tmp_path / f"window_{name}.json").write_text(text)
+        with pytest.raises(Exception, match=f"window_{name}.json"):
+            read_manifest(tmp_path / f"window_{name}.json")
+    assert manifests(tmp_path) == []

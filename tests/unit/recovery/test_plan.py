@@ -1,0 +1,72 @@
+"""Plans are made from what ranks report: the newest run that is there for everyone, from the quickest sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery.plan import Fetch, Holding, Report, Source, plan_recovery
+
+WINDOW = {0: "2111", 1: "0211", 2: "0021", 3: "0002"}
+"""Four operators in four slots, aligned."""
+
+
+def held(owner: int, *iterations: int, source: Source = Source.MEMORY, schedule: str = "s") -> list[Holding]:
+    return [Holding(owner, i, i, schedule, WINDOW[i % 4], source) for i in iterations]
+
+
+def report(rank: int, *holdings: Holding, stage: int = 0) -> Report:
+    return Report(rank, stage, tuple(holdings))
+
+
+def test_the_newest_run_that_every_rank_has() -> None:
+    plan = plan_recovery([report(0, *held(0, *range(12))), report(1, *held(1, *range(9)))], 11)
+    assert (plan.first, plan.dense_at, plan.until) == (4, 7, 11)
+    assert [fetch.iteration for fetch in plan.fetches if fetch.owner == 1] == [4, 5, 6, 7, 8]
+    assert plan.runs[0].full_at.tolist() == [4, 5, 6, 7]
+
+
+def test_own_memory_comes_first_then_peers_then_files_and_own_files_before_others() -> None:
+    reports = [
+        report(0, *held(0, 0, 1), *held(1, 0, 1, 2, 3, source=Source.PEER), *held(2, 0, source=Source.FILE)),
+        report(1, *held(1, 0), *held(0, 0, 1, 2, source=Source.PEER), *held(2, 0, source=Source.FILE)),
+        report(2, *held(2, 0, 1, 2, 3, source=Source.FILE), *held(0, 3, source=Source.FILE)),
+    ]
+    plan = plan_recovery(reports, 4)
+    where = {(fetch.owner, fetch.iteration): (fetch.holder, fetch.source) for fetch in plan.fetches}
+    assert where[0, 0] == (0, Source.MEMORY)
+    assert where[0, 2] == (1, Source.PEER)
+    assert where[0, 3] == (2, Source.FILE)
+    assert where[1, 0] == (1, Source.MEMORY)
+    assert where[1, 1] == (0, Source.PEER)
+    assert where[2, 0] == (2, Source.FILE)
+    assert plan.sources() == {Source.MEMORY: 3, Source.PEER: 4, Source.FILE: 5}
+
+
+def test_stages_begin_together() -> None:
+    stages = [report(0, *held(0, *range(4, 12))), report(1, *held(1, *range(8)), stage=1)]
+    plan = plan_recovery(stages, 12)
+    assert (plan.first, plan.dense_at) == (4, 7)
+    assert set(plan.runs) == {0, 1}
+
+
+def test_snapshots_of_different_schedules_make_no_run() -> None:
+    reports = [report(0, *held(0, *range(8))), report(1, *held(1, 0, 1, 2, 3), *held(1, 4, 5, 6, 7, schedule="other"))]
+    assert plan_recovery(reports, 8).first == 0
+
+
+def test_without_a_target_the_first_dense_state_is_it() -> None:
+    assert plan_recovery([report(0, *held(0, *range(7)))], None).until == 3
+
+
+@pytest.mark.parametrize("reports", [[report(0, *held(0, 1, 2, 3))], [report(0)], [report(0, *held(0, 0, 1, 3))]])
+def test_no_way_back_is_said_with_what_there_is(reports: list[Report]) -> None:
+    with pytest.raises(RecoveryError, match=r"iteration 4 cannot be recovered: .*stage 0: (1 to 3|none|0 to 1, 3)"):
+        plan_recovery(reports, 4)
+
+
+def test_snapshots_of_later_iterations_are_not_used() -> None:
+    plan = plan_recovery([report(0, *held(0, *range(12)))], 6)
+    assert (plan.first, plan.until) == (0, 6)
+    assert max(fetch.iteration for fetch in plan.fetches) == 6
+    assert Fetch(0, 6, 0, Source.MEMORY) in plan.fetches

@@ -1,0 +1,152 @@
+"""A job without Megatron: a few numbers for each operator, whose update depends on all weights, as in a model.
+
+It is exact in floating point, so a replay that does anything else than what was done gives other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, override
+
+import numpy as np
+import torch
+
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
+from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.policy.window import WindowKind, impose_window
+from moevement_core.recovery.replay import Trainer
+from moevement_core.snapshot import plain
+from moevement_core.snapshot.checkpointer import OperatorState, tensors_of
+from moevement_core.snapshot.snapshot import (
+    BOUNDARY,
+    Entry,
+    Header,
+    Snapshot,
+    StateTensor,
+    as_bytes,
+    contents_text,
+    digest_of,
+    offsets,
+)
+from moevement_core.snapshot.whole import begin_whole
+
+OPERATORS, NUMBERS = 7, 5
+
+
+class Toy(Trainer):
+    """The job: weights in half precision, masters, momenta, and a random state that every iteration moves."""
+
+    def __init__(self, size: int, kind: WindowKind) -> None:
+        self.names = [expert_name(0, index) for index in range(OPERATORS)]
+        generator = torch.Generator().manual_seed(1)
+        self.masters = {name: torch.randn(NUMBERS, generator=generator) for name in self.names}
+        self.momenta = {name: torch.zeros(NUMBERS) for name in self.names}
+        self.weights = {name: master.half() for name, master in self.masters.items()}
+        self.rng, self.norm, self.frozen = 12345, 0.0, frozenset[str]()
+        self.ran: list[tuple[int, int]] = []
+        """Iterations that were run, and how many operators were frozen in each."""
+        self.weights_of_frozen_moved = False
+        table = OperatorTable(Operator(n, OperatorKind.EXPERT, StateBytes(2, 4, 4)) for n in self.names)
+        order = np.arange(OPERATORS)
+        self.history = ScheduleHistory(Schedule(table, order, impose_window(table, order, size, kind), start=-size))
+
+    def states(self) -> dict[str, OperatorState]:
+        return {
+            name: OperatorState(
+                (StateTensor(name, Saved.COMPUTE, "weight", self.weights[name]),),
+                (
+                    StateTensor(name, Saved.FULL, "master", self.masters[name]),
+                    StateTensor(name, Saved.FULL, "momentum", self.momenta[name]),
+                ),
+            )
+            for name in self.names
+        }
+
+    def whole(self) -> dict[str, str]:
+        return begin_whole({n: [t.tensor for t in (*s.compute, *s.full)] for n, s in self.states().items()})()
+
+    # One iteration, the first time or again
+
+    def step(self, iteration: int, norm: float | None) -> float:
+        self.rng = (self.rng * 1103515245 + iteration) % 2**31
+        activations = sum(weights.float() * (index + 1) for index, weights in enumerate(self.weights.values()))
+        noise = (self.rng % 1000) / 1000
+        gradients = {name: torch.tanh(activations * noise + self.weights[name].float()) for name in self.names}
+        active = [name for name in self.names if name not in self.frozen]
+        if norm is None:
+            norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+        for name in active:
+            self.momenta[name].mul_(0.9).add_(gradients[name] / (norm + 1e-6))
+            self.masters[name].sub_(0.1 * self.momenta[name])
+            self.weights[name].copy_(self.masters[name])
+        self.norm = norm
+        return float(activations.sum())
+
+    # What the state machine asks for
+
+    @override
+    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved]) -> None:
+        live = {(t.operator, t.key): t.tensor for s in self.states().values() for t in (*s.compute, *s.full)}
+        for entry, tensor in snapshot.tensors_of(loads):
+            live[entry.operator, entry.key].copy_(tensor)
+        for name, saved in loads.items():
+            if saved is Saved.FULL:
+                self.weights[name].copy_(self.masters[name])
+
+    @override
+    def put_boundary(self, boundary: Any) -> None:
+        self.rng = boundary["rng"]
+
+    @override
+    def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
+        self.frozen = frozen
+
+    @override
+    def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        self.ran.append((iteration, len(self.frozen)))
+        before = {name: self.weights[name].clone() for name in self.frozen}
+        loss = self.step(iteration, outcome["norm"] if outcome else None)
+        self.weights_of_frozen_moved |= any(not torch.equal(self.weights[name], before[name]) for name in before)
+        return {"loss": torch.tensor(loss)}
+
+    # Snapshots, and what is wiped
+
+    def snapshot(self, iteration: int, state: int, outcome: dict[str, Any], *, whole: bool = True) -> Snapshot:
+        schedule = self.history.at(iteration)
+        contents = schedule.contents(iteration)
+        marked, tensors = plain.flatten({"boundary": {"rng": self.rng}, "iteration": outcome})
+        held = [*tensors_of(schedule, contents, self.states())]
+        held += [StateTensor(BOUNDARY, Saved.FULL, str(number), t) for number, t in enumerate(tensors)]
+        buffer, entries = torch.zeros(1 << 13, dtype=torch.uint8), []
+        for tensor, at in offsets(held):
+            piece = buffer[at : at + tensor.nbytes]
+            piece.copy_(as_bytes(tensor.tensor))
+            dtype = str(tensor.tensor.dtype).removeprefix("torch.")
+            entries.append(Entry(tensor.operator, tensor.saved, tensor.key, dtype, at, tensor.nbytes, digest_of(piece)))
+        header = Header(
+            0, iteration, schedule.id, schedule.slot(iteration), contents_text(contents), tuple(entries), marked, state,
+            self.whole() if whole else None,
+        )  # fmt: skip
+        return Snapshot(header, buffer)
+
+    def wipe(self) -> None:
+        for tensors in (self.weights, self.masters, self.momenta):
+            for tensor in tensors.values():
+                tensor.fill_(float("nan"))
+        self.rng = -1
+
+
+def run_until(toy: Toy, iterations: int, change_at: Mapping[int, tuple[np.ndarray, int]]) -> dict[int, Snapshot]:
+    """Run the job and keep every snapshot up to ``iterations - 1``; orders and windows change where it is said."""
+    table, kind = toy.history.newest.table, toy.history.newest.window.kind
+    first = toy.history.newest.start
+    snapshots = {iteration: toy.snapshot(iteration, 0, {}) for iteration in range(first, 0)}
+    outcome: dict[str, Any] = {}
+    for iteration in range(iterations):
+        if iteration in change_at:
+            order, size = change_at[iteration]
+            toy.history.change(iteration - 1, order, impose_window(table, order, size, kind))
+        snapshots[iteration] = toy.snapshot(iteration, iteration, outcome)
+        loss = toy.step(iteration + 1, None)
+        outcome = {"norm": toy.norm, "losses": {"loss": torch.tensor(loss)}}
+    return snapshots
