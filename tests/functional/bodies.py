@@ -152,3 +152,84 @@ def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> di
         "own": sorted(held),
         "kept": {source: sorted(snapshots) for source, snapshots in kept.items()},
     }
+
+
+def work_of_frozen_operators(argv: list[str]) -> dict[str, dict[str, Any]]:
+    """Train, then run forward and backward of one micro-batch with different operators frozen.
+
+    For each of them: matrix products, parameters whose gradient was accumulated (autograd's own nodes), and the sum of
+    absolute gradients by operator.
+    """
+    import torch
+    from megatron.core.utils import unwrap_model
+
+    from megatron.moevement.data.loaders import train_batches_from
+    from megatron.moevement.transformer.frozen import FrozenMode
+
+    run_rank(argv)
+    job = current_job()
+    assert job.sparse is not None
+    assert job.loop is not None
+    assert job.model is not None
+    trained = job.sparse._views.trained
+    chunk = job.model[0]
+    everything = frozenset(trained)
+    cases = {"nothing": frozenset[str](), "everything": everything, "one expert": frozenset({"layers.1.experts.2"})}
+    cases |= {
+        kind: frozenset(name for name in everything if name.endswith(kind)) for kind in ("gate", "non_expert")
+    } | {"experts": frozenset(name for name in everything if ".experts." in name)}
+    cases |= {name: frozenset({name}) for name in ("embedding", "head")}
+    mode, found = FrozenMode(unwrap_model(job.model), trained), {}
+    for case, frozen in cases.items():
+        chunk.zero_grad_buffer()
+        mode.freeze(frozen)
+        mode.begin()
+        accumulated: list[str] = []
+        hooks = [
+            one.parameter.register_post_accumulate_grad_hook(lambda _, name=name, to=accumulated: to.append(name))
+            for name, its in trained.items()
+            for one in its
+            if one.parameter.requires_grad
+        ]
+        (batches, *_) = train_batches_from(job, 0)
+        with torch.random.fork_rng(), _Products() as products:
+            output, _ = job.loop.forward_step_func(batches, chunk)
+            output.float().sum().backward()
+        for hook in hooks:
+            hook.remove()
+        mode.end()
+        norms = {
+            name: sum(float(getattr(one.parameter, "main_grad").abs().sum()) for one in its)  # noqa: B009
+            for name, its in trained.items()
+        }
+        found[case] = {
+            "products": products.count,
+            "accumulated": sorted(accumulated),
+            "gradients": norms,
+            "frozen": sorted(frozen),
+        }
+    return found
+
+
+class _Products:
+    """Counts matrix products, whoever makes them."""
+
+    def __init__(self) -> None:
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        outer = self
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                outer.count += func.overloadpacket.__name__ in ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+                return func(*args, **(kwargs or {}))
+
+        self.count = 0
+        self._mode = Mode()
+
+    def __enter__(self) -> _Products:
+        self._mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)

@@ -44,11 +44,11 @@ def test_everyone_gets_its_own_from_where_it_is() -> None:
         held[one.holder][one.owner, one.iteration] = snapshot(one.owner, one.iteration)
     for rank, got in enumerate(carry_out(fetches, held, Wire())):
         assert set(got) == {0, 1}
-        for iteration, one in got.items():
-            assert isinstance(one, Snapshot)
-            assert (one.header.rank, one.iteration) == (rank, iteration)
-            assert one.record()["iteration"] == {"rank": rank}
-            one.check("here")
+        for iteration, received in got.items():
+            assert isinstance(received, Snapshot)
+            assert (received.header.rank, received.iteration) == (rank, iteration)
+            assert received.record()["iteration"] == {"rank": rank}
+            received.check("here")
 
 
 def test_what_is_gone_damaged_or_somebody_elses_is_named() -> None:

@@ -120,7 +120,8 @@ def test_a_replay_that_goes_wrong_is_found() -> None:
     toy = Toy(3, WindowKind.ALIGNED)
     snapshots = run_until(toy, 7, {})
     toy.wipe()
-    run, spoilt = toy.run, []
+    run = toy.run
+    spoilt: list[str] = []
 
     def run_with_a_flipped_bit(iteration: int, outcome: Any) -> Any:
         result = run(iteration, outcome)

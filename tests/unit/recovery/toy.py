@@ -69,7 +69,8 @@ class Toy(Trainer):
 
     def step(self, iteration: int, norm: float | None) -> float:
         self.rng = (self.rng * 1103515245 + iteration) % 2**31
-        activations = sum(weights.float() * (index + 1) for index, weights in enumerate(self.weights.values()))
+        terms = [weights.float() * (index + 1) for index, weights in enumerate(self.weights.values())]
+        activations = torch.stack(terms).sum(0)
         noise = (self.rng % 1000) / 1000
         gradients = {name: torch.tanh(activations * noise + self.weights[name].float()) for name in self.names}
         active = [name for name in self.names if name not in self.frozen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def device(tensors: list[torch.Tensor]) -> str:
 
 
 @pytest.mark.parametrize("digest", [host, device])
-def test_any_change_is_another_digest(digest) -> None:  # type: ignore[no-untyped-def]
+def test_any_change_is_another_digest(digest: Callable[[list[torch.Tensor]], str]) -> None:
     tensors = [torch.randn(1000), torch.randn(3, 7).bfloat16(), torch.tensor(3.0), torch.arange(9, dtype=torch.uint8)]
     digests = {digest(tensors)}
     for tensor in tensors:

@@ -1,0 +1,156 @@
+"""A new job goes on from windows on disk with the bits of one that never stopped, whatever happened to some files."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_core.persistence.manifest import manifests
+from moevement_core.run_record import RunRecord
+from moevement_core.verify import compare
+from tests.training import outcomes, train
+
+JOB: dict[str, Any] = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True,
+                       "overlap_grad_reduce": True, "overlap_param_gather": True, "hidden_dropout": 0.1}  # fmt: skip
+SPARSE: dict[str, Any] = {
+    "moevement_sparse_ckpt": True, "moevement_window": 2, "moevement_ranks_per_node": 1, "moevement_replicas": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Persisted:
+    """What a run of nine iterations left on two nodes, and the run of twelve that never stopped."""
+
+    unhurt: RunRecord
+    nodes: Path
+
+    def copied_to(self, folder: Path) -> str:
+        shutil.copytree(self.nodes, folder / "nodes")
+        return str(folder / "nodes" / "{node}")
+
+
+@pytest.fixture(scope="module")
+def persisted(tmp_path_factory: pytest.TempPathFactory) -> Persisted:
+    folder = tmp_path_factory.mktemp("persisted")
+    unhurt = train(2, folder / "unhurt", train_iters=12, **JOB)
+    template = str(folder / "nodes" / "{node}")
+    first = train(2, folder / "first", train_iters=9, **JOB, **SPARSE, moevement_persist_dir=template)
+    newest = manifests(folder / "nodes" / "0")
+    assert [one.reaches for one in newest] == sorted((one.reaches for one in newest), reverse=True)
+    assert newest == manifests(folder / "nodes" / "1"), "the same manifests on every node"
+    assert first.summary()["checkpointing"]["on_disk"] == newest[0].reaches
+    assert len(newest) == 2
+    return Persisted(unhurt, folder / "nodes")
+
+
+def newest_files(persisted: Persisted, node: int, rank: int) -> list[str]:
+    name = manifests(persisted.nodes / str(node))[0].name
+    found = sorted(path.name for path in (persisted.nodes / str(node) / name).glob(f"rank_{rank:05d}_*"))
+    assert found
+    return [f"{node}/{name}/{one}" for one in found]
+
+
+def go_on(folder: Path, template: str, **changes: Any) -> RunRecord:
+    return train(2, folder / "run", train_iters=12, **JOB, **SPARSE | changes, moevement_load=template)
+
+
+def check(persisted: Persisted, run: RunRecord, reaches: int) -> None:
+    assert compare(persisted.unhurt, run, common_iterations=True).first_difference is None
+    (recovery,) = run.summary()["checkpointing"]["recoveries"]
+    assert (recovery["until"], recovery["verified_until"]) == (reaches, reaches)
+    assert recovery["sources"]["file"] > 0
+    assert [line["iteration"] for line in run.metrics()] == list(range(reaches + 1, 13))
+
+
+def test_the_job_goes_on_though_a_node_is_lost_and_writes_to_the_same_folders(
+    persisted: Persisted, tmp_path: Path
+) -> None:
+    template = persisted.copied_to(tmp_path)
+    newest = manifests(tmp_path / "nodes" / "0")[0]
+    shutil.rmtree(tmp_path / "nodes" / "1")
+    run = go_on(tmp_path, template, moevement_persist_dir=template)
+    check(persisted, run, newest.reaches)
+    mine = manifests(tmp_path / "nodes" / "1")
+    assert mine
+    assert all(one.job != newest.job for one in mine), "windows of the run before are gone"
+    assert run.summary()["checkpointing"]["on_disk"] == mine[0].reaches > newest.reaches
+
+
+@pytest.mark.full
+def test_damaged_and_missing_files_are_replaced_by_copies(persisted: Persisted, tmp_path: Path) -> None:
+    template = persisted.copied_to(tmp_path)
+    damaged = tmp_path / "nodes" / newest_files(persisted, node=0, rank=0)[0]
+    data = bytearray(damaged.read_bytes())
+    data[-5] ^= 1
+    damaged.write_bytes(data)
+    (tmp_path / "nodes" / newest_files(persisted, node=1, rank=1)[1]).unlink()
+    check(persisted, go_on(tmp_path, template), manifests(tmp_path / "nodes" / "0")[0].reaches)
+
+
+@pytest.mark.full
+def test_a_window_that_is_not_whole_anywhere_gives_way_to_the_one_before(persisted: Persisted, tmp_path: Path) -> None:
+    template = persisted.copied_to(tmp_path)
+    for node in (0, 1):
+        (tmp_path / "nodes" / newest_files(persisted, node, rank=0)[0]).write_bytes(b"torn")
+    check(persisted, go_on(tmp_path, template), manifests(tmp_path / "nodes" / "0")[1].reaches)
+
+
+def told(folder: Path, **changes: Any) -> list[str]:
+    """What a job that must not start says, on one line, with exit code 2."""
+    job = {"train_iters": 12, **JOB, **SPARSE, **changes}
+    ended = outcomes(2, None, check=False, **job)
+    assert {outcome.exit_code for outcome in ended} == {2}
+    return [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: --")]
+
+
+def test_windows_of_another_job_are_neither_loaded_nor_overwritten(persisted: Persisted, tmp_path: Path) -> None:
+    template = persisted.copied_to(tmp_path)
+    (line,) = told(tmp_path, moevement_load=template, weight_decay=0.2)
+    assert "--weight-decay 0.2, and 0.1 then" in line
+    (line,) = told(tmp_path, moevement_persist_dir=template)
+    assert "is of another run; go on from it with --moevement-load" in line
+    assert len(manifests(tmp_path / "nodes" / "0")) == 2
+
+
+@pytest.mark.full
+def test_a_newer_dense_checkpoint_wins_and_an_empty_folder_is_a_fresh_start(
+    persisted: Persisted, tmp_path: Path
+) -> None:
+    dense: dict[str, Any] = {"save": str(tmp_path / "dense"), "save_interval": 10}
+    train(2, None, train_iters=12, exit_interval=10, **JOB, **dense)
+    template = persisted.copied_to(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for folder, load, first in ((template, str(tmp_path / "dense"), 11), (str(tmp_path / "empty"), None, 1)):
+        run = train(
+            2, tmp_path / f"run{first}", train_iters=12, **JOB, **SPARSE, moevement_load=folder, load=load,
+        )  # fmt: skip
+        assert run.metrics()[0]["iteration"] == first
+        assert not run.summary()["checkpointing"]["recoveries"]
+        assert compare(persisted.unhurt, run, common_iterations=True).first_difference is None
+
+
+@pytest.mark.full
+def test_a_window_of_the_last_iteration_is_the_final_state(persisted: Persisted, tmp_path: Path) -> None:
+    reaches = manifests(persisted.nodes / "0")[0].reaches
+    whole = train(2, tmp_path / "whole", train_iters=reaches, **JOB)
+    run = train(2, tmp_path / "run", train_iters=reaches, **JOB, **SPARSE, moevement_load=persisted.copied_to(tmp_path))
+    assert run.summary()["state_digest"]["all"] == whole.summary()["state_digest"]["all"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["aligned", "rolling"])
+def test_one_shared_folder_without_the_distributed_optimizer(kind: str, tmp_path: Path) -> None:
+    job: dict[str, Any] = {"pipeline_model_parallel_size": 2, "fp16": True, "initial_loss_scale": 2**17,
+           "loss_scale_window": 2, "hysteresis": 1, "untie_embeddings_and_output_weights": False}  # fmt: skip
+    sparse = SPARSE | {"moevement_window_kind": kind, "moevement_window": 3}
+    unhurt = train(4, tmp_path / "unhurt", train_iters=16, **job)
+    folder = str(tmp_path / "windows")
+    train(4, tmp_path / "first", train_iters=11, **job, **sparse, moevement_persist_dir=folder)
+    ranks = {path.name[:10] for path in Path(folder).glob("*/rank_*")}
+    assert len(ranks) == 4, "no copies where everybody sees every file"
+    again = train(4, tmp_path / "again", train_iters=16, **job, **sparse, moevement_load=folder)
+    assert compare(unhurt, again, common_iterations=True).first_difference is None
