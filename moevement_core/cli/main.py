@@ -202,6 +202,25 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     overhead.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     overhead.set_defaults(run=_bench_overhead)
 
+    replay = actions.add_parser(
+        "replay",
+        help="a replayed iteration against a normal one, as more operators are frozen",
+        description="Replay iterations of a 57 M parameter MoE with a growing share of operators frozen, taking turns, "
+        "under even and under skewed routing. Ratios are of the same round, with their quartiles.",
+    )
+    replay.add_argument("--nproc", type=int, default=2, metavar="N", help="expert-parallel ranks (default: 2)")
+    replay.add_argument("--steps", type=int, default=4, metavar="S", help="steps of the share from 0 to 1 (default: 4)")
+    replay.add_argument("--rounds", type=int, default=12, metavar="R", help="of all shares (default: 12)")
+    replay.add_argument("--micro-batches", type=int, default=2, metavar="M", help="of an iteration (default: 2)")
+    replay.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    replay.set_defaults(run=_bench_replay)
+
+
+def _bench_replay(arguments: argparse.Namespace) -> int:
+    from moevement_core.cli import bench_replay
+
+    return bench_replay.replay(arguments)
+
 
 def _bench_overhead(arguments: argparse.Namespace) -> int:
     from moevement_core.cli import bench

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_core.errors import ConfigError, RunRecordError
+from moevement_core.recovery.outcome import Recovery
 from moevement_core.run_record import RunRecord
 from moevement_core.snapshot.cost import cost_line
 
@@ -28,6 +29,8 @@ def report(runs: list[Path], plot: Path | None, *, as_json: bool) -> int:
     for row in rows:
         if row["checkpointing"]:
             print(f"{row['run']}: {cost_line(row['checkpointing'])}")
+            for recovery in row["checkpointing"]["recoveries"]:
+                print(f"{row['run']}: {Recovery(**recovery).sentence()}")
     if plot is not None:
         draw([RunRecord(folder) for folder in runs], plot)
         print(f"plot: {plot}")

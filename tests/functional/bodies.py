@@ -171,7 +171,7 @@ def work_of_frozen_operators(argv: list[str]) -> dict[str, dict[str, Any]]:
     assert job.sparse is not None
     assert job.loop is not None
     assert job.model is not None
-    trained = job.sparse._views.trained
+    trained = job.sparse.views.trained
     chunk = job.model[0]
     everything = frozenset(trained)
     cases = {"nothing": frozenset[str](), "everything": everything, "one expert": frozenset({"layers.1.experts.2"})}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from moevement_core.errors import RecoveryError
 from moevement_core.operators import EMBEDDING, OperatorTable
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.fetch import fetch
+from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Fetch, Holding, RecoveryPlan, Report, Source, plan_recovery
 from moevement_core.recovery.replay import replay
 from moevement_core.replication.transport import Transport
@@ -36,41 +37,6 @@ class Shelf(Protocol):
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """One of them; nothing if it is gone meanwhile."""
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """How a recovery went; the same on every rank."""
-
-    first: int
-    """The iteration whose state it began from."""
-    until: int
-    """The iteration whose state it reached."""
-    replayed: int
-    """Iterations that were run again."""
-    verified_until: int | None
-    """Up to where the state is verified; None: it is not."""
-    losses_until: int | None
-    """Up to where recomputed losses were compared with the recorded ones."""
-    sources: Mapping[str, int]
-    """Snapshots from own memory, from peers and from files."""
-    fetch_s: float
-    replay_s: float
-
-    def sentence(self) -> str:
-        """For the log: what was done and what is known of it."""
-        came = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
-        verified = (
-            f"verified up to iteration {self.verified_until}" if self.verified_until is not None else "not verified"
-        )
-        return (
-            f"state of iteration {self.until} recovered: snapshots from {self.first} on ({came}), {self.replayed} "
-            f"iterations replayed in {self.replay_s:.2f} s; the state is {verified}"
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        """For events and the summary."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import math
 import statistics
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,7 @@ from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import Budget, choose_window, impose_window
+from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Source
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.placement import Placement, place, sources_of
@@ -112,12 +114,12 @@ class SparseRun:
         self.last_begin_s = 0.0
         """Seconds of the training thread at the beginning of the last iteration."""
         check_supported(job.optimizer)
-        self._job = job
+        self.job = job
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._device = current_device()
         chunks = unwrap_model(job.model or [])
-        self._views = operator_views(chunks, job.optimizer)
-        states = self._views.states
+        self.views = operator_views(chunks, job.optimizer)
+        states = self.views.states
         told = self._tell_all(
             _Rank(
                 parallel_state.get_pipeline_model_parallel_rank(),
@@ -182,7 +184,7 @@ class SparseRun:
         self._last_step: dict[str, Any] = {}
         self._is_first = True
         self._replaying = False
-        self.recoveries: list[recovery.Recovery] = []
+        self.recoveries: list[Recovery] = []
 
     # Once
 
@@ -233,7 +235,7 @@ class SparseRun:
         )  # fmt: skip
 
     def _record_bytes(self) -> int:
-        _, tensors = plain.flatten(boundary_state(self._job))
+        _, tensors = plain.flatten(boundary_state(self.job))
         needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
         return needed + RECORD_SLACK_BYTES
 
@@ -272,7 +274,7 @@ class SparseRun:
         if window_start > self._window_start:
             self._window_start = window_start
             self._decide(committed)
-        record = {"boundary": boundary_state(self._job), "iteration": self._last_record}
+        record = {"boundary": boundary_state(self.job), "iteration": self._last_record}
         history = self.checkpointer.history
         # Before the first iteration a whole window, so that a run has something to come back to from its start on.
         first = history.oldest.start if self._is_first else committed
@@ -303,7 +305,7 @@ class SparseRun:
     def after_step(self, result: Any) -> None:
         """After the optimizer step: keep of its result what a replay needs."""
         if not self._replaying:
-            self._last_step = outcome_of(result, self._job.optimizer)
+            self._last_step = outcome_of(result, self.job.optimizer)
 
     def end_iteration(self, committed: int, step_s: float, outcome: dict[str, Any]) -> None:
         """After an iteration.
@@ -338,7 +340,7 @@ class SparseRun:
 
     # Coming back
 
-    def recover(self, until: int) -> recovery.Recovery:
+    def recover(self, until: int) -> Recovery:
         """Bring ``state@until`` back on every rank, whatever is in live memory; every rank calls it.
 
         Raises:
@@ -348,23 +350,29 @@ class SparseRun:
         shelves = {Source.MEMORY: memory, Source.PEER: memory}
         return self._replay(lambda parts: recovery.recover(parts, shelves, until, self._fetch_transport))
 
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Iterations that run meanwhile are no progress: they are neither captured nor counted."""
+        self._replaying = self._counts.paused = True
+        try:
+            yield
+        finally:
+            self._replaying = self._counts.paused = False
+
     def begin_training(self) -> None:
         """Inside Megatron's training loop, before its first iteration; every rank calls it."""
         if loaded := self._loaded:
             self._replay(lambda parts: recovery.carry_out(parts, loaded.prepared))
             self._loaded = None  # its host memory is free again
 
-    def _replay(self, way: Callable[[recovery.Parts], recovery.Recovery]) -> recovery.Recovery:
-        parts = recovery.Parts(self._job, self._rank, self._stage, self.table, self._views, self.checkpointer)
-        self._replaying = self._counts.paused = True
-        try:
+    def _replay(self, way: Callable[[recovery.Parts], Recovery]) -> Recovery:
+        parts = recovery.Parts(self.job, self._rank, self._stage, self.table, self.views, self.checkpointer)
+        with self.replaying():
             done = way(parts)
-        finally:
-            self._replaying = self._counts.paused = False
         self.recoveries.append(done)
         if self._rank == 0:
             print(f"moevement: {done.sentence()}", flush=True)
-        self._job.event("recovery", **done.as_dict())
+        self.job.event("recovery", **done.as_dict())
         return done
 
     def _wipe_and_recover(self, committed: int) -> None:
@@ -374,7 +382,7 @@ class SparseRun:
             print(f"moevement: wiping the state of iteration {committed} on every rank, as was asked for", flush=True)
         self.checkpointer.wait()
         self.checkpointer.settle()
-        injection.wipe(self._job, self._views)
+        injection.wipe(self.job, self.views)
         self.recover(committed)
         after = self._everything_digest()
         wrong = [part for part in before if before[part] != after[part]]
@@ -387,7 +395,7 @@ class SparseRun:
             )
 
     def _everything_digest(self) -> dict[str, str]:
-        boundary = boundary_state(self._job)
+        boundary = boundary_state(self.job)
         return self.checkpointer.whole_now() | {part: digest(value) for part, value in boundary.items()}
 
     # At a window's beginning
@@ -502,7 +510,7 @@ class SparseRun:
     def _announce(self) -> None:
         """A line and an event for each window that is persisted on every rank."""
         persisted = self.checkpointer.progress.persisted
-        if persisted <= self._announced or self._job.record is None:
+        if persisted <= self._announced or self.job.record is None:
             return
         schedule = self.checkpointer.history.at(persisted)
         if schedule.slot(persisted) == 0 or self._announced == NONE:
@@ -513,7 +521,7 @@ class SparseRun:
                 f"{self.config.replicas} peers; replication lags {progress.lag})",
                 flush=True,
             )
-            self._job.event("window", first=persisted, size=schedule.size, schedule=schedule.id, lag=progress.lag)
+            self.job.event("window", first=persisted, size=schedule.size, schedule=schedule.id, lag=progress.lag)
 
     def _on_disk(self) -> int | None:
         """The iteration whose state the newest window on disk gives."""

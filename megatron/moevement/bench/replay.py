@@ -1,0 +1,97 @@
+"""A run in which one iteration after another is replayed with more and more operators frozen, in turns.
+
+Shares of frozen operators take turns round after round, so that a drift of the machine meets all alike. Operators are
+active in the order in which a replay activates them: the least popular first. The script that is measured follows this
+one on the command line; its state is of no use afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron.moevement.runtime import sparse
+from megatron.moevement.runtime.replay import MegatronTrainer
+from moevement_core.operators import OperatorKind
+from moevement_core.policy.skew import skewness
+
+OUTPUT_ENV, SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_OUTPUT", "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
+AT = 8
+"""The iteration before which everything is measured; those before it show what is popular."""
+
+
+@dataclass
+class Sample:
+    """One iteration of one rank."""
+
+    round: int
+    share: float
+    """Of the operators that are frozen; nothing of a normal iteration is different."""
+    seconds: float
+
+
+class Observer(sparse.Observer):
+    """Measures when the time has come."""
+
+    def __init__(self, shares: Sequence[float], rounds: int) -> None:
+        self.samples: list[Sample] = []
+        self.skewness = float("nan")
+        self._shares, self._rounds = shares, rounds
+
+    def before_iteration(self, run: sparse.SparseRun, committed: int) -> None:
+        """Replay every share in every round."""
+        if committed != AT:
+            return
+        order = run.checkpointer.history.newest.order
+        names = [run.table.names[place] for place in order]
+        self.skewness = _skewness(run)
+        trainer = MegatronTrainer(run.job, run.views, None)
+        run.checkpointer.settle()
+        iteration = committed
+        with run.replaying(), trainer.replaying():
+            for number in range(self._rounds + 1):  # the first one warms up
+                # Boustrophedon: a drift within a round meets both ends alike.
+                for share in self._shares if number % 2 else reversed(self._shares):
+                    iteration += 1
+                    active = round((1 - share) * len(names))
+                    trainer.freeze(iteration, frozenset(names[active:]))
+                    dist.barrier()
+                    began_s = time.perf_counter()
+                    trainer.run(iteration, None)
+                    dist.barrier()
+                    if number:
+                        self.samples.append(Sample(number, share, time.perf_counter() - began_s))
+
+
+def _skewness(run: sparse.SparseRun) -> float:
+    """S of the counted routing, mean over layers (MoEvement appendix D)."""
+    layers: dict[str, list[float]] = {}
+    for name, kind, score in zip(run.table.names, run.table.kinds, run.popularity.scores, strict=True):
+        if kind is OperatorKind.EXPERT:
+            layers.setdefault(name.rsplit(".", 1)[0], []).append(float(score))
+    return float(np.mean([skewness(scores) for scores in layers.values()]))
+
+
+def main() -> None:
+    """Run the script that follows, observed; rank 0 writes its samples into the folder that the command made."""
+    observer = Observer(json.loads(os.environ[SHARES_ENV]), int(os.environ[ROUNDS_ENV]))
+    sparse.observer = observer
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    runpy.run_path(script, run_name="__main__")
+    if os.environ["RANK"] == "0":
+        told = {"skewness": observer.skewness, "samples": [asdict(sample) for sample in observer.samples]}
+        (Path(os.environ[OUTPUT_ENV]) / "samples.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

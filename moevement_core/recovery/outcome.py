@@ -1,0 +1,42 @@
+"""What came of a recovery, for the log, the run's record and the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a recovery went; the same on every rank."""
+
+    first: int
+    """The iteration whose state it began from."""
+    until: int
+    """The iteration whose state it reached."""
+    replayed: int
+    """Iterations that were run again."""
+    verified_until: int | None
+    """Up to where the state is verified; None: it is not."""
+    losses_until: int | None
+    """Up to where recomputed losses were compared with the recorded ones."""
+    sources: Mapping[str, int]
+    """Snapshots from own memory, from peers and from files."""
+    fetch_s: float
+    replay_s: float
+
+    def sentence(self) -> str:
+        """For the log: what was done and what is known of it."""
+        came = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
+        verified = (
+            f"verified up to iteration {self.verified_until}" if self.verified_until is not None else "not verified"
+        )
+        return (
+            f"state of iteration {self.until} recovered: snapshots from {self.first} on ({came}), {self.replayed} "
+            f"iterations replayed in {self.replay_s:.2f} s; the state is {verified}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """For events and the summary."""
+        return asdict(self)
