@@ -1,0 +1,227 @@
+"""Traps of freezing and of the frozen step, on small stand-ins for what needs a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.moevement.optimizer.frozen_step import (
+    FrozenStep,
+    check_supported,
+    outcome_of,
+    put_step_counts,
+    step_counts,
+)
+from megatron.moevement.optimizer.views import OperatorViews, Trained
+from megatron.moevement.transformer.frozen import FrozenMode, gating_without_weight_gradient
+from moevement_core.errors import ConfigError
+
+
+def trained(parameter: Any, master: torch.Tensor | None = None) -> Trained:
+    return Trained(parameter, master, parameter.data.view(-1))
+
+
+class GroupedLinear(torch.nn.Module):
+    """Like Transformer Engine's: one node for all experts, which asks the first weight and answers for all."""
+
+    num_gemms = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        for index in range(3):
+            setattr(self, f"weight{index}", torch.nn.Parameter(torch.full((2, 2), index + 1.0)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weights = [getattr(self, f"weight{index}") for index in range(3)]
+        wanted = weights[0].requires_grad
+        used = [weight if wanted else weight.detach() for weight in weights]
+        return sum((inputs @ weight for weight in used), torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("frozen", [{"e0"}, {"e1"}, {"e0", "e1"}, {"e1", "e2"}])
+def test_a_grouped_linear_that_looks_at_its_first_expert_only_keeps_the_gradients_of_active_ones(
+    frozen: set[str],
+) -> None:
+    layer = GroupedLinear()
+    operators = {f"e{index}": [trained(getattr(layer, f"weight{index}"))] for index in range(3)}
+    mode = FrozenMode([layer], operators)
+    mode.freeze(frozenset(frozen))
+    layer(torch.ones(2, 2, requires_grad=True)).sum().backward()
+    for name in {"e0", "e1", "e2"} - frozen:
+        assert operators[name][0].parameter.grad is not None
+    mode.freeze(frozenset(operators))
+    assert not any(one.parameter.requires_grad for (one,) in operators.values()), "all frozen: nothing is computed"
+    mode.end()
+    assert all(one.parameter.requires_grad for (one,) in operators.values())
+
+
+def test_what_was_never_trained_stays_so() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.requires_grad_(False)
+    mode = FrozenMode([layer], {"o": [trained(layer.weight), trained(layer.bias)]})
+    mode.freeze(frozenset({"o"}))
+    mode.end()
+    assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_above_a_frozen_embedding_keeps_its_gradients(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    embedding, block = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 4)
+    chunk = torch.nn.ModuleDict({"embedding": embedding, "block": block})
+    chunk.embedding = embedding
+    mode = FrozenMode([chunk], {"embedding": [trained(embedding.weight)], "block": [trained(block.weight)]})
+
+    def run() -> torch.Tensor | None:
+        chunk.zero_grad()
+        output = checkpoint(block, embedding(torch.arange(5)), use_reentrant=reentrant)
+        if output.requires_grad:
+            output.sum().backward()
+        gradient = block.weight.grad
+        return None if gradient is None else gradient.clone()
+
+    expected = run()
+    mode.freeze(frozenset({"embedding"}))
+    if reentrant:
+        assert run() is None, "shown to fail without: all gradients of the block are lost"
+    mode.begin()
+    found = run()
+    mode.end()
+    assert expected is not None
+    assert found is not None
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_frozen_router_has_the_same_output_and_input_gradient(dtype: torch.dtype, bias: bool) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    original = getattr(moe_utils.router_gating_linear, "_moevement_original", moe_utils.router_gating_linear)
+    gating = gating_without_weight_gradient(original)
+    weight = torch.randn(4, 8).bfloat16().requires_grad_()
+    biases = torch.randn(4).bfloat16().requires_grad_() if bias else None
+    results = []
+    for frozen in (False, True):
+        weight.requires_grad_(not frozen)
+        if biases is not None:
+            biases.requires_grad_(not frozen)
+        tokens = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        weight.grad = None
+        logits = gating(tokens, weight, biases, dtype)
+        logits.sin().sum().backward()
+        assert (weight.grad is None) == frozen
+        assert tokens.grad is not None
+        results.append((logits, tokens.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+class Member:
+    """One of Megatron's chained optimizers, with Adam of a kind."""
+
+    def __init__(self, parameter: torch.nn.Parameter, group_step: int | None) -> None:
+        self.optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.1)
+        if group_step is not None:
+            self.optimizer.param_groups[0]["step"] = group_step
+
+
+class Chained:
+    def __init__(self, members: list[Member]) -> None:
+        self.chained_optimizers = members
+        self.grad_norms_by_group: dict[str, float] = {}
+
+    def prepare_grads(self) -> bool:
+        for member in self.chained_optimizers:
+            for parameter in member.optimizer.param_groups[0]["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        return False
+
+    def get_grad_norm(self) -> float:
+        return 1.0
+
+    def _compute_grad_norms_by_group(self) -> dict[str, float]:
+        return {"computed": 1.0}
+
+    def step(self) -> tuple[bool, float | None, None]:
+        if self.prepare_grads():
+            return False, None, None
+        norm = self.get_grad_norm()
+        self.grad_norms_by_group = self._compute_grad_norms_by_group()
+        for member in self.chained_optimizers:
+            member.optimizer.step()
+        return True, norm, None
+
+
+def chained() -> tuple[Chained, dict[str, torch.nn.Parameter], OperatorViews]:
+    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("a", "b")}
+    optimizer = Chained([Member(parameter, None) for parameter in parameters.values()])
+    for parameter in parameters.values():  # momentum, with which a zero gradient moves a weight
+        parameter.grad = torch.ones(3)
+    for member in optimizer.chained_optimizers:
+        member.optimizer.step()
+    views = OperatorViews({}, {name: [trained(one, one)] for name, one in parameters.items()}, [])
+    return optimizer, parameters, views
+
+
+def test_zero_gradients_move_weights_and_none_do_not() -> None:
+    optimizer, parameters, views = chained()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    states = {name: _state(optimizer, parameter) for name, parameter in parameters.items()}
+    step = FrozenStep(optimizer, views)
+    with step.installed():
+        step.frozen = frozenset({"a"})
+        optimizer.step()
+    assert torch.equal(parameters["a"], before["a"])
+    assert _state(optimizer, parameters["a"]) == states["a"], "neither moments nor the step count"
+    assert not torch.equal(parameters["b"], before["b"]), "momentum and decay move a weight without a gradient"
+    assert _state(optimizer, parameters["b"])["step"] == 2.0
+    optimizer.step()
+    assert not torch.equal(parameters["a"], before["a"]), "everything is as it was"
+    assert not any(name in vars(optimizer) for name in ("prepare_grads", "get_grad_norm"))
+
+
+def _state(optimizer: Chained, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    states = (member.optimizer.state for member in optimizer.chained_optimizers)
+    state = next(state[parameter] for state in states if parameter in state)
+    return {name: value.tolist() for name, value in state.items()}
+
+
+def test_the_recorded_verdict_and_norms_win() -> None:
+    optimizer, parameters, views = chained()
+    before = parameters["b"].detach().clone()
+    step = FrozenStep(optimizer, views)
+    with step.installed():
+        step.outcome = {"overflow": True, "clip_norm": None, "clip_norms_by_group": {}}
+        assert optimizer.step() == (False, None, None)
+        assert torch.equal(parameters["b"], before), "an overflow that only a frozen operator's gradient would show"
+        step.outcome = {"overflow": False, "clip_norm": 0.1 + 0.2, "clip_norms_by_group": {"g": 3.0}}
+        assert optimizer.step()[1] == 0.1 + 0.2
+        assert optimizer.grad_norms_by_group == {"g": 3.0}
+        assert outcome_of(optimizer.step(), optimizer) == step.outcome
+        step.outcome = None
+        assert optimizer.step()[1] == 1.0
+
+
+def test_steps_counted_in_groups_come_back_and_those_of_torch_are_left_alone() -> None:
+    """Apex's and Transformer Engine's Adam count in the group; mixed counts of one chain are each put back."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = Chained([Member(one, count) for one, count in zip(parameters, (7, None, 9), strict=True)])
+    counts = step_counts(optimizer)
+    assert counts == [[7], [None], [9]]
+    for member in optimizer.chained_optimizers:
+        member.optimizer.param_groups[0]["step"] = -1
+    del optimizer.chained_optimizers[1].optimizer.param_groups[0]["step"]
+    put_step_counts(optimizer, counts)
+    assert step_counts(optimizer) == counts
+    assert "step" not in optimizer.chained_optimizers[1].optimizer.param_groups[0]
+
+
+def test_an_optimizer_that_is_not_megatrons_chain_is_refused() -> None:
+    check_supported(chained()[0])
+    with pytest.raises(ConfigError, match=r"optimizer of type SimpleNamespace: .*ChainedOptimizer"):
+        check_supported(SimpleNamespace(step=None))
