@@ -29,6 +29,7 @@ ROWS = (
     ("acknowledged by peers an iteration, one rank", lambda r: f"{r['replicated_mb']:.1f} MB"),
     ("copy, processor time", lambda r: f"{r['copy_cpu_ms_per_mb']:.3f} ms/MB"),
     ("digest, processor time", lambda r: f"{r['digest_cpu_ms_per_mb']:.3f} ms/MB"),
+    ("digest of the whole state, once in a window, processor time", lambda r: f"{1e3 * r['whole_cpu_s']:.1f} ms"),
     ("capture costs less than 1% from", lambda r: f"{r['below_1_percent_from_s']:.2f} s an iteration"),
 )
 

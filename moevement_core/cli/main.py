@@ -199,6 +199,10 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     )
     overhead.add_argument("--blocks", type=int, default=8, metavar="B", help="rounds of all modes (default: 8)")
     overhead.add_argument("--block-iterations", type=int, default=6, metavar="I", help="of a mode (default: 6)")
+    overhead.add_argument(
+        "--verify", choices=["nothing", "window", "iteration"], default="window",
+        help="when a digest of the whole state is made (default: window)",
+    )  # fmt: skip
     overhead.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     overhead.set_defaults(run=_bench_overhead)
 

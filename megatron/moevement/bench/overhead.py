@@ -35,6 +35,8 @@ class Sample:
     copied_bytes: int
     copy_cpu_s: float
     digest_cpu_s: float
+    whole_cpu_s: float
+    """Of digests of the whole state, in the iterations that have one."""
     replicated_bytes: int
 
 
@@ -60,7 +62,7 @@ class Observer(sparse.Observer):
                 Sample(
                     last, mode_of(last, self._block), last % self._block == 0, now_s - self._began_s,
                     progress.stall_s, run.last_begin_s, progress.copied_bytes, progress.copy_cpu_s,
-                    progress.digest_cpu_s, progress.replicated_bytes,
+                    progress.digest_cpu_s, progress.whole_cpu_s, progress.replicated_bytes,
                 )
             )  # fmt: skip
         self._began_s = now_s

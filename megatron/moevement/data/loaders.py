@@ -40,9 +40,11 @@ def train_batches_from(job: Job, consumed_train_samples: int) -> list[Iterator[d
     One for each virtual pipeline chunk; None where this rank reads no data. No communication, and no generator that
     training draws from is moved. Needs ``--dataloader-type single`` or ``cyclic``.
     """
-    from megatron.training import training
+    from megatron.training import get_args, training
 
+    # Megatron's cyclic loaders begin anew at the end of the data, in another order.
+    endless = training.cyclic_iter if get_args().dataloader_type == "cyclic" else iter
     loaders = [
         training.build_pretraining_data_loader(dataset, consumed_train_samples) for dataset in job.train_datasets
     ]
-    return [None if loader is None else iter(loader) for loader in loaders]
+    return [None if loader is None else endless(loader) for loader in loaders]

@@ -1,0 +1,92 @@
+"""Runs `moevement bench replay` and writes benchmarks/replay.md and .png.
+
+python -m benchmarks.replay
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import measured_on
+
+OUTPUT = Path(__file__).with_suffix(".md")
+PLOT = Path(__file__).with_suffix(".png")
+COMMAND = ["bench", "replay", "--rounds", "12", "--json"]
+
+
+def main() -> None:
+    """Measure, write the table and draw it."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    command = [str(Path(sys.executable).with_name("moevement")), *COMMAND]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    told = json.loads(printed.splitlines()[-1])
+    OUTPUT.write_text(report(told), encoding="utf-8")
+    draw(told, PLOT)
+
+
+def report(told: dict[str, Any]) -> str:
+    """The whole file, from the command's JSON."""
+    routings = told["routings"]
+    head = " | ".join(f"{routing} routing (S = {its['skewness']:.3f})" for routing, its in routings.items())
+    rows = "\n".join(
+        f"| {share:.0%} | " + " | ".join(_ratio(its["ratios"][index]) for its in routings.values()) + " |"
+        for index, share in enumerate(told["shares"])
+    )
+    normal = " | ".join(f"{its['normal_s']:.2f} s" for its in routings.values())
+    rounds = next(iter(routings.values()))["rounds"]
+    return f"""# A replayed iteration against a normal one
+
+    moevement {" ".join(COMMAND)}        (python -m benchmarks.replay writes this file and the plot)
+
+A 57 M parameter MoE in BF16 (4 layers, 8 experts, top 2) on {told["nproc"]} expert-parallel ranks. Iterations are replayed with a
+growing share of operators frozen; operators become active in the order of a window, the least popular first, so the last
+ones to be active are the popular experts and what serves every token. Time over that of the same round with nothing
+frozen, median and quartiles of {rounds} rounds; shares take turns within a round.
+
+| operators frozen | {head} |
+|---|{"---|" * len(routings)}
+{rows}
+| normal iteration | {normal} |
+
+![time of a replayed iteration over the share of frozen operators](replay.png)
+
+A frozen operator has no weight gradient, of the three matrix products of a linear layer one less, and no optimizer
+step. With everything frozen about two thirds of the matrix products are left; what is not matrix products (attention's
+core, norms, tokens sent around, gradient buffers that are zeroed and reduced all the same) does not shrink.
+
+{measured_on("torch", "megatron-core")}, gloo; nothing was measured on a GPU. Routing is forced
+(`--moe-router-force-load-balancing`, `--moe-router-force-biased`), so the loss means nothing.
+"""
+
+
+def _ratio(quartiles: list[float]) -> str:
+    low, middle, high = quartiles
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def draw(told: dict[str, Any], path: Path) -> None:
+    """Median and quartiles over the share."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5.5, 3.5), layout="constrained")
+    for routing, its in told["routings"].items():
+        low, middle, high = zip(*its["ratios"], strict=True)
+        axis.plot(told["shares"], middle, marker="o", label=f"{routing}, S = {its['skewness']:.3f}")
+        axis.fill_between(told["shares"], low, high, alpha=0.2)
+    axis.set(xlabel="share of operators frozen", ylabel="time over a normal iteration", ylim=(0, 1.2))
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
