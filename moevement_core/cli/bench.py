@@ -37,6 +37,11 @@ def overhead(arguments: argparse.Namespace) -> int:
             f"--nproc {arguments.nproc} with --replicas {arguments.replicas}; needs at least one replica and more "
             "ranks than replicas"
         )
+    if arguments.blocks < 2 or arguments.block_iterations < 2:
+        raise ConfigError(
+            f"--blocks {arguments.blocks} --block-iterations {arguments.block_iterations}; each needs 2 or more: the "
+            "first ones warm up"
+        )
     lengths = {}
     for micro_batches in arguments.micro_batches:
         samples = _run(arguments, micro_batches)
@@ -82,8 +87,8 @@ def _summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
     taken = every["capture"] + every["replicate"]
     megabytes = _median(taken, lambda s: s["copied_bytes"] / 1e6)
     cost_s = _median(taken, lambda s: s["copy_cpu_s"] + s["digest_cpu_s"] + s["begin_s"])
-    # What a digest cost is told an iteration later, so its own sample is not known here; only whether there was one.
-    whole = [sample for sample in taken if sample["whole_cpu_s"]]
+    # What a digest cost is told an iteration later.
+    with_digest = [sample for sample in taken if sample["whole_cpu_s"]]
     return {
         "iteration_s": _median(every["off"], lambda s: s["seconds"]),
         "capture_ratio": _ratios(whole, "capture"),
@@ -94,7 +99,7 @@ def _summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "replicated_mb": _median(every["replicate"], lambda s: s["replicated_bytes"] / 1e6),
         "copy_cpu_ms_per_mb": _median(taken, lambda s: 1e3 * s["copy_cpu_s"]) / megabytes,
         "digest_cpu_ms_per_mb": _median(taken, lambda s: 1e3 * s["digest_cpu_s"]) / megabytes,
-        "whole_cpu_s": _median(whole, lambda s: s["whole_cpu_s"]) if whole else 0.0,
+        "whole_cpu_s": _median(with_digest, lambda s: s["whole_cpu_s"]) if with_digest else 0.0,
         "below_1_percent_from_s": cost_s / 0.01,
         "rounds": len(whole),
     }

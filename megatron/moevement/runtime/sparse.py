@@ -277,7 +277,8 @@ class SparseRun:
         record = {"boundary": boundary_state(self.job), "iteration": self._last_record}
         history = self.checkpointer.history
         # Before the first iteration a whole window, so that a run has something to come back to from its start on.
-        first = history.oldest.start if self._is_first else committed
+        schedule = history.at(committed)
+        first = schedule.window_start(committed) - schedule.size if self._is_first else committed
         self._is_first = False
         for iteration in range(first, committed + 1):
             self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))

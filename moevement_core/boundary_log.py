@@ -1,0 +1,162 @@
+"""The upstream log (MoEvement section 3.4): what crosses a stage boundary, kept in host memory by who sent it.
+
+A stage that is lost replays from what its neighbours sent it, while they do nothing else. Tensors are kept in the order
+in which they were sent, for each iteration and direction; the schedule receives them in that order again, so the order
+is all the name that a tensor needs. (Which micro-batch and virtual chunk it belongs to follows from the schedule; a log
+keyed by buffers or micro-batches alone is wrong as soon as there are several.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from moevement_core.device import Device, Event
+from moevement_core.snapshot.snapshot import as_bytes, digest_of
+
+
+class Direction(IntEnum):
+    """Which way a tensor crosses a boundary."""
+
+    FORWARD = 0
+    """An activation, to the next stage."""
+    BACKWARD = 1
+    """A gradient, to the stage before."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logged:
+    """A tensor that was sent."""
+
+    order: int
+    """The how many-th of its iteration and direction."""
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: torch.Tensor
+    """Its bytes in host memory; they are there when ``copied`` is over."""
+    copied: Event
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """As it was sent, on the host; waits for the copy."""
+        self.copied.synchronize()
+        return self.buffer.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+class BoundaryLog:
+    """What this rank sent over its stage's boundaries. All methods are for the training thread.
+
+    Args:
+        device: where the tensors live.
+        cap_bytes: host memory that the log may take; beyond it the oldest iterations go.
+        report: told, in words, when that happens.
+    """
+
+    def __init__(self, device: Device, cap_bytes: float, report: Callable[[str], None]) -> None:
+        self.bytes_of_last = 0
+        """Bytes that the last iteration sent."""
+        self._device, self._cap_bytes, self._report = device, cap_bytes, report
+        self._stream = device.stream()
+        self._logged: dict[int, dict[Direction, list[Logged]]] = {}
+        self._iteration: int | None = None
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
+        self._nbytes = 0
+        self._told = False
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory that is set aside, in use or not."""
+        return self._nbytes
+
+    @property
+    def iterations(self) -> list[int]:
+        """Iterations of which everything that was sent is here, in order."""
+        return sorted(iteration for iteration in self._logged if iteration != self._iteration)
+
+    def begin(self, iteration: int) -> None:
+        """What is sent from now on belongs to ``iteration``; what was sent for it before is dropped."""
+        self._drop(iteration)
+        self._logged[iteration] = {direction: [] for direction in Direction}
+        self._iteration = iteration
+
+    def end(self) -> None:
+        """The iteration is over: nothing that is sent from now on is kept."""
+        if self._iteration is not None:
+            sent = self._logged[self._iteration]
+            self.bytes_of_last = sum(one.buffer.numel() for its in sent.values() for one in its)
+            self._iteration = None
+
+    def note(self, direction: Direction, tensor: torch.Tensor) -> None:
+        """Keep a tensor that is being sent; nothing outside an iteration (an evaluation, say)."""
+        if self._iteration is None:
+            return
+        source = as_bytes(tensor.detach().contiguous())
+        buffer = self._buffer(source.numel())
+        copied = self._device.event()
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.use_stream(self._stream):
+            buffer.copy_(source, non_blocking=True)
+            copied.record(self._stream)
+        if source.is_cuda:
+            source.record_stream(self._stream)  # its memory may not be used anew before the copy is over
+        its = self._logged[self._iteration][direction]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        its.append(Logged(len(its), dtype, tuple(tensor.shape), buffer, copied))
+
+    def sent(self, iteration: int, direction: Direction) -> list[Logged] | None:
+        """Everything that ``iteration`` sent in a direction, in order; None if it is not all here."""
+        if iteration == self._iteration or iteration not in self._logged:
+            return None
+        return self._logged[iteration][direction]
+
+    def free_before(self, iteration: int) -> None:
+        """Let go of what no replay needs any more: what iterations before ``iteration`` sent."""
+        for old in [one for one in self._logged if one < iteration]:
+            self._drop(old)
+
+    def _drop(self, iteration: int) -> None:
+        for one in self._tensors_of(iteration):
+            one.copied.synchronize()
+            self._free[one.buffer.numel()].append(one.buffer)
+        self._logged.pop(iteration, None)
+
+    def _tensors_of(self, iteration: int) -> Iterator[Logged]:
+        for its in self._logged.get(iteration, {}).values():
+            yield from its
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """Host memory of exactly this size, used anew where some is free: an iteration sends the same sizes again."""
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        while self._nbytes + nbytes > self._cap_bytes and (old := self._oldest()) is not None:
+            self._drop(old)
+            if not self._told:
+                self._told = True
+                self._report(
+                    f"the log of what crosses stage boundaries is at its cap of {self._cap_bytes / 1e9:g} GB: the "
+                    f"oldest iterations go, {old} first; a single stage cannot be recovered before the next window"
+                )
+            if self._free[nbytes]:
+                return self._free[nbytes].pop()
+            self._trim()
+        self._nbytes += nbytes
+        buffer = self._device.host_empty(nbytes)
+        return buffer
+
+    def _oldest(self) -> int | None:
+        return min((one for one in self._logged if one != self._iteration), default=None)
+
+    def _trim(self) -> None:
+        """Give free buffers of other sizes back."""
+        for size, buffers in self._free.items():
+            self._nbytes -= size * len(buffers)
+        self._free.clear()
+
+
+def digests(logged: list[Logged]) -> list[str]:
+    """XXH3-128 of each tensor's bytes, in order."""
+    return [digest_of(one.tensor) for one in logged]
