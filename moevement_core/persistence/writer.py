@@ -11,13 +11,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moevement_core.persistence.files import write_snapshot
+from moevement_core.persistence.files import file_name, write_snapshot
 from moevement_core.persistence.manifest import Manifest, remove_windows, sync_folder
-from moevement_core.snapshot.agreement import NONE, Agreed, Standing
+from moevement_core.snapshot.agreement import NONE, Writing
 from moevement_core.snapshot.snapshot import Lent, Snapshot
 
 Report = Callable[[str], None]
@@ -30,8 +31,10 @@ class _Window:
     """One that is being written."""
 
     manifest: Manifest
-    standing: Standing = Standing.PERSISTED
-    """On this rank: DURABLE once its files are, NEVER if they will not be."""
+    files: tuple[str, ...]
+    """What this rank writes of it."""
+    writing: Writing = Writing.BUSY
+    """On this rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +84,15 @@ class WindowWriter:
         self._thread = threading.Thread(target=self._work, name="moevement-disk", daemon=True)
         self._thread.start()
 
-    def standing(self) -> dict[int, Standing]:
-        """Where the window stands that is being written, to be told to all ranks."""
-        return {} if self._window is None else {self._window.manifest.first: self._window.standing}
+    @property
+    def writing(self) -> Writing:
+        """How far this rank is with the window that the job is writing, to be told to all ranks."""
+        return self._window.writing if self._window else Writing.NOTHING
 
-    def learn(self, agreed: Agreed) -> None:
-        """Take in what all ranks said about the window that is being written."""
-        if self._window is not None:
-            self._conclude(self._window, agreed.standing.get(self._window.manifest.first, Standing.NEVER))
+    def learn(self, writing: Writing) -> None:
+        """Take in how far all ranks are. Nothing is concluded before the last of them is done with it."""
+        if self._window is not None and writing in (Writing.FAILED, Writing.DURABLE):
+            self._conclude(self._window, writing)
 
     def begin(self, first: int, last: int) -> None:
         """A window is persisted everywhere: write it, unless another one is being written."""
@@ -100,41 +104,38 @@ class WindowWriter:
         if lent is not None:
             newest = next(one.snapshot for one in lent if one.snapshot.iteration == last)
             reaches, progress = newest.header.state, dict(self._progress_of(newest))
-        window = self._window = _Window(Manifest(self._job, first, last, reaches, progress, self._settings))
+        manifest = Manifest(self._job, first, last, reaches, progress, self._settings)
+        files = tuple(file_name(one.snapshot.header.rank, one.snapshot.iteration) for one in lent or ())
+        window = self._window = _Window(manifest, files)
         if lent is None:
             self._fail(window, "a snapshot of it is gone")
         else:
             self._jobs.put(lambda: self._write(window, lent))
 
-    def close(self, agree: Callable[[Standing], Standing], timeout_s: float) -> None:
+    def close(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
         """Finish the window that is being written; every rank calls it.
 
         Args:
-            agree: the smallest of all ranks' answers.
+            agree: the least of all ranks' answers.
+            timeout_s: how long to wait for the disk.
         """
         deadline = time.monotonic() + timeout_s
-        window = self._window
-        while window and window.standing is Standing.PERSISTED and time.monotonic() < deadline:
+        while self.writing is Writing.BUSY and time.monotonic() < deadline:
             time.sleep(0.01)
-        agreed = agree(window.standing if window else Standing.DURABLE)
-        if window:
-            self._conclude(window, Standing.NEVER if agreed is Standing.PERSISTED else agreed)
+        self.learn(agree(self.writing))
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
-    def _conclude(self, window: _Window, standing: Standing) -> None:
-        """What all ranks say about ``window``, which they all have begun."""
-        manifest = window.manifest
-        if standing is Standing.DURABLE:
-            self.newest = manifest.reaches
-            self._on_disk = [*self._on_disk, manifest.name][-KEPT:]
-            kept = set(self._on_disk)
-            if self._folder.writes_manifest:
-                self._jobs.put(lambda: self._commit(manifest, kept))
-            self._window = None
-        elif standing is Standing.NEVER:
+    def _conclude(self, window: _Window, writing: Writing) -> None:
+        """What all ranks came to about ``window``, which they all have begun."""
+        self._window = None
+        if writing is Writing.FAILED:
             self.failed += 1
-            self._window = None
+            self._jobs.put(lambda: self._discard(window))
+        elif self._folder.writes_manifest:
+            self._jobs.put(lambda: self._commit(window.manifest))
+        else:
+            self.newest = window.manifest.reaches
 
     # On the writer's thread
 
@@ -143,35 +144,39 @@ class WindowWriter:
             job()
 
     def _write(self, window: _Window, lent: Sequence[Lent]) -> None:
-        folder = self._folder.path / window.manifest.name
-        began_s, failure = time.perf_counter(), None
+        folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            failure = f"{folder}: {error.strerror}"
-        for one in lent:
-            try:
-                if failure is None:
-                    write_snapshot(folder, one.snapshot)
-                    self.written_bytes += one.snapshot.header.payload_bytes
-            except OSError as error:
-                failure = f"{folder}: {error.strerror}"
-            finally:
+            for one in lent:
+                write_snapshot(folder, one.snapshot)
+                self.written_bytes += one.snapshot.header.payload_bytes
+            sync_folder(folder)
+        except Exception as error:  # whatever it is, training goes on and somebody must learn of it
+            self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
+        else:
+            self.write_s += time.perf_counter() - began_s
+            window.writing = Writing.DURABLE
+        finally:
+            for one in lent:
                 one.give_back()
-        if failure is not None:
-            self._fail(window, failure)
-            return
-        sync_folder(folder)
-        self.write_s += time.perf_counter() - began_s
-        window.standing = Standing.DURABLE
 
-    def _commit(self, manifest: Manifest, keep: set[str]) -> None:
+    def _commit(self, manifest: Manifest) -> None:
         try:
             manifest.write(self._folder.path)
-            remove_windows(self._folder.path, self._job, min(keep))
+            self.newest = manifest.reaches
+            self._on_disk = [*self._on_disk, manifest.name][-KEPT:]
+            remove_windows(self._folder.path, self._job, min(self._on_disk))
         except OSError as error:
             self._report(f"the manifest of iteration {manifest.reaches} cannot be written: {error.strerror}")
 
+    def _discard(self, window: _Window) -> None:
+        """What this rank wrote of a window that will never be one, so that a full disk does not stay full."""
+        folder = self._folder.path / window.manifest.name
+        with suppress(OSError):  # at the end: other ranks' files are still there
+            for name in window.files:
+                (folder / name).unlink(missing_ok=True)
+            folder.rmdir()
+
     def _fail(self, window: _Window, why: str) -> None:
         self._report(f"the window from iteration {window.manifest.first} on is not on disk: {why}; the next is tried")
-        window.standing = Standing.NEVER
+        window.writing = Writing.FAILED

@@ -46,7 +46,7 @@ class Trainer(ABC):
 
         Args:
             outcome: the record of the first time: whether the update was skipped, the norm that gradients were clipped
-                by. Without it (every operator is active then) it is worked out again.
+                by. Without it (every operator is active then, or the iteration was left out) it is worked out again.
 
         Returns:
             The losses, where this rank has them.
@@ -89,7 +89,7 @@ def replay(
         trainer.freeze(iteration + 1, frozen)
         tell(iteration + 1, len(frozen))
         following = snapshots.get(iteration + 1)
-        outcome = following.record()[ITERATION] if following is not None else None
+        outcome = (following.record()[ITERATION] or None) if following is not None else None
         check.compare_losses(iteration + 1, trainer.run(iteration + 1, outcome), outcome)
 
 

@@ -30,8 +30,18 @@ class Standing(IntEnum):
     """It may still become persisted."""
     PERSISTED = 2
     """All peers have all of it."""
+
+
+class Writing(IntEnum):
+    """How far the window is that is being written to disk; the job is as far as its least far rank."""
+
+    NOTHING = 0
+    """None is."""
+    BUSY = 1
+    FAILED = 2
+    """This rank is done with it, and could not write it."""
     DURABLE = 3
-    """Its files are on disk, too."""
+    """This rank's files are on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +52,13 @@ class Agreed:
     """When it was said; of runs that begin then or later nothing is known."""
     standing: Mapping[int, Standing]
     """By the iteration at which the run begins; a run that is not in here stands at NEVER."""
+    writing: Writing = Writing.NOTHING
+    """Of the window that all ranks are writing to disk."""
 
     @property
     def newest_persisted(self) -> int:
         """Where the newest run begins that is persisted on every rank, ``NONE`` if there is none."""
-        return max((start for start, s in self.standing.items() if s >= Standing.PERSISTED), default=NONE)
+        return max((start for start, s in self.standing.items() if s is Standing.PERSISTED), default=NONE)
 
     def first_open(self, after: int) -> int:
         """The first beginning later than ``after`` of a run that the job may still persist, known or to come."""
@@ -58,7 +70,7 @@ class Agreement(ABC):
     """Where the runs of the job stand. All ranks call both methods once an iteration."""
 
     @abstractmethod
-    def propose(self, iteration: int, standing: Mapping[int, Standing]) -> None:
+    def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
         """Say where this rank's runs stand, by their beginnings; ``iteration`` is the same on all ranks."""
 
     @abstractmethod
@@ -72,8 +84,8 @@ class Alone(Agreement):
     def __init__(self) -> None:
         self._said: Agreed | None = None
 
-    def propose(self, iteration: int, standing: Mapping[int, Standing]) -> None:
-        self._said = Agreed(iteration, dict(standing))
+    def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
+        self._said = Agreed(iteration, dict(standing), writing)
 
     def agreed(self) -> Agreed | None:
         return self._said
@@ -86,8 +98,9 @@ class GroupAgreement(Agreement):
         self._group = dist.new_group(backend="gloo")
         self._pending: tuple[int, torch.Tensor, Any] | None = None
 
-    def propose(self, iteration: int, standing: Mapping[int, Standing]) -> None:
-        said = torch.zeros(HORIZON, dtype=torch.uint8)
+    def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
+        said = torch.zeros(HORIZON + 1, dtype=torch.uint8)
+        said[HORIZON] = int(writing)  # however long ago it began
         for start, value in standing.items():
             if 0 <= iteration - start < HORIZON:
                 said[iteration - start] = int(value)
@@ -100,6 +113,6 @@ class GroupAgreement(Agreement):
         iteration, said, work = self._pending
         work.wait()
         self._pending = None
-        return Agreed(
-            iteration, {iteration - back: Standing(int(said[back])) for back in said.nonzero().flatten().tolist()}
-        )
+        backs = said[:HORIZON].nonzero().flatten().tolist()
+        standing = {iteration - back: Standing(int(said[back])) for back in backs}
+        return Agreed(iteration, standing, Writing(int(said[HORIZON])))

@@ -22,7 +22,7 @@ from moevement_core.policy.window import WindowKind
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import Delivery, Sender
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.agreement import NONE, Agreed, Agreement, Standing
+from moevement_core.snapshot.agreement import NONE, Agreed, Agreement, Standing, Writing
 from moevement_core.snapshot.copies import Capture, copy_engine
 from moevement_core.snapshot.pool import BufferPool
 from moevement_core.snapshot.snapshot import (
@@ -407,7 +407,7 @@ class Checkpointer:
         if agreed := self._agreement.agreed():
             self._free_unneeded(agreed)
             if self._writer is not None:
-                self._writer.learn(agreed)
+                self._writer.learn(agreed.writing)
                 if self.progress.persisted >= self._written_from:
                     first = self.progress.persisted
                     self._writer.begin(first, first + self.history.at(first).size - 1)
@@ -416,7 +416,7 @@ class Checkpointer:
         }
         standing = dict.fromkeys(self._open_starts(iteration), Standing.OPEN)
         standing |= dict.fromkeys(self._persisted_runs, Standing.PERSISTED)
-        self._agreement.propose(iteration, standing | (self._writer.standing() if self._writer is not None else {}))
+        self._agreement.propose(iteration, standing, self._writer.writing if self._writer else Writing.NOTHING)
 
     def _free_unneeded(self, agreed: Agreed) -> None:
         """Keep the newest run that is persisted everywhere, and what may still become a newer one."""

@@ -124,9 +124,11 @@ def test_a_newer_dense_checkpoint_wins_and_an_empty_folder_is_a_fresh_start(
     train(2, None, train_iters=12, exit_interval=10, **JOB, **dense)
     template = persisted.copied_to(tmp_path)
     (tmp_path / "empty").mkdir()
+    assert manifests(tmp_path / "nodes" / "0")[0].reaches < 10
     for folder, load, first in ((template, str(tmp_path / "dense"), 11), (str(tmp_path / "empty"), None, 1)):
         run = train(
-            2, tmp_path / f"run{first}", train_iters=12, **JOB, **SPARSE, moevement_load=folder, load=load,
+            2, tmp_path / f"run{first}", train_iters=12, **JOB, **SPARSE, moevement_load=folder,
+            moevement_persist_dir=folder, load=load,
         )  # fmt: skip
         assert run.metrics()[0]["iteration"] == first
         assert not run.summary()["checkpointing"]["recoveries"]
@@ -139,6 +141,22 @@ def test_a_window_of_the_last_iteration_is_the_final_state(persisted: Persisted,
     whole = train(2, tmp_path / "whole", train_iters=reaches, **JOB)
     run = train(2, tmp_path / "run", train_iters=reaches, **JOB, **SPARSE, moevement_load=persisted.copied_to(tmp_path))
     assert run.summary()["state_digest"]["all"] == whole.summary()["state_digest"]["all"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [7, 8, 10])
+def test_a_window_of_more_iterations_than_operators(size: int, tmp_path: Path) -> None:
+    """It is as long as there are operators; what the manifest says that a window reaches is what is reached."""
+    job: dict[str, Any] = {"bf16": True, "num_layers": 1, "num_experts": 2}
+    sparse = SPARSE | {"moevement_replicas": 0, "moevement_window": size}
+    folder = str(tmp_path / "windows")
+    unhurt = train(1, tmp_path / "unhurt", train_iters=24, **job)
+    first = train(1, tmp_path / "first", train_iters=20, **job, **sparse, moevement_persist_dir=folder)
+    again = train(1, tmp_path / "again", train_iters=24, **job, **sparse, moevement_load=folder)
+    (recovery,) = again.summary()["checkpointing"]["recoveries"]
+    assert first.summary()["checkpointing"]["window"] == 6, "operators of the only stage"
+    assert recovery["until"] == first.summary()["checkpointing"]["on_disk"] == again.metrics()[0]["iteration"] - 1
+    assert compare(unhurt, again, common_iterations=True).first_difference is None
 
 
 @pytest.mark.full

@@ -80,6 +80,24 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "TP2 with sequence parallelism, FP32, W of 1": (
         2, TP2, {"moevement_window": 1, "moevement_wipe_at": 6},
     ),
+    "TP4 with sequence parallelism, whose ring sums depend on where a number stands": (
+        4, TP2 | {"tensor_model_parallel_size": 4, "hidden_size": 64}, {"moevement_window": 6, "moevement_wipe_at": 7},
+    ),
+    "iterations left out, evaluations between": (
+        2, PP2 | BF16 | {"iterations_to_skip": "8", "eval_iters": 1, "eval_interval": 4},
+        {"moevement_window": 3, "moevement_wipe_at": [8, 9, 10]},
+    ),
+    "batches that grow, a window of more iterations than operators": (
+        1, BF16 | {"rampup_batch_size": [4, 2, 16], "num_layers": 1, "num_experts": 2},
+        {"moevement_window": 9, "moevement_wipe_at": 10},
+    ),
+    "a model without experts, warm-up and decay": (
+        2, PP2 | BF16 | {
+            "num_experts": False, "moe_router_topk": False, "moe_ffn_hidden_size": False, "moe_aux_loss_coeff": False,
+            "moe_token_dispatcher_type": False, "moe_router_load_balancing_type": False,
+            "expert_tensor_parallel_size": False, "lr_decay_style": "cosine", "lr_warmup_iters": 3, "clip_grad": 0.1,
+        }, {"moevement_window": 2, "moevement_wipe_at": [4, 9]},
+    ),
     "DP2 without the distributed optimizer, W of 6": (
         2, BF16 | DROPOUT, {"moevement_window": 6, "moevement_wipe_at": 11},
     ),

@@ -182,7 +182,7 @@ def _parts(optimizer: Any) -> Callable[[torch.nn.Parameter], _Part | None]:
             return found[parameter]
         if parameter.requires_grad and elsewhere:
             return None
-        return _Part(*_own_range(parameter), {})
+        return _Part(*_own_range(parameter), {}, replicated={"weight": parameter.data.view(-1)})
 
     return part_of
 

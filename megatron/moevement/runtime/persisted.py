@@ -75,13 +75,17 @@ class Place:
         return len(self.members) == dist.get_world_size()
 
 
+def _folder(template: str, node: str) -> Path:
+    return Path(template.replace(NODE, node)).resolve()
+
+
 def find_place(flag: str, template: str, node: str) -> Place:
     """Make the folder and find out who else sees it; every rank calls it.
 
     Raises:
         ConfigError: it cannot be made, or written, on some rank.
     """
-    folder = Path(template.replace(NODE, node)).absolute()
+    folder = _folder(template, node)
     probe = folder / f".seen-by-{uuid.uuid4().hex}"
     complaint = None
     try:
@@ -98,13 +102,18 @@ def find_place(flag: str, template: str, node: str) -> Place:
     return Place(folder, tuple(seen))
 
 
-def refuse_foreign_windows(place: Place, loaded_from: Place | None) -> None:
-    """A job that starts afresh does not overwrite what another one has saved; every rank calls it.
+def refuse_foreign_windows(place: Place, load: str | None, node: str) -> None:
+    """A job that was not told to go on from there does not overwrite what another one has saved; every rank calls it.
+
+    Args:
+        place: where this job is to write.
+        load: where it was told to look for windows, whether it found one or not.
+        node: this rank's.
 
     Raises:
         ConfigError: there are windows that this job was not asked to load.
     """
-    same = loaded_from is not None and loaded_from.folder == place.folder
+    same = load is not None and _folder(load, node) == place.folder
     found = None if same else next(iter(manifests(place.folder)), None)
     told = [name for name in _tell_all(f"{place.folder}/{found.name}" if found else None) if name]
     if told:
@@ -159,7 +168,6 @@ class Loaded:
 
     prepared: Prepared
     manifest: Manifest
-    place: Place
 
 
 def load_into(job: Job, config: SparseConfig) -> Loaded | None:
@@ -219,7 +227,8 @@ def load_newest(
         _refuse_other_settings(place, manifest, settings)
         shelf = FileShelf(place, manifest)
         try:
-            return Loaded(prepare(dist.get_rank(), stage, {Source.FILE: shelf}, None, transport), manifest, place)
+            reaches = manifest.reaches
+            return Loaded(prepare(dist.get_rank(), stage, {Source.FILE: shelf}, reaches, transport), manifest)
         except RecoveryError as error:
             refused.append(f"{manifest.name}: {error}")
             if dist.get_rank() == 0:

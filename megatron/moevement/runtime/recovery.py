@@ -141,7 +141,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     """Replay what was prepared and compare; every rank calls it, inside Megatron's training loop.
 
     Raises:
-        RecoveryError: what came back is not what was lost. On every rank alike.
+        RecoveryError: what came back is not what was lost (on every rank alike), or a snapshot is of another model.
     """
     began = time.perf_counter()
     plan = prepared.plan
@@ -163,7 +163,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
         {source.name.lower(): count for source, count in plan.sources().items()},
         prepared.fetch_s, time.perf_counter() - began,
     )  # fmt: skip
-    return _agreed(recovery, check.differences)
+    return _agreed(recovery, check.differences, trainer.replica_digests())
 
 
 def _without(report: Report, failed: set[Fetch]) -> Report:
@@ -183,29 +183,45 @@ def _shared_from(parts: Parts, plan: RecoveryPlan) -> int | None:
     return min((active_from for active_from in _tell_all(mine) if active_from is not None), default=None)
 
 
-def _agreed(recovery: Recovery, differences: list[str]) -> Recovery:
+def _agreed(recovery: Recovery, differences: list[str], replicas: list[tuple[tuple[int, ...], str]]) -> Recovery:
     """The recovery as all ranks together have it.
+
+    Each rank has compared the part of the state that it saves; ``replicas`` say whether what they brought to each other
+    is the same on all.
 
     Raises:
         RecoveryError: any of them found a difference.
     """
-    everyones = _tell_all((recovery, differences))
-    found = [f"rank {rank}: {what}" for rank, (_, its) in enumerate(everyones) for what in its]
+    everyones = _tell_all((recovery, differences, replicas))
+    found = [f"rank {rank}: {what}" for rank, (_, its, _) in enumerate(everyones) for what in its]
+    found += _unequal_replicas([its for _, _, its in everyones])
     if found:
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
         raise RecoveryError(
             f"the replayed state is not the one that was lost: {'; '.join(found[:5])}{more}. Nothing of it may be "
             "used: start again from a dense checkpoint or an older window"
         )
-    verified = min(one.verified_until for one, _ in everyones)
-    losses = max(one.losses_until for one, _ in everyones)
+    verified = min(one.verified_until for one, *_ in everyones)
+    losses = max(one.losses_until for one, *_ in everyones)
     return replace(
         recovery,
         verified_until=None if verified == NONE else verified,
         losses_until=None if losses == NONE else losses,
-        fetch_s=max(one.fetch_s for one, _ in everyones),
-        replay_s=max(one.replay_s for one, _ in everyones),
+        fetch_s=max(one.fetch_s for one, *_ in everyones),
+        replay_s=max(one.replay_s for one, *_ in everyones),
     )
+
+
+def _unequal_replicas(everyones: list[list[tuple[tuple[int, ...], str]]]) -> list[str]:
+    digests: dict[tuple[int, ...], set[str]] = {}
+    for its in everyones:
+        for ranks, digest in its:
+            digests.setdefault(ranks, set()).add(digest)
+    return [
+        f"compute weights of ranks {', '.join(map(str, ranks))}, which have the same ones"
+        for ranks, found in digests.items()
+        if len(found) > 1
+    ]
 
 
 def _tell_all(mine: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from moevement_core.operators import EMBEDDING
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.replay import Trainer
 from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.snapshot.whole import begin_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,20 @@ class MegatronTrainer(Trainer):
             self._batches = opened if len(self._chunks) > 1 else opened[0]
         return self._batches
 
+    def replica_digests(self) -> list[tuple[tuple[int, ...], str]]:
+        """Of the compute weights that ranks have alike: the ranks, and a digest. What was gathered is in it, too."""
+        import torch.distributed as dist
+        from megatron.core import parallel_state
+
+        dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        expert = parallel_state.get_expert_data_parallel_group()
+        weights: dict[tuple[int, ...], list[Any]] = {}
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                group = dense if getattr(parameter, "allreduce", True) else expert
+                weights.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(parameter.data)
+        return [(ranks, begin_whole({"": tensors})()[""]) for ranks, tensors in weights.items()]
+
     # Around it
 
     @contextmanager
@@ -198,9 +213,17 @@ class MegatronTrainer(Trainer):
         from megatron.core.distributed import finalize_model_grads
 
         config, optimizer = self._loop.config, self._job.optimizer
+        finalize = config.finalize_model_grads_func or finalize_model_grads
+
+        def finalize_as_ever(*args: Any, **kwargs: Any) -> Any:
+            # Megatron puts the gradients of all parameters that require one into one tensor to reduce it. A sum over
+            # more than two ranks depends on where in it a number stands, so frozen ones have to stand there, too.
+            with self._mode.as_if_active():
+                return finalize(*args, **kwargs)
+
         wanted = {
             "grad_scale_func": config.grad_scale_func or optimizer.scale_loss,
-            "finalize_model_grads_func": config.finalize_model_grads_func or finalize_model_grads,
+            "finalize_model_grads_func": finalize_as_ever,
             "no_sync_func": None,
             "grad_sync_func": None,
             "param_sync_func": None,

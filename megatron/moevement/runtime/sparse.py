@@ -47,7 +47,7 @@ from moevement_core.replication.placement import Placement, place, sources_of
 from moevement_core.replication.sender import Sender
 from moevement_core.replication.transport import GlooTransport
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.agreement import NONE, Agreement, Alone, GroupAgreement, Standing
+from moevement_core.snapshot.agreement import NONE, Agreement, Alone, GroupAgreement, Writing
 from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState, buffer_bytes
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 
@@ -141,7 +141,7 @@ class SparseRun:
         self._announced = NONE
         self._window_start = self._began_at = job.iteration
         self._silent: set[int] = set()
-        size = config.window or min(FIRST_WINDOW, max(len(one.operators) for one in told))
+        size = self._first_size(max(len(one.operators) for one in told))
         order = self.popularity.order()
         window = impose_window(self.table, order, size, config.window_kind)
         # One window before the first iteration: it holds the state that the run starts from, whole.
@@ -193,7 +193,7 @@ class SparseRun:
         from megatron.training import get_args
 
         place = find_place("--moevement-persist-dir", template, self.config.node_of(self._rank))
-        refuse_foreign_windows(place, self._loaded.place if self._loaded else None)
+        refuse_foreign_windows(place, self.config.load, self.config.node_of(self._rank))
         name = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(name)
         elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
@@ -207,6 +207,16 @@ class SparseRun:
         )
         self.checkpointer.write_to(writer, self._began_at)
         return writer
+
+    def _first_size(self, most_operators: int) -> int:
+        """W until something is measured: what was asked for, and never more slots than operators."""
+        wanted = self.config.window or FIRST_WINDOW
+        if self.config.window is not None and wanted > most_operators and self._rank == 0:
+            self._report(
+                f"--moevement-window {wanted}: no stage has more than {most_operators} operators; the window is "
+                f"{most_operators} iterations"
+            )
+        return min(wanted, most_operators)
 
     def _slots(self, size: int) -> int:
         """Snapshots that this rank keeps at most."""
@@ -274,7 +284,9 @@ class SparseRun:
         if window_start > self._window_start:
             self._window_start = window_start
             self._decide(committed)
-        record = {"boundary": boundary_state(self.job), "iteration": self._last_record}
+        # Of an iteration that was left out there is no record.
+        outcome = self._last_record if self._last_record.get("iteration") == committed else {}
+        record = {"boundary": boundary_state(self.job), "iteration": outcome}
         history = self.checkpointer.history
         # Before the first iteration a whole window, so that a run has something to come back to from its start on.
         schedule = history.at(committed)
@@ -530,10 +542,10 @@ class SparseRun:
 
     # The end
 
-    def _least(self, standing: Standing) -> Standing:
+    def _least(self, writing: Writing) -> Writing:
         told: list[Any] = [None] * self._world
-        dist.all_gather_object(told, standing)
-        return Standing(min(told))
+        dist.all_gather_object(told, writing)
+        return Writing(min(told))
 
     def finish(self) -> dict[str, Any]:
         """Bring what is under way to the peers and say what checkpointing cost; every rank calls it."""
@@ -542,8 +554,11 @@ class SparseRun:
         if self._writer is not None:
             self._writer.close(self._least, DISK_TIMEOUT_S)
         told: list[Any] = [None] * self._world
-        dist.all_gather_object(told, (self.totals, self.checkpointer.progress))
-        totals, progress = [one[0] for one in told], [one[1] for one in told]
+        writer = self._writer
+        on_disk = (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
+        dist.all_gather_object(told, (self.totals, self.checkpointer.progress, on_disk))
+        totals, progress, disk = ([one[part] for one in told] for part in range(3))
+        newest_on_disk = min(one[0] for one in disk)
         longest_s = max(one.train_s for one in totals) or 1.0
         persisted = min(one.persisted for one in progress)
         return {
@@ -560,7 +575,10 @@ class SparseRun:
             "persisted_from": None if persisted == NONE else persisted,
             "memory_bytes": max(one.memory_bytes for one in progress),
             "recoveries": [one.as_dict() for one in self.recoveries],
-            "on_disk": self._on_disk(),
+            "on_disk": None if newest_on_disk == NONE else newest_on_disk,
+            "disk_windows_failed": max(one[1] for one in disk),
+            "disk_bytes": sum(one[2] for one in disk),
+            "disk_s": max(one[3] for one in disk),
         }
 
 

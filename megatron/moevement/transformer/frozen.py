@@ -9,7 +9,8 @@ frozen embedding.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -42,6 +43,18 @@ class FrozenMode:
             if any(parameter.requires_grad for parameter in group):
                 for parameter in group:
                     parameter.requires_grad_(True)
+
+    @contextmanager
+    def as_if_active(self) -> Iterator[None]:
+        """Everything says that it requires a gradient, for a while in which none is computed."""
+        before = [(one, one.requires_grad) for parameters in self._parameters.values() for one in parameters]
+        for parameter, _ in before:
+            parameter.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for parameter, required in before:
+                parameter.requires_grad_(required)
 
     def begin(self) -> None:
         """Before the first forward pass with anything frozen."""

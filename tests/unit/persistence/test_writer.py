@@ -13,7 +13,7 @@ from moevement_core.persistence.files import file_name
 from moevement_core.persistence.manifest import manifests, read_manifest
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.window import WindowKind
-from moevement_core.snapshot.agreement import Agreed, Standing
+from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.snapshot import Lent
 from tests.unit.recovery.toy import Toy
 
@@ -55,16 +55,12 @@ def writer(tmp_path: Path, lender: Lender, reports: list[str]) -> WindowWriter:
     )  # fmt: skip
 
 
-def settled(writer: WindowWriter) -> dict[int, Standing]:
+def settled(writer: WindowWriter) -> Writing:
     deadline = time.monotonic() + 5
-    while (standing := writer.standing()) and Standing.PERSISTED in standing.values():
+    while writer.writing is Writing.BUSY:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    return standing
-
-
-def learn(writer: WindowWriter, standing: dict[int, Standing]) -> None:
-    writer.learn(Agreed(100, standing))
+    return writer.writing
 
 
 def windows(folder: Path) -> list[str]:
@@ -75,37 +71,38 @@ def windows(folder: Path) -> list[str]:
 
 
 def close(writer: WindowWriter) -> None:
-    writer.close(lambda standing: standing, 5)
+    writer.close(lambda writing: writing, 5)
 
 
 def test_a_window_gets_its_manifest_when_all_ranks_have_it(
     writer: WindowWriter, tmp_path: Path, lender: Lender
 ) -> None:
     writer.begin(4, 5)
-    assert settled(writer) == {4: Standing.DURABLE}
+    assert settled(writer) is Writing.DURABLE
     assert not lender.out, "the buffers are given back"
     assert not manifests(tmp_path)
-    learn(writer, {4: Standing.PERSISTED})
+    writer.learn(Writing.BUSY)
     assert not manifests(tmp_path), "another rank is still writing"
-    learn(writer, {4: Standing.DURABLE})
+    writer.learn(Writing.DURABLE)
     assert windows(tmp_path) == ["window_0000005_abcd"]
     found = manifests(tmp_path)[0]
     assert (found.first, found.last, found.reaches, found.progress) == (4, 5, 5, {"iteration": 5})
     assert found.settings == {"seed": 1}
     assert (tmp_path / found.name / file_name(0, 4)).exists()
-    assert (writer.newest, writer.standing()) == (5, {})
+    assert writer.writing is Writing.NOTHING
     close(writer)
+    assert writer.newest == 5
 
 
 def test_one_at_a_time_and_each_once(writer: WindowWriter, lender: Lender) -> None:
     writer.begin(4, 5)
     writer.begin(6, 7)
-    assert settled(writer) == {4: Standing.DURABLE}
-    learn(writer, {4: Standing.DURABLE})
+    assert settled(writer) is Writing.DURABLE
+    writer.learn(Writing.DURABLE)
     writer.begin(4, 5)
-    assert writer.standing() == {}
+    assert writer.writing is Writing.NOTHING
     writer.begin(8, 9)
-    assert settled(writer) == {8: Standing.DURABLE}
+    assert settled(writer) is Writing.DURABLE
     close(writer)
 
 
@@ -116,7 +113,7 @@ def test_two_windows_stay_and_those_of_other_runs_go(writer: WindowWriter, tmp_p
     for first in (4, 6, 8):
         writer.begin(first, first + 1)
         settled(writer)
-        learn(writer, {first: Standing.DURABLE})
+        writer.learn(Writing.DURABLE)
     close(writer)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "window_0000007_abcd", "window_0000007_abcd.json", "window_0000009_abcd", "window_0000009_abcd.json",
@@ -131,35 +128,70 @@ def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
 
     monkeypatch.setattr("moevement_core.persistence.writer.write_snapshot", full)
     writer.begin(4, 5)
-    assert settled(writer) == {4: Standing.NEVER}
+    assert settled(writer) is Writing.FAILED
     assert not lender.out
     assert "No space left on device; the next is tried" in reports[0]
-    learn(writer, {})
-    assert (writer.failed, writer.standing()) == (1, {})
+    writer.learn(Writing.FAILED)
+    assert (writer.failed, writer.writing) == (1, Writing.NOTHING)
     monkeypatch.undo()
     writer.begin(6, 7)
     settled(writer)
-    learn(writer, {6: Standing.DURABLE})
+    writer.learn(Writing.DURABLE)
     assert windows(tmp_path) == ["window_0000007_abcd"]
     close(writer)
 
 
-def test_a_late_answer_is_not_taken_for_the_next_window(writer: WindowWriter) -> None:
-    """Another rank failed while this one was still writing; its files are no answer to what comes next."""
+def test_a_late_answer_is_not_taken_for_the_next_window(writer: WindowWriter, tmp_path: Path) -> None:
+    """Another rank failed: nothing is concluded before this one is done, too, and its files go."""
     writer.begin(4, 5)
-    learn(writer, {4: Standing.NEVER})
+    writer.learn(Writing.BUSY)
     writer.begin(6, 7)
-    assert list(writer.standing()) == [6]
-    assert settled(writer) == {6: Standing.DURABLE}
+    assert settled(writer) is Writing.DURABLE
+    writer.learn(Writing.FAILED)
+    writer.begin(6, 7)
+    assert settled(writer) is Writing.DURABLE
     close(writer)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["window_0000007_abcd", "window_0000007_abcd.json"]
+
+
+def test_a_manifest_that_cannot_be_written_is_no_window(
+    writer: WindowWriter, tmp_path: Path, reports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    writer.begin(4, 5)
+    settled(writer)
+    writer.learn(Writing.DURABLE)
+    assert windows(tmp_path) == ["window_0000005_abcd"]
+    monkeypatch.setattr("moevement_core.persistence.manifest.Manifest.write", full)
+    writer.begin(6, 7)
+    settled(writer)
+    writer.learn(Writing.DURABLE)
+    close(writer)
+    assert "the manifest of iteration 7 cannot be written: No space left on device" in reports[0]
+    assert writer.newest == 5
+
+
+def test_any_error_of_the_disk_gives_every_buffer_back_and_the_next_window_is_tried(
+    writer: WindowWriter, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(*args: Any) -> None:
+        raise RuntimeError("what nobody thought of")
+
+    monkeypatch.setattr("moevement_core.persistence.writer.sync_folder", stale)
+    writer.begin(4, 5)
+    assert settled(writer) is Writing.FAILED
+    close(writer)
+    assert not lender.out
 
 
 def test_a_snapshot_that_is_gone_is_reported(writer: WindowWriter, lender: Lender, reports: list[str]) -> None:
     lender.missing = True
     writer.begin(4, 5)
-    assert writer.standing() == {4: Standing.NEVER}
+    assert writer.writing is Writing.FAILED
     assert "window from iteration 4 on is not on disk" in reports[0]
-    learn(writer, {})
+    writer.learn(Writing.FAILED)
     close(writer)
 
 
@@ -171,8 +203,8 @@ def test_the_end_waits_for_the_window_under_way(writer: WindowWriter, tmp_path: 
 
 def test_the_end_of_a_job_whose_other_rank_failed_leaves_no_manifest(writer: WindowWriter, tmp_path: Path) -> None:
     writer.begin(4, 5)
-    writer.close(lambda standing: min(standing, Standing.NEVER), 5)
-    assert not manifests(tmp_path)
+    writer.close(lambda writing: min(writing, Writing.FAILED), 5)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_no_manifest_is_passed_over(tmp_path: Path) -> None:

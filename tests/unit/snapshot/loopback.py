@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from moevement_core.replication.transport import Transport
-from moevement_core.snapshot.agreement import Agreed, Agreement, Standing
+from moevement_core.snapshot.agreement import Agreed, Agreement, Standing, Writing
 
 
 class Wire:
@@ -63,7 +63,7 @@ class SharedAgreement(Agreement):
         self._ranks, self._board, self._rank = ranks, board, rank
         self._iteration: int | None = None
 
-    def propose(self, iteration: int, standing: Mapping[int, Standing]) -> None:
+    def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
         self._board.setdefault(iteration, {})[self._rank] = dict(standing)
         self._iteration = iteration
 
