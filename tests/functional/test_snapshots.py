@@ -72,7 +72,7 @@ RELATIVES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 EVERY = RUNS | RELATIVES
 
 
-QUICK = [name for name in RUNS if not name.startswith(("TP2", "one rank"))]
+QUICK = [name for name in RUNS if name.startswith(("PP2xEP2", "DP2"))]
 
 
 @pytest.mark.parametrize(
