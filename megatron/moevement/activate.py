@@ -49,6 +49,7 @@ def points() -> tuple[Point, ...]:
     """Every replaced function. Imports Megatron's trainer."""
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
+    from megatron.moevement.pipeline_parallel import communicator
     from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, sparse, store
     from megatron.moevement.transformer import attention, frozen, norm
 
@@ -107,6 +108,12 @@ def points() -> tuple[Point, ...]:
             "duration of a step; a snapshot every iteration",
         ),
         Point((training,), "train", sparse.keep_loop, "what a replay runs its steps with is handed to nobody"),
+        Point(
+            ("megatron.core.pipeline_parallel.p2p_communication", "megatron.core.pipeline_parallel.schedules"),
+            "P2PCommunicator",
+            communicator.logging_communicator,
+            "schedules make their own; what crosses a stage boundary is logged, and fed to a stage that replays alone",
+        ),
         Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),
         Point((training,), "evaluate_and_print_results", recorder.record_evaluation, "which set is evaluated"),
         Point((training,), "evaluate", recorder.record_evaluated, "held-out losses are printed and dropped"),

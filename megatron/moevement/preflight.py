@@ -403,7 +403,7 @@ def without_gpu(args: Namespace) -> Iterator[str]:
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     """What sparse snapshots cannot see or cannot keep apart."""
     if SparseConfig.from_args(args) is None:
-        for flag in ("persist_dir", "load", "wipe_at"):
+        for flag in ("persist_dir", "load", "wipe_at", "wipe_stages"):
             if getattr(args, f"moevement_{flag}"):
                 yield f"--moevement-{flag.replace('_', '-')} without --moevement-sparse-ckpt; give both"
         return
@@ -427,6 +427,9 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
         "--fp8-recipe delayed": args.fp8 is not None and args.fp8_recipe == "delayed",
         "--fp8-recipe mxfp8": args.fp8 is not None and args.fp8_recipe == "mxfp8" and args.fp8_param_gather,
     }
+    pp = args.pipeline_model_parallel_size
+    if beyond := [stage for stage in args.moevement_wipe_stages or () if not 0 <= stage < pp]:
+        yield f"--moevement-wipe-stages {beyond[0]}: --pipeline-model-parallel-size {pp} has stages 0 to {pp - 1}"
     wgrad = "it computes weight gradients apart from backward, where a replay cannot leave out those of frozen weights"
     reasons = {
         "--qk-clip": "weights change once more after the optimizer step",

@@ -53,8 +53,12 @@ class SparseConfig:
     """Where persisted windows are written; not at all without it."""
     load: str | None
     """Where to look for a window to start from."""
+    log_memory_bytes: float
+    """Of one rank, for what crosses stage boundaries; infinite without a cap."""
     wipe_at: frozenset[int]
     """Iterations after which all state is overwritten and recovered, as a test."""
+    wipe_stages: frozenset[int] | None
+    """The pipeline stages that this happens to; nothing for all."""
 
     def node_of(self, rank: int) -> str:
         """The name of the node that ``rank``, which is this process, is on."""
@@ -89,6 +93,8 @@ class SparseConfig:
             verify=Verify(args.moevement_verify),
             persist_dir=args.moevement_persist_dir,
             load=args.moevement_load,
+            log_memory_bytes=_positive("--moevement-log-memory-gb", args.moevement_log_memory_gb, math.inf) * 1e9,
+            wipe_stages=frozenset(args.moevement_wipe_stages) if args.moevement_wipe_stages else None,
             wipe_at=frozenset(_at_least("--moevement-wipe-at", at, 1) for at in args.moevement_wipe_at),
         )
 
@@ -196,6 +202,13 @@ def add_sparse_arguments(group: Any) -> None:
         "the last iteration of a window, or in every iteration (default: window)",
     )
     add(
+        "--moevement-log-memory-gb",
+        type=float,
+        metavar="GB",
+        help="host memory that a rank may use to log what it sends to other pipeline stages, from which a single stage "
+        "replays (default: no cap)",
+    )
+    add(
         "--moevement-persist-dir",
         metavar="DIR",
         help="also write persisted windows into this folder, beside training: one for the whole job, or one on each "
@@ -215,6 +228,14 @@ def add_sparse_arguments(group: Any) -> None:
         metavar="N",
         help="to test recovery: when these iterations are committed, overwrite all model and optimizer memory of all "
         "ranks with NaN, recover it by replay, and compare",
+    )
+    add(
+        "--moevement-wipe-stages",
+        type=int,
+        nargs="+",
+        metavar="S",
+        help="with --moevement-wipe-at: only the ranks of these pipeline stages, which then replay alone while the "
+        "others keep their state and wait (default: all)",
     )
 
 

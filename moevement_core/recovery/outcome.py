@@ -23,6 +23,10 @@ class Recovery:
     """Up to where recomputed losses were compared with the recorded ones."""
     sources: Mapping[str, int]
     """Snapshots from own memory, from peers and from files."""
+    replayed_by_stage: Mapping[str, int]
+    """Iterations that each pipeline stage ran again; a stage that kept its state ran none."""
+    fed_bytes: int
+    """What healthy stages handed to those that replayed."""
     fetch_s: float
     replay_s: float
 
@@ -32,9 +36,11 @@ class Recovery:
         verified = (
             f"verified up to iteration {self.verified_until}" if self.verified_until is not None else "not verified"
         )
+        stages = [stage for stage, count in self.replayed_by_stage.items() if count]
+        where = "all stages" if len(stages) == len(self.replayed_by_stage) else f"stage {', '.join(stages)} alone"
         return (
-            f"state of iteration {self.until} recovered: snapshots from {self.first} on ({came}), {self.replayed} "
-            f"iterations replayed in {self.replay_s:.2f} s; the state is {verified}"
+            f"state of iteration {self.until} recovered by {where}: snapshots from {self.first} on ({came}), "
+            f"{self.replayed} iterations replayed in {self.replay_s:.2f} s; the state is {verified}"
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -7,9 +7,10 @@ recoverable run of every stage begins (MoEvement section 3.3; the paper's global
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.recoverable import RecoverableRun, recoverable_runs
@@ -48,6 +49,12 @@ class Report:
     rank: int
     stage: int
     holdings: tuple[Holding, ...]
+    logged: tuple[int, ...] = ()
+    """Iterations of which it has everything that it sent over its stage's boundaries."""
+    outcomes: Mapping[int, Any] = field(default_factory=dict)
+    """What came of recent iterations, by their number."""
+    replica: int = 0
+    """A name that ranks of one model replica, through all stages, have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,29 +77,41 @@ class RecoveryPlan:
     """The first iteration at which every operator of every stage is active."""
     until: int
     """The iteration whose state is to be reached."""
+    begins: int
+    """The iteration whose state the first snapshots hold; those after it are run again."""
     runs: Mapping[int, RecoverableRun]
     """By stage."""
     fetches: tuple[Fetch, ...]
     """Every snapshot that is used, of every rank, in the order of iterations."""
+
+    @property
+    def iterations(self) -> range:
+        """Those that are run again."""
+        return range(self.begins + 1, self.until + 1)
 
     def sources(self) -> dict[Source, int]:
         """How many snapshots come from where."""
         return {source: sum(fetch.source is source for fetch in self.fetches) for source in Source}
 
 
-def plan_recovery(reports: Sequence[Report], until: int | None) -> RecoveryPlan:
+def plan_recovery(
+    reports: Sequence[Report], until: int | None, roll_back: Collection[int] | None = None
+) -> RecoveryPlan:
     """The plan that replays least.
 
     Args:
         reports: one of each rank of the job.
         until: the iteration to reach, nothing for the first dense state of the plan itself.
+        roll_back: the stages that replay, together; nothing for all.
 
     Raises:
         RecoveryError: no run of snapshots is there for every rank; says which are.
     """
     stages = {report.rank: report.stage for report in reports}
     held = _by_owner(reports)
-    usable = {stage: _usable(stage, stages, held) for stage in sorted(set(stages.values()))}
+    roll_back = set(stages.values()) if roll_back is None else roll_back
+    held = {rank: its for rank, its in held.items() if stages[rank] in roll_back}
+    usable = {stage: _usable(stage, stages, held) for stage in sorted(roll_back)}
     runs = {
         stage: {run.first: run for run in recoverable_runs(snapshots, until)} for stage, snapshots in usable.items()
     }
@@ -103,7 +122,8 @@ def plan_recovery(reports: Sequence[Report], until: int | None) -> RecoveryPlan:
         # Up to there every rank needs every snapshot: what a frozen operator's gradient would have said is in them.
         if all(set(range(first, dense_at + 1)) <= set(snapshots) for snapshots in usable.values()):
             end = _state_at(held, dense_at) if until is None else until
-            return RecoveryPlan(first, dense_at, end, chosen, _fetches(held, first, end, dense_at))
+            begins = _state_at(held, first)
+            return RecoveryPlan(first, dense_at, end, begins, chosen, _fetches(held, first, end, dense_at))
     raise RecoveryError(_missing(usable, until))
 
 

@@ -61,6 +61,7 @@ def replay(
     trainer: Trainer,
     check: StateCheck,
     tell: Callable[[int, int], None],
+    outcomes: Mapping[int, Any] | None = None,
 ) -> None:
     """Turn ``snapshots`` into the dense state of iteration ``plan.until``; what differs is in ``check``.
 
@@ -72,6 +73,7 @@ def replay(
         trainer: this rank's part of training.
         check: compares what comes out with what was.
         tell: told the iteration that comes next, and how many operators are frozen in it.
+        outcomes: records of iterations that no snapshot here has, from ranks that remember them.
     """
     run = plan.runs[stage]
     for iteration in range(plan.first, plan.until + 1):
@@ -89,7 +91,8 @@ def replay(
         trainer.freeze(iteration + 1, frozen)
         tell(iteration + 1, len(frozen))
         following = snapshots.get(iteration + 1)
-        outcome = (following.record()[ITERATION] or None) if following is not None else None
+        outcome = following.record()[ITERATION] if following is not None else (outcomes or {}).get(iteration + 1)
+        outcome = outcome or None
         check.compare_losses(iteration + 1, trainer.run(iteration + 1, outcome), outcome)
 
 

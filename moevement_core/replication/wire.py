@@ -22,6 +22,8 @@ MAX_HEADER_BYTES = 1 << 30
 
 TO_PEER, TO_SOURCE, TO_OWNER = 1, 2, 3
 """Tags: what a source sends, what its peer answers, and what anybody sends back to whom it belongs."""
+TO_STAGE = (4, 5)
+"""Tags of what a stage that replays is fed, forward and backward."""
 
 
 class Kind(IntEnum):
@@ -35,6 +37,8 @@ class Kind(IntEnum):
     """Source: forget ``count`` snapshots from ``iteration`` on; no recovery can use them."""
     BYE = 4
     """Source: nothing follows."""
+    TENSOR = 5
+    """Neighbour: a tensor that crossed a stage boundary follows."""
     GO = 10
     """Peer: send the payload; or, to OPEN, ready."""
     KEPT = 11

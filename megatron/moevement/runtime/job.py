@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from moevement_core.boundary_log import BoundaryLog
 from moevement_core.run_record import RunRecord
 
 if TYPE_CHECKING:
+    from megatron.moevement.pipeline_parallel.communicator import Feeds
     from megatron.moevement.runtime.replay import TrainLoop
     from megatron.moevement.runtime.sparse import SparseRun
 
@@ -35,6 +37,10 @@ class Job:
     evaluated_set: str = "validation"
     loop: TrainLoop | None = None
     """What Megatron's training loop was called with; None before it begins."""
+    boundary_log: BoundaryLog | None = None
+    """What this rank sends over stage boundaries, where sparse checkpointing is on and there are several stages."""
+    feeds: Feeds | None = None
+    """Where a replay gets what healthy neighbours sent; None in training."""
     sparse: SparseRun | None = None
     """Sparse checkpointing of this rank, where it is on."""
     record: RunRecord | None = None

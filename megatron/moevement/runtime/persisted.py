@@ -19,7 +19,7 @@ from megatron.moevement.sparse_config import SparseConfig
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.persistence.manifest import Manifest, manifests
-from moevement_core.recovery.plan import Holding, Source
+from moevement_core.recovery.plan import Holding, Report, Source
 from moevement_core.replication.transport import GlooTransport, Transport
 from moevement_core.snapshot.snapshot import Snapshot
 
@@ -228,7 +228,9 @@ def load_newest(
         shelf = FileShelf(place, manifest)
         try:
             reaches = manifest.reaches
-            return Loaded(prepare(dist.get_rank(), stage, {Source.FILE: shelf}, reaches, transport), manifest)
+            return Loaded(
+                prepare(Report(dist.get_rank(), stage, ()), {Source.FILE: shelf}, reaches, transport), manifest
+            )
         except RecoveryError as error:
             refused.append(f"{manifest.name}: {error}")
             if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""All ranks of the job come back together from sparse snapshots: the global path.
+"""Ranks of the job come back from sparse snapshots: those of the stages that lost their state, or all of them.
 
 report -> plan -> fetch -> replay -> verify. Every rank calls :func:`recover` at the same point; what any of them finds
 wrong, all of them raise.
@@ -6,8 +6,9 @@ wrong, all of them raise.
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,14 +16,17 @@ import torch.distributed as dist
 
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.runtime.job import Job
-from megatron.moevement.runtime.replay import MegatronTrainer
+from megatron.moevement.runtime.replay import Alone, MegatronTrainer, Neighbours
+from moevement_core.boundary_log import Direction
 from moevement_core.errors import RecoveryError
 from moevement_core.operators import EMBEDDING, OperatorTable
 from moevement_core.recovery.check import StateCheck
+from moevement_core.recovery.feed import feed
 from moevement_core.recovery.fetch import fetch
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Fetch, Holding, RecoveryPlan, Report, Source, plan_recovery
 from moevement_core.recovery.replay import replay
+from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.checkpointer import Checkpointer
@@ -49,6 +53,12 @@ class Parts:
     table: OperatorTable
     views: OperatorViews
     checkpointer: Checkpointer
+    pipeline: Pipeline
+    neighbours: Neighbours
+    speaks_for_stage: bool
+    """Whether this is the first rank of its stage."""
+    feed_transport: Transport | None
+    """Of its own, for what a stage that replays alone is fed."""
 
 
 class MemoryShelf:
@@ -81,40 +91,43 @@ def holding_of(snapshot: Snapshot, source: Source) -> Holding:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A plan and the snapshots of this rank that it needs, checked."""
+    """Plans, one for each segment of stages that replay together, and the snapshots of this rank, checked."""
 
-    plan: RecoveryPlan
+    plans: tuple[RecoveryPlan, ...]
+    mine: RecoveryPlan | None
+    """Of this rank's stage; nothing if it keeps its state."""
     snapshots: Mapping[int, Snapshot]
+    outcomes: Mapping[int, Any]
+    """What came of recent iterations, from ranks of the same model replica that keep their state."""
     fetch_s: float
 
 
-def recover(parts: Parts, shelves: Mapping[Source, Shelf], until: int, transport: Transport | None) -> Recovery:
-    """Bring the state of iteration ``until`` back on every rank, from whatever is in live memory now.
+@dataclass(frozen=True)
+class Scope:
+    """What was lost."""
 
-    Args:
-        parts: this rank's.
-        shelves: where snapshots are, by source.
-        until: the iteration.
-        transport: between ranks.
-
-    Raises:
-        RecoveryError: there is no way back, or what came back is not what was lost. On every rank alike.
-    """
-    parts.checkpointer.settle()
-    return carry_out(parts, prepare(parts.rank, parts.stage, shelves, until, transport))
+    pipeline: Pipeline
+    lost: frozenset[int]
+    """Stages without their state."""
+    left_out: Collection[int]
+    """Iterations that never ran: nothing was sent in them."""
 
 
 def prepare(
-    rank: int, stage: int, shelves: Mapping[Source, Shelf], until: int | None, transport: Transport | None
+    report: Report,
+    shelves: Mapping[Source, Shelf],
+    until: int | None,
+    transport: Transport | None,
+    scope: Scope | None = None,
 ) -> Prepared:
     """Plan from what every rank has, fetch it, and plan anew without what could not be had; every rank calls it.
 
     Args:
-        rank: this one.
-        stage: its pipeline stage.
-        shelves: where snapshots are, by source.
+        report: what this rank has, but for its snapshots.
+        shelves: where those are, by source.
         until: the iteration to reach; nothing for the first dense state that the snapshots give.
         transport: between ranks.
+        scope: the stages to roll back; nothing for all.
 
     Raises:
         RecoveryError: there is no way back. On every rank alike.
@@ -122,48 +135,136 @@ def prepare(
     began = time.perf_counter()
     distinct = {id(shelf): shelf for shelf in shelves.values()}
     holdings = tuple(holding for shelf in distinct.values() for holding in shelf.holdings())
-    reports = _tell_all(Report(rank, stage, holdings))
+    reports = _tell_all(replace(report, holdings=holdings))
     while True:
-        plan = plan_recovery(reports, until)
-        fetched = fetch(
-            rank, plan, lambda source, owner, iteration: shelves[source].open(source, owner, iteration), transport
-        )
-        failed = {one for its in _tell_all([f for f in fetched.values() if isinstance(f, Fetch)]) for one in its}
+        plans = _plans(reports, until, scope)
+        snapshots: dict[int, Snapshot] = {}
+        missing: list[Fetch] = []
+        for plan in plans:
+            fetched = fetch(
+                report.rank, plan,
+                lambda source, owner, iteration: shelves[source].open(source, owner, iteration), transport,
+            )  # fmt: skip
+            missing += [one for one in fetched.values() if isinstance(one, Fetch)]
+            snapshots |= {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
+        failed = {one for its in _tell_all(missing) for one in its}
         if not failed:
-            snapshots = {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
-            return Prepared(plan, snapshots, time.perf_counter() - began)
-        if rank == 0:
+            mine = next((plan for plan in plans if report.stage in plan.runs), None)
+            return Prepared(plans, mine, snapshots, _outcomes(reports, report, plans), time.perf_counter() - began)
+        if report.rank == 0:
             print(f"moevement: {len(failed)} snapshots could not be had where they were said to be; planning again")
-        reports = [_without(report, failed) for report in reports]
+        reports = [_without(one, failed) for one in reports]
+
+
+def _plans(reports: Sequence[Report], until: int | None, scope: Scope | None) -> tuple[RecoveryPlan, ...]:
+    """One for each segment; or, if a segment cannot be recovered alone, one for all stages."""
+    if scope is not None and len(scope.lost) < scope.pipeline.stages:
+        try:
+            plans = [plan_recovery(reports, until, segment) for segment in segments(scope.pipeline, scope.lost)]
+            for plan in plans:
+                _check_logs(reports, plan, scope)
+            return tuple(plans)
+        except RecoveryError as error:
+            if dist.get_rank() == 0:
+                print(f"moevement: all stages roll back, because {error}", flush=True)
+    return (plan_recovery(reports, until),)
+
+
+def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
+    """Every neighbour of the segment can feed it all that it needs."""
+    feeding = neighbours_of(scope.pipeline, frozenset(plan.runs))
+    needed = set(plan.iterations) - set(scope.left_out)
+    for report in reports:
+        if report.stage in feeding and (gone := needed - set(report.logged)):
+            raise RecoveryError(
+                f"rank {report.rank} has no log of what it sent in iteration {min(gone)}, which stage "
+                f"{', '.join(map(str, sorted(plan.runs)))} needs to replay alone"
+            )
+
+
+def _outcomes(reports: Sequence[Report], mine: Report, plans: Sequence[RecoveryPlan]) -> Mapping[int, Any]:
+    """What healthy ranks of this rank's model replica remember: they clipped by the same norm."""
+    replaying = {stage for plan in plans for stage in plan.runs}
+    healthy = (one for one in reports if one.replica == mine.replica and one.stage not in replaying)
+    return next((one.outcomes for one in healthy), {})
 
 
 def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     """Replay what was prepared and compare; every rank calls it, inside Megatron's training loop.
 
+    Stages that keep their state feed those that replay, and wait.
+
     Raises:
         RecoveryError: what came back is not what was lost (on every rank alike), or a snapshot is of another model.
     """
     began = time.perf_counter()
-    plan = prepared.plan
-    trainer = MegatronTrainer(parts.job, parts.views, _shared_from(parts, plan))
+    plan = prepared.mine
+    everywhere = len(prepared.plans) == 1 and set(prepared.plans[0].runs) == set(range(parts.pipeline.stages))
+    shared_from = _shared_from(parts, plan)
     check = StateCheck({o.name: s for o, s in parts.views.states.items()}, parts.checkpointer.whole_now)
     replayed: list[int] = []
+    replicas: list[tuple[tuple[int, ...], str]] = []
 
     def tell(iteration: int, frozen: int) -> None:
         replayed.append(iteration)
-        if parts.rank == 0:
+        if plan is not None and parts.speaks_for_stage and parts.stage == min(plan.runs):
             operators = len(parts.table)
-            active = f"{operators - frozen} of {operators} operators of the first stage active"
+            active = f"{operators - frozen} of {operators} operators of stage {parts.stage} active"
             print(f"moevement: replaying iteration {iteration} of {plan.until}, {active}", flush=True)
 
-    with trainer.replaying():
-        replay(plan, parts.stage, parts.table.names, prepared.snapshots, trainer, check, tell)
+    feeders = [] if everywhere else _start_feeders(parts, prepared)
+    if plan is not None:
+        alone = None if everywhere else Alone(parts.neighbours, frozenset(plan.runs), parts.feed_transport)
+        trainer = MegatronTrainer(parts.job, parts.views, shared_from, alone)
+        with trainer.replaying():
+            replay(
+                plan, parts.stage, parts.table.names, prepared.snapshots, trainer, check, tell, prepared.outcomes
+            )  # fmt: skip
+        replicas = trainer.replica_digests()
+    for feeder in feeders:
+        feeder.join()
+    first, until = min(one.first for one in prepared.plans), max(one.until for one in prepared.plans)
     recovery = Recovery(
-        plan.first, plan.until, len(replayed), check.verified_until, check.losses_until,
-        {source.name.lower(): count for source, count in plan.sources().items()},
+        first, until, len(replayed), check.verified_until if plan is not None else until, check.losses_until,
+        _sum_sources(prepared.plans), {str(parts.stage): len(replayed)}, sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began,
     )  # fmt: skip
-    return _agreed(recovery, check.differences, trainer.replica_digests())
+    return _agreed(recovery, check.differences, replicas)
+
+
+def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
+    return {source.name.lower(): sum(plan.sources()[source] for plan in plans) for source in Source}
+
+
+class _Feeder(threading.Thread):
+    """Feeds one neighbour in one direction."""
+
+    def __init__(self, parts: Parts, peer: int, direction: Direction, iterations: Sequence[int]) -> None:
+        super().__init__(name=f"moevement-feed-{peer}-{direction.name.lower()}", daemon=True)
+        self.fed_bytes = 0
+        self._parts, self._peer, self._direction, self._iterations = parts, peer, direction, iterations
+        self.start()
+
+    def run(self) -> None:
+        log, transport = self._parts.job.boundary_log, self._parts.feed_transport
+        assert log is not None
+        assert transport is not None
+        self.fed_bytes = feed(self._parts.rank, self._peer, self._direction, self._iterations, log, transport)
+
+
+def _start_feeders(parts: Parts, prepared: Prepared) -> list[_Feeder]:
+    """One for each neighbour that replays, if this rank does not."""
+    if prepared.mine is not None:
+        return []
+    feeders = []
+    for neighbour, direction in (
+        (parts.neighbours.after, Direction.FORWARD),
+        (parts.neighbours.before, Direction.BACKWARD),
+    ):
+        for plan in prepared.plans:
+            if neighbour is not None and neighbour.stage in plan.runs:
+                feeders.append(_Feeder(parts, neighbour.rank, direction, plan.iterations))
+    return feeders
 
 
 def _without(report: Report, failed: set[Fetch]) -> Report:
@@ -172,14 +273,14 @@ def _without(report: Report, failed: set[Fetch]) -> Report:
     return replace(report, holdings=tuple(kept))
 
 
-def _shared_from(parts: Parts, plan: RecoveryPlan) -> int | None:
+def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
     """The first iteration in which any copy of a tied embedding is active; None without copies on several stages."""
     from megatron.training import get_args
 
     if get_args().untie_embeddings_and_output_weights:
         return None
     index = parts.table.index_of.get(EMBEDDING)
-    mine = None if index is None else int(plan.runs[parts.stage].full_at[index]) + 1
+    mine = None if index is None or plan is None else int(plan.runs[parts.stage].full_at[index]) + 1
     return min((active_from for active_from in _tell_all(mine) if active_from is not None), default=None)
 
 
@@ -203,8 +304,15 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[tuple[tup
         )
     verified = min(one.verified_until for one, *_ in everyones)
     losses = max(one.losses_until for one, *_ in everyones)
+    by_stage: dict[str, int] = {}
+    for one, *_ in everyones:
+        for stage, count in one.replayed_by_stage.items():
+            by_stage[stage] = max(count, by_stage.get(stage, 0))
     return replace(
         recovery,
+        replayed=max(one.replayed for one, *_ in everyones),
+        replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
+        fed_bytes=sum(one.fed_bytes for one, *_ in everyones),
         verified_until=None if verified == NONE else verified,
         losses_until=None if losses == NONE else losses,
         fetch_s=max(one.fetch_s for one, *_ in everyones),

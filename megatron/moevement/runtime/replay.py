@@ -11,13 +11,17 @@ from megatron.moevement.data.loaders import train_batches_from
 from megatron.moevement.optimizer.frozen_step import FrozenStep
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.views import OperatorViews
+from megatron.moevement.pipeline_parallel.communicator import Feeds
 from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
 from megatron.moevement.runtime.job import Job
-from megatron.moevement.state_digest import progress
+from megatron.moevement.state_digest import members, progress
 from megatron.moevement.transformer.frozen import FrozenMode
+from moevement_core.boundary_log import Direction
 from moevement_core.operators import EMBEDDING
 from moevement_core.policy.schedule import Saved
+from moevement_core.recovery.feed import Feed
 from moevement_core.recovery.replay import Trainer
+from moevement_core.replication.transport import Transport
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.snapshot.whole import begin_whole
 
@@ -32,6 +36,45 @@ class TrainLoop:
     pg_collection: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """The rank that this one exchanges tensors with on another stage."""
+
+    rank: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Of the stage before and the one after; the ends of a pipeline have one, those of a ring both."""
+
+    before: Neighbour | None
+    after: Neighbour | None
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A replay by some stages, while the others feed them and wait."""
+
+    neighbours: Neighbours
+    stages: frozenset[int]
+    """Those that replay together with this one."""
+    transport: Transport | None
+
+    def feeds(self) -> Feeds:
+        """From the neighbours that do not replay."""
+        before, after = (
+            Feed(one.rank, direction, self.transport)
+            if one is not None and self.transport is not None and one.stage not in self.stages
+            else None
+            for one, direction in (
+                (self.neighbours.before, Direction.FORWARD),
+                (self.neighbours.after, Direction.BACKWARD),
+            )
+        )
+        return Feeds(before, after)
+
+
 class MegatronTrainer(Trainer):
     """One rank's part of a replay; to be used inside :meth:`replaying`.
 
@@ -40,9 +83,10 @@ class MegatronTrainer(Trainer):
         views: of its operators.
         shared_from: the first iteration in which a copy of a tied embedding is active on any stage. From then on all
             copies compute gradients, of which the active one's is a sum.
+        alone: if other stages keep their state.
     """
 
-    def __init__(self, job: Job, views: OperatorViews, shared_from: int | None) -> None:
+    def __init__(self, job: Job, views: OperatorViews, shared_from: int | None, alone: Alone | None = None) -> None:
         from megatron.core.utils import unwrap_model
 
         assert job.loop is not None, "recovery begins inside Megatron's train()"
@@ -54,6 +98,7 @@ class MegatronTrainer(Trainer):
         self._step = FrozenStep(job.optimizer, views)
         self._restore = Restore(job.model, job.optimizer, views)
         self._shared_from = shared_from
+        self._alone = alone
         self._batches: Any = None
         self._batches_at = -1
 
@@ -87,11 +132,21 @@ class MegatronTrainer(Trainer):
             args.skipped_train_samples += samples
         else:
             self._step.outcome = outcome["step"] if outcome is not None else None
+            self._begin_log(iteration)
             losses = self._train_step(iteration, self._batches_from(args.consumed_train_samples))
             self._batches_at = args.consumed_train_samples + samples
+            if self._job.boundary_log is not None:
+                self._job.boundary_log.end()
         args.consumed_train_samples += samples
         self._job.iteration = iteration
         return losses
+
+    def _begin_log(self, iteration: int) -> None:
+        """What is sent is logged again: the log of then may be gone."""
+        if self._job.boundary_log is not None:
+            self._job.boundary_log.begin(iteration)
+        if self._job.feeds is not None:
+            self._job.feeds.begin(iteration)
 
     def _train_step(self, iteration: int, batches: Any) -> Mapping[str, Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -138,7 +193,8 @@ class MegatronTrainer(Trainer):
         """Everything that a replay must not touch, or that must not touch it, is put aside and back."""
         with ExitStack() as stack:
             for room in (
-                self._own_progress, self._own_schedule, self._own_metrics, self._without_overlap, self._training_config,
+                self._own_progress, self._own_schedule, self._own_metrics, self._without_reruns, self._without_overlap,
+                self._training_config, self._without_other_stages,
             ):  # fmt: skip
                 stack.enter_context(room())
             stack.enter_context(self._step.installed())
@@ -185,6 +241,48 @@ class MegatronTrainer(Trainer):
             yield
         finally:
             moe_logging.set_moe_metrics_tracker(before)
+
+    @contextmanager
+    def _without_reruns(self) -> Iterator[None]:
+        """Megatron's check for results that do not repeat asks all ranks of the job after every step."""
+        from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+
+        reruns = get_rerun_state_machine()
+        before, reruns.mode = reruns.mode, RerunMode.DISABLED
+        try:
+            yield
+        finally:
+            reruns.mode = before
+
+    @contextmanager
+    def _without_other_stages(self) -> Iterator[None]:
+        """Everything that asks other stages, which wait: tensors come from their logs, numbers from the records."""
+        if self._alone is None:
+            yield
+            return
+        import torch.distributed as dist
+        from megatron.core.utils import get_attr_wrapped_model
+        from megatron.training import get_args
+
+        single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        args = get_args()
+        groups = get_attr_wrapped_model(self._chunks[0], "pg_collection")
+        chained = members(self._job.optimizer)
+        config = self._loop.config
+        replaced: list[tuple[Any, str, Any]] = [(groups, "mp", single), (args, "barrier_with_L1_time", False)]
+        replaced += [(config, "barrier_with_L1_time", False)]
+        replaced += [(member, "grad_stats_parallel_group", single) for member in chained]
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+        self._job.feeds = self._alone.feeds()
+        try:
+            yield
+        finally:
+            self._job.feeds = None
+            for owner, name, value in before:
+                setattr(owner, name, value)
+            dist.destroy_process_group(single)
 
     @contextmanager
     def _without_overlap(self) -> Iterator[None]:

@@ -28,9 +28,10 @@ from megatron.moevement.runtime import injection, recovery
 from megatron.moevement.runtime.boundary import boundary_state
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
-from megatron.moevement.runtime.replay import TrainLoop
+from megatron.moevement.runtime.replay import Neighbour, Neighbours, TrainLoop
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
 from megatron.moevement.transformer.popularity import RouterCounts
+from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.digest import digest
 from moevement_core.errors import ConfigError, RecoveryError
@@ -41,7 +42,8 @@ from moevement_core.policy.reorder import ReorderTrigger
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import Budget, choose_window, impose_window
 from moevement_core.recovery.outcome import Recovery
-from moevement_core.recovery.plan import Source
+from moevement_core.recovery.plan import Report, Source
+from moevement_core.recovery.scope import Pipeline
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.placement import Placement, place, sources_of
 from moevement_core.replication.sender import Sender
@@ -178,8 +180,13 @@ class SparseRun:
         self._senders = senders
         self._loaded = loaded
         self._writer = self._start_writer(config.persist_dir) if config.persist_dir else None
-        # Of its own: senders and keepers go on using theirs.
+        # Of their own: senders and keepers go on using theirs.
         self._fetch_transport = GlooTransport() if self._world > 1 else None
+        self._pipeline, self._neighbours = self._find_neighbours(told)
+        self._speaks_for_stage = self._rank == min(rank for rank, one in enumerate(told) if one.stage == stage)
+        self._feed_transport = GlooTransport() if self._pipeline.stages > 1 else None
+        if self._pipeline.stages > 1:
+            job.boundary_log = BoundaryLog(self._device, config.log_memory_bytes, self._report)
         self._last_record: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
         self._is_first = True
@@ -207,6 +214,24 @@ class SparseRun:
         )
         self.checkpointer.write_to(writer, self._began_at)
         return writer
+
+    def _find_neighbours(self, told: list[_Rank]) -> tuple[Pipeline, Neighbours]:
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        args = get_args()
+        ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        is_ring = (args.virtual_pipeline_model_parallel_size or 1) > 1 and len(ranks) > 1
+        pipeline = Pipeline(len(ranks), is_ring, is_tied=not args.untie_embeddings_and_output_weights)
+        place = ranks.index(self._rank)
+
+        def at(index: int) -> Neighbour | None:
+            if not is_ring and not 0 <= index < len(ranks):
+                return None
+            rank = ranks[index % len(ranks)]
+            return Neighbour(rank, told[rank].stage) if rank != self._rank else None
+
+        return pipeline, Neighbours(at(place - 1), at(place + 1))
 
     def _first_size(self, most_operators: int) -> int:
         """W until something is measured: what was asked for, and never more slots than operators."""
@@ -287,6 +312,8 @@ class SparseRun:
         # Of an iteration that was left out there is no record.
         outcome = self._last_record if self._last_record.get("iteration") == committed else {}
         record = {"boundary": boundary_state(self.job), "iteration": outcome}
+        if self.job.boundary_log is not None:
+            self.job.boundary_log.free_before(self.checkpointer.progress.persisted)
         history = self.checkpointer.history
         # Before the first iteration a whole window, so that a run has something to come back to from its start on.
         schedule = history.at(committed)
@@ -348,20 +375,52 @@ class SparseRun:
             "window": self.checkpointer.history.newest.size,
             "windows_abandoned": progress.abandoned,
             "snapshot_memory_bytes": progress.memory_bytes,
+            "log_bytes": self.job.boundary_log.bytes_of_last if self.job.boundary_log else 0,
+            "log_memory_bytes": self.job.boundary_log.memory_bytes if self.job.boundary_log else 0,
             "on_disk": self._on_disk(),
         }
 
     # Coming back
 
-    def recover(self, until: int) -> Recovery:
-        """Bring ``state@until`` back on every rank, whatever is in live memory; every rank calls it.
+    def recover(self, until: int, lost: frozenset[int] | None = None) -> Recovery:
+        """Bring ``state@until`` back, whatever is in live memory; every rank calls it.
+
+        Args:
+            until: the iteration.
+            lost: the pipeline stages whose state is gone; the others keep theirs, feed them, and wait. Nothing for all.
 
         Raises:
-            RecoveryError: on every rank alike.
+            RecoveryError: there is no way back, or what came back is not what was lost.
         """
         memory = recovery.MemoryShelf(self.checkpointer)
         shelves = {Source.MEMORY: memory, Source.PEER: memory}
-        return self._replay(lambda parts: recovery.recover(parts, shelves, until, self._fetch_transport))
+        log = self.job.boundary_log
+        report = Report(
+            self._rank,
+            self._stage,
+            (),
+            logged=tuple(log.iterations) if log is not None else (),
+            outcomes={until: {"step": self._last_step}},
+            replica=min(dist.get_process_group_ranks(_model_replica())),
+        )
+        scope = None if lost is None else self._scope(lost)
+        self.checkpointer.settle()
+
+        def way(parts: recovery.Parts) -> Recovery:
+            return recovery.carry_out(parts, recovery.prepare(report, shelves, until, self._fetch_transport, scope))
+
+        return self._replay(way)
+
+    def _scope(self, lost: frozenset[int]) -> recovery.Scope | None:
+        """What rolls back for ``lost`` stages; nothing, with the reason told, if all stages must."""
+        from megatron.training import get_args
+
+        args = get_args()
+        if args.calculate_per_token_loss:
+            if self._rank == 0:
+                self._report("all stages roll back: --calculate-per-token-loss needs the token count of the last stage")
+            return None
+        return recovery.Scope(self._pipeline, lost, args.iterations_to_skip)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -379,7 +438,10 @@ class SparseRun:
             self._loaded = None  # its host memory is free again
 
     def _replay(self, way: Callable[[recovery.Parts], Recovery]) -> Recovery:
-        parts = recovery.Parts(self.job, self._rank, self._stage, self.table, self.views, self.checkpointer)
+        parts = recovery.Parts(
+            self.job, self._rank, self._stage, self.table, self.views, self.checkpointer, self._pipeline,
+            self._neighbours, self._speaks_for_stage, self._feed_transport,
+        )  # fmt: skip
         with self.replaying():
             done = way(parts)
         self.recoveries.append(done)
@@ -389,14 +451,17 @@ class SparseRun:
         return done
 
     def _wipe_and_recover(self, committed: int) -> None:
-        """The injected fault: every rank forgets all it knows, and what comes back is compared with what was there."""
+        """The injected fault: ranks forget all they know, and what comes back is compared with what was there."""
         before = self._everything_digest()
+        stages = self.config.wipe_stages
         if self._rank == 0:
-            print(f"moevement: wiping the state of iteration {committed} on every rank, as was asked for", flush=True)
+            where = "every rank" if stages is None else f"stage {', '.join(map(str, sorted(stages)))}"
+            print(f"moevement: wiping the state of iteration {committed} on {where}, as was asked for", flush=True)
         self.checkpointer.wait()
         self.checkpointer.settle()
-        injection.wipe(self.job, self.views)
-        self.recover(committed)
+        if stages is None or self._stage in stages:
+            injection.wipe(self.job, self.views)
+        self.recover(committed, stages)
         after = self._everything_digest()
         wrong = [part for part in before if before[part] != after[part]]
         everyones: list[Any] = [None] * self._world
@@ -582,6 +647,13 @@ class SparseRun:
         }
 
 
+def _model_replica() -> Any:
+    """The ranks of this rank's model replica, through all stages."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_model_parallel_group()
+
+
 def start(job: Job, config: SparseConfig, loaded: Loaded | None) -> SparseRun:
     """Begin sparse checkpointing of ``job`` and put the wait in front of its optimizer step.
 
@@ -636,7 +708,11 @@ def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]
         committed = job.iteration = job.iteration if given is None else int(given)
         job.sparse.begin_iteration(committed)
         began = time.perf_counter()
+        if job.boundary_log is not None:
+            job.boundary_log.begin(committed + 1)
         result = original(*args, **kwargs)
+        if job.boundary_log is not None:
+            job.boundary_log.end()
         losses, skipped, grad_norm = result[0], result[1], result[5]
         outcome = {
             "skipped": bool(skipped),

@@ -18,7 +18,7 @@ from tests.unit.snapshot.loopback import Loopback, Wire
 def carry_out(
     fetches: list[Fetch], held: dict[int, dict[tuple[int, int], Snapshot]], wire: Wire
 ) -> list[dict[int, Snapshot | Fetch]]:
-    plan = RecoveryPlan(0, 0, 0, {}, tuple(fetches))
+    plan = RecoveryPlan(0, 0, 0, 0, {}, tuple(fetches))
 
     def of(rank: int) -> Callable[[Source, int, int], Snapshot | None]:
         return lambda source, owner, iteration: held[rank].get((owner, iteration))

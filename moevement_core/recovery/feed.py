@@ -1,0 +1,72 @@
+"""Healthy neighbours hand a replaying stage what they sent it the first time, in the same order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+
+from moevement_core.boundary_log import BoundaryLog, Direction
+from moevement_core.errors import RecoveryError
+from moevement_core.replication.transport import Transport
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_STAGE, Kind, Message
+from moevement_core.snapshot.snapshot import as_bytes, digest_of
+
+
+def feed(
+    rank: int, peer: int, direction: Direction, iterations: Sequence[int], log: BoundaryLog, transport: Transport
+) -> int:
+    """Send what ``iterations`` sent to ``peer``; on a thread of its own, because the peer asks when it needs it.
+
+    Returns:
+        Payload bytes.
+    """
+    total = 0
+    for iteration in iterations:
+        for one in log.sent(iteration, direction) or ():
+            payload = as_bytes(one.tensor)
+            about = {"order": one.order, "dtype": one.dtype, "shape": one.shape, "digest": digest_of(payload)}
+            header = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
+            said = Message(Kind.TENSOR, rank, iteration, header.numel(), payload.numel())
+            for data in (said.encode(), header, payload):
+                transport.send(peer, TO_STAGE[direction], data)
+            total += payload.numel()
+    return total
+
+
+class Feed:
+    """What a replaying rank gets from one healthy neighbour."""
+
+    def __init__(self, peer: int, direction: Direction, transport: Transport) -> None:
+        self.received_bytes = 0
+        self._peer, self._direction, self._transport = peer, direction, transport
+        self._iteration, self._order = -1, 0
+
+    def begin(self, iteration: int) -> None:
+        """What is asked for from now on is of ``iteration``."""
+        self._iteration, self._order = iteration, 0
+
+    def next(self) -> torch.Tensor:
+        """The next tensor of the iteration, on the host.
+
+        Raises:
+            RecoveryError: it is not the one that was sent then, or was damaged on the way.
+        """
+        tag, data = TO_STAGE[self._direction], torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        self._transport.receive(self._peer, tag, data)
+        message = Message.decode(data)
+        header = torch.empty(message.header_bytes, dtype=torch.uint8)
+        payload = torch.empty(message.payload_bytes, dtype=torch.uint8)
+        self._transport.receive(self._peer, tag, header)
+        self._transport.receive(self._peer, tag, payload)
+        about = json.loads(header.numpy().tobytes())
+        found = (message.kind, message.iteration, about["order"])
+        if found != (Kind.TENSOR, self._iteration, self._order) or digest_of(payload) != about["digest"]:
+            raise RecoveryError(
+                f"rank {self._peer} fed tensor {about['order']} of iteration {message.iteration}; tensor {self._order} "
+                f"of iteration {self._iteration} was wanted, undamaged"
+            )
+        self._order += 1
+        self.received_bytes += payload.numel()
+        return payload.view(getattr(torch, about["dtype"])).view(about["shape"])
