@@ -196,10 +196,12 @@ def test_the_recorded_verdict_and_norms_win() -> None:
     before = parameters["b"].detach().clone()
     step = FrozenStep(optimizer, views)
     with step.installed():
-        step.outcome = {"overflow": True, "clip_norm": None, "clip_norms_by_group": {}}
+        step.outcome = {"overflow": True, "found_inf": [None, None], "clip_norm": None, "clip_norms_by_group": {}}
         assert optimizer.step() == (False, None, None)
         assert torch.equal(parameters["b"], before), "an overflow that only a frozen operator's gradient would show"
-        step.outcome = {"overflow": False, "clip_norm": 0.1 + 0.2, "clip_norms_by_group": {"g": 3.0}}
+        step.outcome = {
+            "overflow": False, "found_inf": [None, None], "clip_norm": 0.1 + 0.2, "clip_norms_by_group": {"g": 3.0},
+        }  # fmt: skip
         assert optimizer.step()[1] == 0.1 + 0.2
         assert optimizer.grad_norms_by_group == {"g": 3.0}
         assert outcome_of(optimizer.step(), optimizer) == step.outcome

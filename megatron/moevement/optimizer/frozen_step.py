@@ -7,14 +7,15 @@ was an overflow, and the norms that gradients were clipped by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.state_digest import members
 from moevement_core.errors import ConfigError
 
+UNSCALE = "_unscale_main_grads_and_check_for_nan"
 Outcome = Mapping[str, Any]
 """What :func:`outcome_of` gave."""
 
@@ -41,12 +42,30 @@ def outcome_of(result: Any, optimizer: Any) -> dict[str, Any]:
     successful, norm, _ = result
     return {
         "overflow": not successful and norm is None,
+        # Of each chained optimizer: it moves its own loss scale by it.
+        "found_inf": [
+            bool(member.found_inf.item()) if getattr(member, "grad_scaler", None) is not None else None
+            for member in members(optimizer)
+        ],
         # As the clipping had it, a double: what the trainer prints was rounded to a float on the way between stages.
         "clip_norm": None if norm is None else float(norm),
         "clip_norms_by_group": {
             name: float(value) for name, value in (getattr(optimizer, "grad_norms_by_group", None) or {}).items()
         },
     }
+
+
+@contextmanager
+def _on_instance(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """``function`` in the place of a method of one object, for a while."""
+    before = vars(owner).get(name)
+    vars(owner)[name] = function
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+        if before is not None:
+            vars(owner)[name] = before
 
 
 class FrozenStep:
@@ -69,15 +88,23 @@ class FrozenStep:
             "_compute_grad_norms_by_group": self._compute_grad_norms_by_group,
         }
         self._originals = {name: getattr(self._optimizer, name) for name in replaced}
-        before = {name: vars(self._optimizer).get(name) for name in replaced}
-        vars(self._optimizer).update(replaced)
-        try:
+        with ExitStack() as stack:
+            for name, function in replaced.items():
+                stack.enter_context(_on_instance(self._optimizer, name, function))
+            for number, member in enumerate(members(self._optimizer)):
+                if hasattr(member, UNSCALE):
+                    recorded = self._recorded_verdict(getattr(member, UNSCALE), number)
+                    stack.enter_context(_on_instance(member, UNSCALE, recorded))
             yield
-        finally:
-            for name, value in before.items():
-                del vars(self._optimizer)[name]
-                if value is not None:
-                    vars(self._optimizer)[name] = value
+
+    def _recorded_verdict(self, unscale: Callable[[], bool], number: int) -> Callable[[], bool]:
+        """Unscale gradients as ever; whether there was an overflow is known, and may have been seen elsewhere only."""
+
+        def unscale_and_remember() -> bool:
+            found = unscale()
+            return found if self.outcome is None else bool(self.outcome["found_inf"][number])
+
+        return unscale_and_remember
 
     def _prepare_grads(self) -> bool:
         found = bool(self._originals["prepare_grads"]())
