@@ -14,19 +14,19 @@ from moevement_core.policy.popularity import Ordering
 
 # Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
 FLAGS = {
-    "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-network-bandwidth",
+    "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb", "--moevement-network-bandwidth",
     "--moevement-order", "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-persist-dir",
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
     "--moevement-reorder-threshold", "--moevement-replicas", "--moevement-replicas-on-same-node",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
-    "--moevement-wipe-at",
+    "--moevement-wipe-at", "--moevement-wipe-stages",
 }  # fmt: skip
 MEGATRONS: dict[str, Any] = {
     "num_experts": 4, "optimizer": "adam", "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
     "use_torch_fsdp2": False, "use_megatron_fsdp": False, "qk_clip": False, "skip_train": False,
     "cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False,
     "defer_embedding_wgrad_compute": False, "overlap_param_gather_with_optimizer_step": False,
-    "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
+    "pipeline_model_parallel_size": 2, "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
     "fp8_recipe": "delayed", "fp8_param_gather": False,
 }  # fmt: skip
 
@@ -58,6 +58,11 @@ def test_flags_that_need_sparse_checkpoints_are_refused_without(words: list[str]
     args.moevement_sparse_ckpt = False
     (complaint,) = sparse_checkpoints(args)
     assert complaint == f"{words[0]} without --moevement-sparse-ckpt; give both"
+
+
+def test_a_stage_that_there_is_not_cannot_be_wiped() -> None:
+    (complaint,) = sparse_checkpoints(parsed("--moevement-wipe-stages", "0", "2"))
+    assert complaint == "--moevement-wipe-stages 2: --pipeline-model-parallel-size 2 has stages 0 to 1"
 
 
 def test_defaults_are_the_papers() -> None:

@@ -1,0 +1,108 @@
+"""Only the stages that lost their state replay; the others keep theirs, feed them, and run nothing again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from moevement_core.run_record import RunRecord
+from tests.functional.test_recovery import (
+    ALWAYS_REORDER,
+    BF16,
+    DISTRIBUTED,
+    DROPOUT,
+    EP2,
+    EXPERT_BIAS,
+    FP16,
+    ITERATIONS,
+    OVERLAP,
+    PP2,
+    RECOMPUTE,
+    ROLLING,
+    TIED,
+    TP2,
+    VPP2,
+    check,
+    recover,
+)
+
+PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
+Case = tuple[int, dict[str, Any], dict[str, Any], set[int]]
+# name: (ranks, flags of the job, flags of sparse checkpointing, stages that replay)
+RUNS: dict[str, Case] = {
+    "an interleaved stage, whose neighbour feeds it both ways": (
+        2, VPP2 | BF16 | OVERLAP, {"moevement_window": 3, "moevement_wipe_at": 7, "moevement_wipe_stages": 1}, {1},
+    ),
+    "the first of four stages, FP16 with overflows, twice": (
+        4, PP4 | FP16, {"moevement_window": 3, "moevement_wipe_at": [6, 9], "moevement_wipe_stages": 0}, {0},
+    ),
+    "two adjacent stages together": (
+        4, PP4 | FP16 | DROPOUT,
+        {"moevement_window": 4, "moevement_wipe_at": 8, "moevement_wipe_stages": [1, 2]} | ROLLING, {1, 2},
+    ),
+    "two stages apart at the same time": (
+        4, PP4 | BF16 | RECOMPUTE, {"moevement_window": 2, "moevement_wipe_at": 5, "moevement_wipe_stages": [0, 2]},
+        {0, 2},
+    ),
+    "tied embeddings tie the ends": (
+        4, PP4 | BF16 | TIED, {"moevement_window": 3, "moevement_wipe_at": [2, 8], "moevement_wipe_stages": 0}, {0, 3},
+    ),
+    "a stage of two expert-parallel ranks, expert bias, overlap": (
+        4, PP2 | EP2 | BF16 | OVERLAP | EXPERT_BIAS,
+        {"moevement_window": 3, "moevement_wipe_at": [1, 8], "moevement_wipe_stages": 1} | ALWAYS_REORDER, {1},
+    ),
+    "a stage of two tensor-parallel ranks": (
+        4, PP2 | TP2 | BF16 | DISTRIBUTED,
+        {"moevement_window": 3, "moevement_wipe_at": 7, "moevement_wipe_stages": 0}, {0},
+    ),
+}  # fmt: skip
+
+
+def check_scope(hurt: RunRecord, recoveries: list[dict[str, Any]], stages: set[int], told: str = "") -> None:
+    """By what the run's record says, as an operator reads it."""
+    events = [event for event in hurt.events() if event["event"] == "recovery"]
+    assert [event["until"] for event in events] == [one["until"] for one in recoveries], told
+    for event in events:
+        assert {int(stage) for stage, count in event["replayed_by_stage"].items() if count} == stages, told
+        assert (event["fed_bytes"] > 0) == (stages != {int(stage) for stage in event["replayed_by_stage"]}), told
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if number == 0 else [pytest.mark.full]) for number, name in enumerate(RUNS)],
+)
+def test_the_stages_that_lost_their_state_replay_alone(name: str, tmp_path: Path) -> None:
+    ranks, job, sparse, stages = RUNS[name]
+    unhurt, hurt = recover(ranks, job, sparse, tmp_path)
+    check_scope(hurt, check(unhurt, hurt, sparse), stages)
+    assert all(line["log_bytes"] > 0 for line in hurt.metrics())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(20))
+def test_any_stages_of_any_pipeline_at_any_iteration(seed: int, tmp_path: Path) -> None:
+    random = Random(seed)
+    ranks, stages, layout = random.choice([(2, 2, PP2), (2, 2, VPP2), (4, 4, PP4), (4, 2, PP2 | EP2), (4, 2, PP2)])
+    job = dict(layout)
+    for options in ([BF16, FP16, {}], [{}, DISTRIBUTED, OVERLAP], [{}, DROPOUT], [{}, EXPERT_BIAS], [{}, RECOMPUTE]):
+        job |= random.choice(options)
+    lost = sorted(random.sample(range(stages), random.randint(1, stages - 1)))
+    sparse = {
+        "moevement_window": random.randint(1, 6), "moevement_window_kind": random.choice(["aligned", "rolling"]),
+        "moevement_wipe_at": sorted(random.sample(range(1, ITERATIONS), 2)), "moevement_wipe_stages": lost,
+        **random.choice([{}, ALWAYS_REORDER]),
+    }  # fmt: skip
+    told = f"seed {seed}: {ranks} ranks, {job}, {sparse}"
+    print(told)
+    unhurt, hurt = recover(ranks, job, sparse, tmp_path)
+    check_scope(hurt, check(unhurt, hurt, sparse, told), set(lost), told)
+
+
+@pytest.mark.full
+def test_without_the_log_all_stages_roll_back_and_the_reason_is_told(tmp_path: Path) -> None:
+    sparse = {"moevement_window": 3, "moevement_wipe_at": 7, "moevement_wipe_stages": 1}
+    unhurt, hurt = recover(2, PP2 | BF16, sparse | {"moevement_log_memory_gb": 1e-5}, tmp_path)
+    check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})

@@ -1,0 +1,135 @@
+"""The upstream log keeps what was sent, in order, for as long as it is needed, and hands it on undamaged."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from moevement_core.boundary_log import BoundaryLog, Direction
+from moevement_core.device import CpuDevice
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery.feed import Feed, feed
+from tests.unit.snapshot.loopback import Loopback, Wire
+
+FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
+
+
+def log_of(cap_bytes: float = float("inf")) -> tuple[BoundaryLog, list[str]]:
+    reports: list[str] = []
+    return BoundaryLog(CpuDevice(), cap_bytes, reports.append), reports
+
+
+def tensor(iteration: int, order: int, size: int = 6) -> torch.Tensor:
+    return torch.randn(2, size // 2, generator=torch.Generator().manual_seed(1000 * iteration + order)).bfloat16()
+
+
+def fill(log: BoundaryLog, iterations: range, count: int = 4, size: int = 6) -> None:
+    for iteration in iterations:
+        log.begin(iteration)
+        for order in range(count):
+            sent = tensor(iteration, order, size)
+            log.note(FORWARD, sent)
+            log.note(BACKWARD, -sent)
+            sent.zero_()  # the schedule frees and reuses what it has sent
+        log.end()
+
+
+def test_it_keeps_what_was_sent_when_it_was_sent() -> None:
+    log, _ = log_of()
+    fill(log, range(1, 4))
+    for iteration in range(1, 4):
+        forward, backward = log.sent(iteration, FORWARD), log.sent(iteration, BACKWARD)
+        assert forward is not None
+        assert backward is not None
+        assert [one.order for one in forward] == [0, 1, 2, 3]
+        for order in range(4):
+            assert torch.equal(forward[order].tensor, tensor(iteration, order))
+            assert torch.equal(backward[order].tensor, -tensor(iteration, order))
+    assert log.iterations == [1, 2, 3]
+    assert log.bytes_of_last == 2 * 4 * 12
+
+
+def test_an_iteration_under_way_is_not_told_and_one_begun_again_begins_anew() -> None:
+    log, _ = log_of()
+    fill(log, range(1, 2))
+    log.begin(2)
+    log.note(FORWARD, tensor(2, 0))
+    assert log.sent(2, FORWARD) is None
+    assert log.iterations == [1]
+    log.begin(2)
+    log.note(FORWARD, tensor(2, 1))
+    log.end()
+    (only,) = log.sent(2, FORWARD) or []
+    assert torch.equal(only.tensor, tensor(2, 1))
+
+
+def test_outside_an_iteration_nothing_is_kept() -> None:
+    log, _ = log_of()
+    log.note(FORWARD, tensor(0, 0))
+    fill(log, range(1, 2))
+    log.note(FORWARD, tensor(9, 9))
+    assert [len(log.sent(1, direction) or ()) for direction in Direction] == [4, 4]
+
+
+def test_memory_is_used_anew() -> None:
+    log, _ = log_of()
+    for iteration in range(1, 30):
+        fill(log, range(iteration, iteration + 1))
+        log.free_before(iteration - 2)
+    assert log.iterations == [27, 28, 29]
+    assert log.memory_bytes == 4 * 8 * 12, "three iterations and the one under way"
+
+
+def test_at_its_cap_the_oldest_go_and_that_is_told_once() -> None:
+    log, reports = log_of(cap_bytes=2.5 * 8 * 12)
+    fill(log, range(1, 8))
+    assert log.iterations == [6, 7]
+    assert log.sent(5, FORWARD) is None
+    assert log.memory_bytes <= 2.5 * 8 * 12
+    assert len(reports) == 1
+    assert "oldest iterations go, 1 first" in reports[0]
+
+
+def test_sizes_that_vary_fit_under_the_cap_too() -> None:
+    log, _ = log_of(cap_bytes=1000)
+    for iteration, size in enumerate([6, 40, 6, 80, 20, 6], start=1):
+        fill(log, range(iteration, iteration + 1), size=size)
+        assert log.memory_bytes <= 1000 or log.iterations == [iteration]
+    assert torch.equal((log.sent(6, FORWARD) or [])[3].tensor, tensor(6, 3))
+
+
+def test_a_neighbour_feeds_what_it_sent() -> None:
+    wire, (log, _) = Wire(), log_of()
+    fill(log, range(1, 4))
+    with ThreadPoolExecutor(2) as threads:
+        sent = [
+            threads.submit(feed, 0, 1, direction, [2, 3], log, Loopback(wire, 0)) for direction in (FORWARD, BACKWARD)
+        ]
+        feeds = {direction: Feed(0, direction, Loopback(wire, 1)) for direction in (FORWARD, BACKWARD)}
+        for iteration in (2, 3):
+            for one in feeds.values():
+                one.begin(iteration)
+            for order in range(4):
+                assert torch.equal(feeds[BACKWARD].next(), -tensor(iteration, order))
+                assert torch.equal(feeds[FORWARD].next(), tensor(iteration, order))
+        assert [one.result() for one in sent] == [96, 96]
+
+
+@pytest.mark.parametrize("wrong", ["damaged", "another iteration"])
+def test_what_is_not_what_was_sent_then_is_refused(wrong: str) -> None:
+    wire, (log, _) = Wire(), log_of()
+    fill(log, range(1, 3))
+
+    def flip(source: int, peer: int, data: torch.Tensor) -> torch.Tensor:
+        if wrong == "damaged" and data.numel() == 12:
+            data[3] ^= 1
+        return data
+
+    wire.damage = flip
+    feed(0, 1, FORWARD, [1], log, Loopback(wire, 0))
+    received = Feed(0, FORWARD, Loopback(wire, 1))
+    received.begin(1 if wrong == "damaged" else 2)
+    with pytest.raises(RecoveryError, match="rank 0 fed tensor 0 of iteration 1"):
+        received.next()
