@@ -14,7 +14,8 @@ from moevement_core.policy.popularity import Ordering
 
 # Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
 FLAGS = {
-    "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb", "--moevement-network-bandwidth",
+    "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
+    "--moevement-network-bandwidth",
     "--moevement-order", "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-persist-dir",
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
     "--moevement-reorder-threshold", "--moevement-replicas", "--moevement-replicas-on-same-node",
@@ -26,7 +27,8 @@ MEGATRONS: dict[str, Any] = {
     "use_torch_fsdp2": False, "use_megatron_fsdp": False, "qk_clip": False, "skip_train": False,
     "cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False,
     "defer_embedding_wgrad_compute": False, "overlap_param_gather_with_optimizer_step": False,
-    "pipeline_model_parallel_size": 2, "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
+    "pipeline_model_parallel_size": 2,
+    "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
     "fp8_recipe": "delayed", "fp8_param_gather": False,
 }  # fmt: skip
 
