@@ -16,7 +16,7 @@ from enum import IntEnum
 import torch
 
 from moevement_core.device import Device, Event
-from moevement_core.snapshot.snapshot import as_bytes, digest_of
+from moevement_core.snapshot.snapshot import as_bytes
 
 
 class Direction(IntEnum):
@@ -155,8 +155,3 @@ class BoundaryLog:
         for size, buffers in self._free.items():
             self._nbytes -= size * len(buffers)
         self._free.clear()
-
-
-def digests(logged: list[Logged]) -> list[str]:
-    """XXH3-128 of each tensor's bytes, in order."""
-    return [digest_of(one.tensor) for one in logged]

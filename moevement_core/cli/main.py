@@ -219,6 +219,27 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     replay.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     replay.set_defaults(run=_bench_replay)
 
+    recovery = actions.add_parser(
+        "recovery",
+        help="one stage that replays alone, against all stages",
+        description="Train an MoE on a pipeline whose ranks lose their memory: those of one stage and those of all "
+        "stages in turns, in one run. Times are for each replayed iteration, against a normal one.",
+    )
+    recovery.add_argument(
+        "--stages", type=int, default=4, metavar="N", help="pipeline stages, a rank each (default: 4)"
+    )
+    recovery.add_argument("--micro-batches", type=int, default=8, metavar="M", help="of an iteration (default: 8)")
+    recovery.add_argument("--window", type=int, default=3, metavar="W", help="iterations of a window (default: 3)")
+    recovery.add_argument("--rounds", type=int, default=5, metavar="R", help="losses of each kind (default: 5)")
+    recovery.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    recovery.set_defaults(run=_bench_recovery)
+
+
+def _bench_recovery(arguments: argparse.Namespace) -> int:
+    from moevement_core.cli import bench_recovery
+
+    return bench_recovery.recovery(arguments)
+
 
 def _bench_replay(arguments: argparse.Namespace) -> int:
     from moevement_core.cli import bench_replay

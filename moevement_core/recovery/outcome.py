@@ -29,6 +29,8 @@ class Recovery:
     """What healthy stages handed to those that replayed."""
     fetch_s: float
     replay_s: float
+    replay_cpu_s: float
+    """Processor time of all ranks during the replay, those that wait included."""
 
     def sentence(self) -> str:
         """For the log: what was done and what is known of it."""

@@ -233,3 +233,24 @@ class _Products:
 
     def __exit__(self, *error: Any) -> None:
         self._mode.__exit__(*error)
+
+
+def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
+    """Train; when state is wiped, ``victim`` finds a bit flipped in each of its own snapshots."""
+    from megatron.moevement.runtime import injection
+
+    wipe = injection.wipe
+
+    def wipe_and_damage(job: Any, views: Any) -> None:
+        wipe(job, views)
+        checkpointer = job.sparse.checkpointer
+        if checkpointer.rank == victim:
+            for snapshot in checkpointer.snapshots().values():
+                entry = snapshot.header.entries[0]
+                snapshot.bytes_of(entry)[entry.nbytes // 2] ^= 4
+
+    injection.wipe = wipe_and_damage
+    try:
+        run_rank(argv)
+    finally:
+        injection.wipe = wipe

@@ -35,8 +35,11 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+ONLY_IN_FULL = ("async-mcore", "async-nvrx", "fp32-tensor")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.full] if name == "async-mcore" else []) for name in RESUMED]
+    "name", [pytest.param(name, marks=[pytest.mark.full] if name in ONLY_IN_FULL else []) for name in RESUMED]
 )
 def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Path) -> None:
     nproc, layout = RESUMED[name]

@@ -53,7 +53,10 @@ TOLERANCE = {
 }
 
 
-ONLY_IN_FULL = ("sequence-aux-loss", "capacity-with-padding", "per-token-loss", "router-in-fp32")
+ONLY_IN_FULL = (
+    "sequence-aux-loss", "capacity-with-padding", "per-token-loss", "router-in-fp32", "first-layer-dense",
+    "group-query-attention", "layer-norm-gelu-learned-positions",
+)  # fmt: skip
 """Close relatives of others here; make test-full runs them too."""
 
 

@@ -74,6 +74,7 @@ def test_a_layout_agrees_with_one_rank(
     assert reference[4] < reference[1]
 
 
+@pytest.mark.full
 def test_batched_p2p_between_four_interleaved_stages_agrees_with_one_rank(tmp_path: Path) -> None:
     from tests.training import start_from
 

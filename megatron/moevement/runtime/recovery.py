@@ -197,7 +197,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     Raises:
         RecoveryError: what came back is not what was lost (on every rank alike), or a snapshot is of another model.
     """
-    began = time.perf_counter()
+    began, began_cpu = time.perf_counter(), time.process_time()
     plan = prepared.mine
     everywhere = len(prepared.plans) == 1 and set(prepared.plans[0].runs) == set(range(parts.pipeline.stages))
     shared_from = _shared_from(parts, plan)
@@ -227,7 +227,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     recovery = Recovery(
         first, until, len(replayed), check.verified_until if plan is not None else until, check.losses_until,
         _sum_sources(prepared.plans), {str(parts.stage): len(replayed)}, sum(feeder.fed_bytes for feeder in feeders),
-        prepared.fetch_s, time.perf_counter() - began,
+        prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
     return _agreed(recovery, check.differences, replicas)
 
@@ -317,6 +317,7 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[tuple[tup
         losses_until=None if losses == NONE else losses,
         fetch_s=max(one.fetch_s for one, *_ in everyones),
         replay_s=max(one.replay_s for one, *_ in everyones),
+        replay_cpu_s=sum(one.replay_cpu_s for one, *_ in everyones),
     )
 
 

@@ -297,7 +297,7 @@ class SparseRun:
         """Before an iteration: ``state@committed`` is live and nothing of the next iteration has happened."""
         observer.before_iteration(self, committed)
         if committed in self.config.wipe_at and committed != self._began_at:
-            self._wipe_and_recover(committed)
+            self.wipe_and_recover(committed, self.config.wipe_stages)
         began = time.perf_counter()
         if not self.capturing:
             self.checkpointer.pause(committed)
@@ -450,10 +450,19 @@ class SparseRun:
         self.job.event("recovery", **done.as_dict())
         return done
 
-    def _wipe_and_recover(self, committed: int) -> None:
-        """The injected fault: ranks forget all they know, and what comes back is compared with what was there."""
+    def wipe_and_recover(self, committed: int, stages: frozenset[int] | None) -> Recovery:
+        """The injected fault: ranks forget all they know, and what comes back is compared with what was there.
+
+        Every rank calls it between two iterations.
+
+        Args:
+            committed: the iteration whose state is live.
+            stages: those whose ranks forget; nothing for all.
+
+        Raises:
+            RecoveryError: it did not come back.
+        """
         before = self._everything_digest()
-        stages = self.config.wipe_stages
         if self._rank == 0:
             where = "every rank" if stages is None else f"stage {', '.join(map(str, sorted(stages)))}"
             print(f"moevement: wiping the state of iteration {committed} on {where}, as was asked for", flush=True)
@@ -461,7 +470,7 @@ class SparseRun:
         self.checkpointer.settle()
         if stages is None or self._stage in stages:
             injection.wipe(self.job, self.views)
-        self.recover(committed, stages)
+        done = self.recover(committed, stages)
         after = self._everything_digest()
         wrong = [part for part in before if before[part] != after[part]]
         everyones: list[Any] = [None] * self._world
@@ -471,6 +480,7 @@ class SparseRun:
                 f"the state of iteration {committed} did not come back as it was before it was wiped: "
                 + "; ".join(f"rank {rank}: {', '.join(parts[:5])}" for rank, parts in enumerate(everyones) if parts)
             )
+        return done
 
     def _everything_digest(self) -> dict[str, str]:
         boundary = boundary_state(self.job)

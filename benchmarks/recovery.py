@@ -1,0 +1,67 @@
+"""Runs `moevement bench recovery` and writes benchmarks/recovery.md.
+
+python -m benchmarks.recovery
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import measured_on
+
+OUTPUT = Path(__file__).with_suffix(".md")
+COMMAND = ["bench", "recovery", "--rounds", "4", "--json"]
+Row = tuple[str, Callable[[dict[str, float], dict[str, float]], str]]
+ROWS: tuple[Row, ...] = (
+    ("seconds an iteration", lambda one, normal: f"{one['wall_s']:.2f}"),
+    ("over a normal one", lambda one, normal: f"{one['wall_s'] / normal['wall_s']:.2f}"),
+    ("processor seconds of all ranks, an iteration", lambda one, normal: f"{one['cpu_s']:.2f}"),
+    ("over a normal one", lambda one, normal: f"{one['cpu_s'] / normal['cpu_s']:.2f}"),
+    ("iterations replayed", lambda one, normal: f"{one['replayed']:.1f}"),
+    ("report, plan and fetch", lambda one, normal: f"{1e3 * one['fetch_s']:.0f} ms"),
+    ("fed from logs", lambda one, normal: f"{one['fed_mb']:.1f} MB"),
+    ("measured", lambda one, normal: f"{one['count']:.0f}"),
+)
+
+
+def main() -> None:
+    """Measure and write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    command = [str(Path(sys.executable).with_name("moevement")), *COMMAND]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    OUTPUT.write_text(report(json.loads(printed.splitlines()[-1])), encoding="utf-8")
+
+
+def report(told: dict[str, Any]) -> str:
+    """The whole file, from the command's JSON."""
+    kinds = [told["measured"][kind] for kind in ("normal", "stage", "all")]
+    rows = "\n".join(f"| {label} | {' | '.join(text(one, kinds[0]) for one in kinds)} |" for label, text in ROWS)
+    return f"""# One stage that replays alone, against all stages
+
+    moevement {" ".join(COMMAND)}        (python -m benchmarks.recovery writes this file)
+
+An MoE of {told["stages"]} layers on {told["stages"]} pipeline stages of one rank each, {told["micro_batches"]} micro-batches an iteration, an aligned window of
+{told["window"]}. In one run the ranks of one stage in the middle and the ranks of all stages lose their memory in turns, and come
+back bit for bit (each time every byte is compared). Medians, of a replay for each replayed iteration.
+
+| | normal iteration | one stage alone | all stages |
+|---|---|---|---|
+{rows}
+
+A stage alone has no pipeline bubble and need not share the machine with the others: here {told["stages"]} ranks share two cores, so the
+ratio of wall seconds flatters it, and the one of processor seconds (those of the ranks that wait included) is the firmer
+number. Frozen operators save their weight gradients, and a normal iteration also takes its snapshot. Memory is lost and
+processes stay: detection, restart and regrouping are not in these numbers.
+
+{measured_on("torch", "megatron-core")}, gloo; nothing was measured on a GPU.
+"""
+
+
+if __name__ == "__main__":
+    main()

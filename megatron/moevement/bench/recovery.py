@@ -1,0 +1,87 @@
+"""A run that loses the memory of one stage and that of all stages in turns, and comes back each time.
+
+The script that is measured follows this one on the command line. Its state comes back bit for bit, or it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.moevement.runtime import sparse
+
+OUTPUT_ENV, STAGE_ENV, EVERY_ENV = "MOEVEMENT_BENCH_OUTPUT", "MOEVEMENT_BENCH_STAGE", "MOEVEMENT_BENCH_EVERY"
+BEGIN = 6
+"""Iterations before the first loss."""
+
+
+@dataclass
+class Sample:
+    """An iteration, or a recovery."""
+
+    kind: str
+    """normal, stage, or all."""
+    wall_s: float
+    """Of an iteration; of a recovery, its replay."""
+    cpu_s: float
+    """Processor time of all ranks together."""
+    replayed: int
+    fetch_s: float
+    fed_bytes: int
+
+
+class Observer(sparse.Observer):
+    """Notes every iteration, and makes ranks lose their memory after every few of them."""
+
+    def __init__(self, stage: int, every: int) -> None:
+        self.samples: list[Sample] = []
+        self._stage, self._every = stage, every
+        self._began: tuple[float, float] | None = None
+        self._next_is_stage = True
+
+    def before_iteration(self, run: sparse.SparseRun, committed: int) -> None:
+        """Note the iteration that has just ended, and recover where it is time."""
+        if self._began is not None and committed > 2:
+            self._note(*self._began)
+        if committed >= BEGIN and committed % self._every == 0:
+            stages = frozenset({self._stage}) if self._next_is_stage else None
+            done = run.wipe_and_recover(committed, stages)
+            self.samples.append(
+                Sample(
+                    "stage" if stages else "all", done.replay_s, done.replay_cpu_s, done.replayed, done.fetch_s,
+                    done.fed_bytes,
+                )
+            )  # fmt: skip
+            self._next_is_stage = not self._next_is_stage
+        dist.barrier()
+        self._began = time.perf_counter(), time.process_time()
+
+    def _note(self, began_s: float, began_cpu_s: float) -> None:
+        wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, cpu_s)
+        self.samples.append(Sample("normal", wall_s, sum(everyones), 0, 0.0, 0))
+
+
+def main() -> None:
+    """Run the script that follows, observed; rank 0 writes its samples into the folder that the command made."""
+    observer = Observer(int(os.environ[STAGE_ENV]), int(os.environ[EVERY_ENV]))
+    sparse.observer = observer
+    script = sys.argv[1]
+    sys.argv = sys.argv[1:]
+    runpy.run_path(script, run_name="__main__")
+    if os.environ["RANK"] == "0":
+        output = Path(os.environ[OUTPUT_ENV]) / "samples.json"
+        output.write_text(json.dumps([asdict(sample) for sample in observer.samples]), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
