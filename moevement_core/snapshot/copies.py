@@ -81,6 +81,8 @@ class Capture:
 
     def finish_whole(self, finish: Finish) -> None:
         """Bring the digests of the whole state to their end."""
+        if not self.to_digest_whole:
+            return
         began = time.thread_time()
         self.whole = finish()
         self.whole_cpu_s = time.thread_time() - began
