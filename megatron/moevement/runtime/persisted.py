@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.moevement.runtime.boundary import put_progress
 from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.recovery import Prepared, prepare
 from megatron.moevement.sparse_config import SparseConfig
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
@@ -93,7 +94,7 @@ def find_place(flag: str, template: str, node: str) -> Place:
         probe.touch()
     except OSError as error:
         complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can write"
-    told = _tell_all((complaint, str(probe.name)))
+    told = tell_all((complaint, str(probe.name)))
     seen = [rank for rank, (_, name) in enumerate(told) if (folder / name).exists()]
     dist.barrier()
     probe.unlink(missing_ok=True)
@@ -115,7 +116,7 @@ def refuse_foreign_windows(place: Place, load: str | None, node: str) -> None:
     """
     same = load is not None and _folder(load, node) == place.folder
     found = None if same else next(iter(manifests(place.folder)), None)
-    told = [name for name in _tell_all(f"{place.folder}/{found.name}" if found else None) if name]
+    told = [name for name in tell_all(f"{place.folder}/{found.name}" if found else None) if name]
     if told:
         raise ConfigError(
             f"--moevement-persist-dir: {told[0]} is of another run; go on from it with --moevement-load and the same "
@@ -220,7 +221,7 @@ def load_newest(
         ConfigError: the newest window is of a job with other settings.
         RecoveryError: there are windows, and none of them is whole.
     """
-    everyones = {one.name: one for found in _tell_all(manifests(place.folder)) for one in found}
+    everyones = {one.name: one for found in tell_all(manifests(place.folder)) for one in found}
     candidates = sorted((one for one in everyones.values() if one.reaches > after), key=_newest, reverse=True)
     refused = []
     for manifest in candidates:
@@ -254,9 +255,3 @@ def _refuse_other_settings(place: Place, manifest: Manifest, settings: Mapping[s
             f"--moevement-load {place.folder}: {manifest.name} is of a run with other settings ({found}); replayed "
             "iterations would not be those that were lost. Load it with the same flags, or a dense checkpoint (--load)"
         )
-
-
-def _tell_all(mine: Any) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import Alone, MegatronTrainer, Neighbours
 from moevement_core.boundary_log import Direction
 from moevement_core.errors import RecoveryError
@@ -135,7 +136,7 @@ def prepare(
     began = time.perf_counter()
     distinct = {id(shelf): shelf for shelf in shelves.values()}
     holdings = tuple(holding for shelf in distinct.values() for holding in shelf.holdings())
-    reports = _tell_all(replace(report, holdings=holdings))
+    reports = tell_all(replace(report, holdings=holdings))
     while True:
         plans = _plans(reports, until, scope)
         snapshots: dict[int, Snapshot] = {}
@@ -147,7 +148,7 @@ def prepare(
             )  # fmt: skip
             missing += [one for one in fetched.values() if isinstance(one, Fetch)]
             snapshots |= {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
-        failed = {one for its in _tell_all(missing) for one in its}
+        failed = {one for its in tell_all(missing) for one in its}
         if not failed:
             mine = next((plan for plan in plans if report.stage in plan.runs), None)
             return Prepared(plans, mine, snapshots, _outcomes(reports, report, plans), time.perf_counter() - began)
@@ -281,7 +282,7 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
         return None
     index = parts.table.index_of.get(EMBEDDING)
     mine = None if index is None or plan is None else int(plan.runs[parts.stage].full_at[index]) + 1
-    return min((active_from for active_from in _tell_all(mine) if active_from is not None), default=None)
+    return min((active_from for active_from in tell_all(mine) if active_from is not None), default=None)
 
 
 def _agreed(recovery: Recovery, differences: list[str], replicas: list[tuple[tuple[int, ...], str]]) -> Recovery:
@@ -293,7 +294,7 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[tuple[tup
     Raises:
         RecoveryError: any of them found a difference.
     """
-    everyones = _tell_all((recovery, differences, replicas))
+    everyones = tell_all((recovery, differences, replicas))
     found = [f"rank {rank}: {what}" for rank, (_, its, _) in enumerate(everyones) for what in its]
     found += _unequal_replicas([its for _, _, its in everyones])
     if found:
@@ -331,9 +332,3 @@ def _unequal_replicas(everyones: list[list[tuple[tuple[int, ...], str]]]) -> lis
         for ranks, found in digests.items()
         if len(found) > 1
     ]
-
-
-def _tell_all(mine: Any) -> list[Any]:
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return told

@@ -28,6 +28,7 @@ from megatron.moevement.runtime import injection, recovery
 from megatron.moevement.runtime.boundary import boundary_state
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
+from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import Neighbour, Neighbours, TrainLoop
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
 from megatron.moevement.transformer.popularity import RouterCounts
@@ -122,7 +123,7 @@ class SparseRun:
         chunks = unwrap_model(job.model or [])
         self.views = operator_views(chunks, job.optimizer)
         states = self.views.states
-        told = self._tell_all(
+        told: list[_Rank] = tell_all(
             _Rank(
                 parallel_state.get_pipeline_model_parallel_rank(),
                 config.node_of(self._rank),
@@ -247,11 +248,6 @@ class SparseRun:
         """Snapshots that this rank keeps at most."""
         return slots_kept(size, LAG_ALLOWANCE, to_disk=self.config.persist_dir is not None)
 
-    def _tell_all(self, mine: _Rank) -> list[_Rank]:
-        told: list[Any] = [None] * self._world
-        dist.all_gather_object(told, mine)
-        return told
-
     def _make_stage_groups(self, told: list[_Rank], stage: int) -> Any:
         mine = None
         for number in sorted({one.stage for one in told}):
@@ -277,8 +273,7 @@ class SparseRun:
     def _refuse_beyond_cap(self, schedule: Schedule, states: dict[str, OperatorState], record_bytes: int) -> int:
         """Compare what every rank will need with the cap, on every rank alike; returns this rank's own buffers."""
         count = self._slots(schedule.size)
-        needed: list[Any] = [None] * self._world
-        dist.all_gather_object(needed, buffer_bytes(schedule, states, record_bytes))
+        needed = tell_all(buffer_bytes(schedule, states, record_bytes))
         for rank in range(self._world):
             sources = sources_of(self._peers, rank)
             own, kept = count * needed[rank], sum((count + 1) * needed[source] for source in sources)
@@ -473,8 +468,7 @@ class SparseRun:
         done = self.recover(committed, stages)
         after = self._everything_digest()
         wrong = [part for part in before if before[part] != after[part]]
-        everyones: list[Any] = [None] * self._world
-        dist.all_gather_object(everyones, wrong)
+        everyones = tell_all(wrong)
         if any(everyones):
             raise RecoveryError(
                 f"the state of iteration {committed} did not come back as it was before it was wiped: "
@@ -618,9 +612,7 @@ class SparseRun:
     # The end
 
     def _least(self, writing: Writing) -> Writing:
-        told: list[Any] = [None] * self._world
-        dist.all_gather_object(told, writing)
-        return Writing(min(told))
+        return Writing(min(tell_all(writing)))
 
     def finish(self) -> dict[str, Any]:
         """Bring what is under way to the peers and say what checkpointing cost; every rank calls it."""
@@ -628,10 +620,9 @@ class SparseRun:
             self._report("not all peers took the last snapshots in time")
         if self._writer is not None:
             self._writer.close(self._least, DISK_TIMEOUT_S)
-        told: list[Any] = [None] * self._world
         writer = self._writer
         on_disk = (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
-        dist.all_gather_object(told, (self.totals, self.checkpointer.progress, on_disk))
+        told = tell_all((self.totals, self.checkpointer.progress, on_disk))
         totals, progress, disk = ([one[part] for one in told] for part in range(3))
         newest_on_disk = min(one[0] for one in disk)
         longest_s = max(one.train_s for one in totals) or 1.0
