@@ -17,10 +17,11 @@ import torch.distributed as dist
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.ranks import tell_all
-from megatron.moevement.runtime.replay import Alone, MegatronTrainer, Neighbours
+from megatron.moevement.runtime.replay import Alone, MegatronTrainer
+from megatron.moevement.runtime.wiring import Wiring
 from moevement_core.boundary_log import Direction
 from moevement_core.errors import RecoveryError
-from moevement_core.operators import EMBEDDING, OperatorTable
+from moevement_core.operators import EMBEDDING
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.feed import feed
 from moevement_core.recovery.fetch import fetch
@@ -49,17 +50,9 @@ class Parts:
     """What a recovery needs of a rank."""
 
     job: Job
-    rank: int
-    stage: int
-    table: OperatorTable
+    wiring: Wiring
     views: OperatorViews
     checkpointer: Checkpointer
-    pipeline: Pipeline
-    neighbours: Neighbours
-    speaks_for_stage: bool
-    """Whether this is the first rank of its stage."""
-    feed_transport: Transport | None
-    """Of its own, for what a stage that replays alone is fed."""
 
 
 class MemoryShelf:
@@ -200,7 +193,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     """
     began, began_cpu = time.perf_counter(), time.process_time()
     plan = prepared.mine
-    everywhere = len(prepared.plans) == 1 and set(prepared.plans[0].runs) == set(range(parts.pipeline.stages))
+    everywhere = len(prepared.plans) == 1 and set(prepared.plans[0].runs) == set(range(parts.wiring.pipeline.stages))
     shared_from = _shared_from(parts, plan)
     check = StateCheck({o.name: s for o, s in parts.views.states.items()}, parts.checkpointer.whole_now)
     replayed: list[int] = []
@@ -208,18 +201,19 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
 
     def tell(iteration: int, frozen: int) -> None:
         replayed.append(iteration)
-        if plan is not None and parts.speaks_for_stage and parts.stage == min(plan.runs):
-            operators = len(parts.table)
-            active = f"{operators - frozen} of {operators} operators of stage {parts.stage} active"
+        if plan is not None and parts.wiring.speaks_for_stage and parts.wiring.stage == min(plan.runs):
+            operators = len(parts.wiring.table)
+            active = f"{operators - frozen} of {operators} operators of stage {parts.wiring.stage} active"
             print(f"moevement: replaying iteration {iteration} of {plan.until}, {active}", flush=True)
 
     feeders = [] if everywhere else _start_feeders(parts, prepared)
     if plan is not None:
-        alone = None if everywhere else Alone(parts.neighbours, frozenset(plan.runs), parts.feed_transport)
+        alone = None if everywhere else Alone(parts.wiring.neighbours, frozenset(plan.runs), parts.wiring.feeds)
         trainer = MegatronTrainer(parts.job, parts.views, shared_from, alone)
         with trainer.replaying():
             replay(
-                plan, parts.stage, parts.table.names, prepared.snapshots, trainer, check, tell, prepared.outcomes
+                plan, parts.wiring.stage, parts.wiring.table.names, prepared.snapshots, trainer, check, tell,
+                prepared.outcomes,
             )  # fmt: skip
         replicas = trainer.replica_digests()
     for feeder in feeders:
@@ -227,7 +221,8 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     first, until = min(one.first for one in prepared.plans), max(one.until for one in prepared.plans)
     recovery = Recovery(
         first, until, len(replayed), check.verified_until if plan is not None else until, check.losses_until,
-        _sum_sources(prepared.plans), {str(parts.stage): len(replayed)}, sum(feeder.fed_bytes for feeder in feeders),
+        _sum_sources(prepared.plans), {str(parts.wiring.stage): len(replayed)},
+        sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
     return _agreed(recovery, check.differences, replicas)
@@ -247,10 +242,10 @@ class _Feeder(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        log, transport = self._parts.job.boundary_log, self._parts.feed_transport
+        log, transport = self._parts.job.boundary_log, self._parts.wiring.feeds
         assert log is not None
         assert transport is not None
-        self.fed_bytes = feed(self._parts.rank, self._peer, self._direction, self._iterations, log, transport)
+        self.fed_bytes = feed(self._parts.wiring.rank, self._peer, self._direction, self._iterations, log, transport)
 
 
 def _start_feeders(parts: Parts, prepared: Prepared) -> list[_Feeder]:
@@ -259,8 +254,8 @@ def _start_feeders(parts: Parts, prepared: Prepared) -> list[_Feeder]:
         return []
     feeders = []
     for neighbour, direction in (
-        (parts.neighbours.after, Direction.FORWARD),
-        (parts.neighbours.before, Direction.BACKWARD),
+        (parts.wiring.neighbours.after, Direction.FORWARD),
+        (parts.wiring.neighbours.before, Direction.BACKWARD),
     ):
         for plan in prepared.plans:
             if neighbour is not None and neighbour.stage in plan.runs:
@@ -280,8 +275,8 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
 
     if get_args().untie_embeddings_and_output_weights:
         return None
-    index = parts.table.index_of.get(EMBEDDING)
-    mine = None if index is None or plan is None else int(plan.runs[parts.stage].full_at[index]) + 1
+    index = parts.wiring.table.index_of.get(EMBEDDING)
+    mine = None if index is None or plan is None else int(plan.runs[parts.wiring.stage].full_at[index]) + 1
     return min((active_from for active_from in tell_all(mine) if active_from is not None), default=None)
 
 

@@ -23,20 +23,20 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.optimizer.frozen_step import check_supported, outcome_of
-from megatron.moevement.optimizer.views import operator_views, operators_of
+from megatron.moevement.optimizer.views import operator_views
 from megatron.moevement.runtime import injection, recovery
 from megatron.moevement.runtime.boundary import boundary_state
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.ranks import tell_all
-from megatron.moevement.runtime.replay import Neighbour, Neighbours, TrainLoop
+from megatron.moevement.runtime.replay import TrainLoop
+from megatron.moevement.runtime.wiring import wire
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
 from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.digest import digest
 from moevement_core.errors import ConfigError, RecoveryError
-from moevement_core.operators import OperatorTable
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
@@ -44,14 +44,12 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, Sched
 from moevement_core.policy.window import Budget, choose_window, impose_window
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
-from moevement_core.recovery.scope import Pipeline
 from moevement_core.replication.keeper import Keeper
-from moevement_core.replication.placement import Placement, place, sources_of
+from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
-from moevement_core.replication.transport import GlooTransport
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.agreement import NONE, Agreement, Alone, GroupAgreement, Writing
-from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState, buffer_bytes
+from moevement_core.snapshot.agreement import NONE, Writing
+from moevement_core.snapshot.checkpointer import Checkpointer, buffer_bytes
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 
 FIRST_WINDOW = 8
@@ -81,17 +79,6 @@ class Totals:
     reorders: int = 0
 
 
-@dataclass(frozen=True)
-class _Rank:
-    """What every rank tells all others once."""
-
-    stage: int
-    node: str
-    operators: list[Any]
-    group: int
-    """The smallest rank that holds the same state: data-parallel peers have the same."""
-
-
 class Observer:
     """Told before every iteration; for benchmarks."""
 
@@ -107,34 +94,21 @@ class SparseRun:
     """Sparse checkpointing of one rank of a Megatron job. Every rank makes one at the same point and calls alike."""
 
     def __init__(self, job: Job, config: SparseConfig, loaded: Loaded | None) -> None:
-        from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
 
+        check_supported(job.optimizer)
         self.config = config
+        self.job = job
         self.totals = Totals()
         self.capturing = True
         """Whether snapshots are taken; only a benchmark turns it off."""
         self.last_begin_s = 0.0
         """Seconds of the training thread at the beginning of the last iteration."""
-        check_supported(job.optimizer)
-        self.job = job
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._device = current_device()
         chunks = unwrap_model(job.model or [])
         self.views = operator_views(chunks, job.optimizer)
-        states = self.views.states
-        told: list[_Rank] = tell_all(
-            _Rank(
-                parallel_state.get_pipeline_model_parallel_rank(),
-                config.node_of(self._rank),
-                operators_of(states),
-                min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
-            )
-        )
-        stage = self._stage = told[self._rank].stage
-        self._job_group = dist.new_group(backend="gloo")
-        self._stage_group = self._make_stage_groups(told, stage)
-        self.table = OperatorTable(ranks=[one.operators for one in told if one.stage == stage])
+        self.wiring = wire(config, self.views.states)
+        self.table = self.wiring.table
         self._counts = RouterCounts(chunks, self.table, config.ordering.ordering)
         self._pending_counts: list[torch.Tensor] = []
         self.popularity = Popularity(self.table, config.ordering)
@@ -144,49 +118,12 @@ class SparseRun:
         self._announced = NONE
         self._window_start = self._began_at = job.iteration
         self._silent: set[int] = set()
-        size = self._first_size(max(len(one.operators) for one in told))
-        order = self.popularity.order()
-        window = impose_window(self.table, order, size, config.window_kind)
-        # One window before the first iteration: it holds the state that the run starts from, whole.
-        history = ScheduleHistory(Schedule(self.table, order, window, start=job.iteration - size))
-        self._peers = peers = self._place(told)
-        record_bytes = self._record_bytes()
-        by_name = {operator.name: state for operator, state in states.items()}
-        own_bytes = self._refuse_beyond_cap(history.newest, by_name, record_bytes)
-        transport = GlooTransport() if config.replicas else None
-        agreement: Agreement = GroupAgreement() if self._world > 1 else Alone()
-        senders: list[Sender] = []
-        keepers: list[Keeper] = []
-        if transport is not None:
-            sources = sources_of(peers, self._rank)
-            allowance = (config.host_memory_bytes - own_bytes) / max(1, len(sources))
-            keepers = [
-                Keeper(self._rank, source, transport, self._device, allowance, self._report) for source in sources
-            ]
-            senders = [
-                Sender(self._rank, peer, transport, self._kept, self._lost, self._report) for peer in peers[self._rank]
-            ]
-        self.checkpointer = Checkpointer(
-            self._rank,
-            by_name,
-            history,
-            self._device,
-            senders,
-            keepers,
-            agreement,
-            record_bytes,
-            self._report,
-            to_disk=config.persist_dir is not None,
-        )
-        self._senders = senders
+        self._states = {operator.name: state for operator, state in self.views.states.items()}
+        self._record_bytes = self._measure_record()
+        self.checkpointer = self._start_checkpointer()
         self._loaded = loaded
         self._writer = self._start_writer(config.persist_dir) if config.persist_dir else None
-        # Of their own: senders and keepers go on using theirs.
-        self._fetch_transport = GlooTransport() if self._world > 1 else None
-        self._pipeline, self._neighbours = self._find_neighbours(told)
-        self._speaks_for_stage = self._rank == min(rank for rank, one in enumerate(told) if one.stage == stage)
-        self._feed_transport = GlooTransport() if self._pipeline.stages > 1 else None
-        if self._pipeline.stages > 1:
+        if self.wiring.pipeline.stages > 1:
             job.boundary_log = BoundaryLog(self._device, config.log_memory_bytes, self._report)
         self._last_record: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
@@ -200,8 +137,8 @@ class SparseRun:
         """Write windows that begin with this run's first iteration or later; before it, all hold the same state."""
         from megatron.training import get_args
 
-        place = find_place("--moevement-persist-dir", template, self.config.node_of(self._rank))
-        refuse_foreign_windows(place, self.config.load, self.config.node_of(self._rank))
+        place = find_place("--moevement-persist-dir", template, self.config.node_of(self.wiring.rank))
+        refuse_foreign_windows(place, self.config.load, self.config.node_of(self.wiring.rank))
         name = [uuid.uuid4().hex[:8]]
         dist.broadcast_object_list(name)
         elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
@@ -216,28 +153,49 @@ class SparseRun:
         self.checkpointer.write_to(writer, self._began_at)
         return writer
 
-    def _find_neighbours(self, told: list[_Rank]) -> tuple[Pipeline, Neighbours]:
-        from megatron.core import parallel_state
-        from megatron.training import get_args
+    def _start_checkpointer(self) -> Checkpointer:
+        size = self._first_size(self.wiring.most_operators)
+        window = impose_window(self.table, self.popularity.order(), size, self.config.window_kind)
+        # One window before the first iteration: it holds the state that the run starts from, whole.
+        first = Schedule(self.table, self.popularity.order(), window, start=self.job.iteration - size)
+        own_bytes = self._refuse_beyond_cap(first)
+        self._senders, keepers = self._connect(own_bytes)
+        return Checkpointer(
+            self.wiring.rank,
+            self._states,
+            ScheduleHistory(first),
+            self._device,
+            self._senders,
+            keepers,
+            self.wiring.agreement,
+            self._record_bytes,
+            self._report,
+            to_disk=self.config.persist_dir is not None,
+        )
 
-        args = get_args()
-        ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-        is_ring = (args.virtual_pipeline_model_parallel_size or 1) > 1 and len(ranks) > 1
-        pipeline = Pipeline(len(ranks), is_ring, is_tied=not args.untie_embeddings_and_output_weights)
-        place = ranks.index(self._rank)
+    def _connect(self, own_bytes: int) -> tuple[list[Sender], list[Keeper]]:
+        """Threads that bring snapshots to peers, and that keep those of others.
 
-        def at(index: int) -> Neighbour | None:
-            if not is_ring and not 0 <= index < len(ranks):
-                return None
-            rank = ranks[index % len(ranks)]
-            return Neighbour(rank, told[rank].stage) if rank != self._rank else None
-
-        return pipeline, Neighbours(at(place - 1), at(place + 1))
+        Args:
+            own_bytes: host memory that this rank's own snapshots take.
+        """
+        wiring, transport = self.wiring, self.wiring.snapshots
+        if transport is None:
+            return [], []
+        allowance = (self.config.host_memory_bytes - own_bytes) / max(1, len(wiring.sources))
+        keepers = [
+            Keeper(wiring.rank, source, transport, self._device, allowance, self._report) for source in wiring.sources
+        ]
+        senders = [
+            Sender(wiring.rank, peer, transport, self._kept, self._lost, self._report)
+            for peer in wiring.peers[wiring.rank]
+        ]
+        return senders, keepers
 
     def _first_size(self, most_operators: int) -> int:
         """W until something is measured: what was asked for, and never more slots than operators."""
         wanted = self.config.window or FIRST_WINDOW
-        if self.config.window is not None and wanted > most_operators and self._rank == 0:
+        if self.config.window is not None and wanted > most_operators and self.wiring.rank == 0:
             self._report(
                 f"--moevement-window {wanted}: no stage has more than {most_operators} operators; the window is "
                 f"{most_operators} iterations"
@@ -248,34 +206,18 @@ class SparseRun:
         """Snapshots that this rank keeps at most."""
         return slots_kept(size, LAG_ALLOWANCE, to_disk=self.config.persist_dir is not None)
 
-    def _make_stage_groups(self, told: list[_Rank], stage: int) -> Any:
-        mine = None
-        for number in sorted({one.stage for one in told}):
-            group = dist.new_group([rank for rank, one in enumerate(told) if one.stage == number], backend="gloo")
-            mine = group if number == stage else mine
-        return mine
-
-    def _place(self, told: list[_Rank]) -> Placement:
-        groups: dict[int, list[int]] = {}
-        for rank, one in enumerate(told):
-            groups.setdefault(one.group, []).append(rank)
-        config = self.config
-        return place(
-            [one.node for one in told], config.replicas, config.placement, list(groups.values()),
-            same_node=config.same_node,
-        )  # fmt: skip
-
-    def _record_bytes(self) -> int:
+    def _measure_record(self) -> int:
+        """Bytes to set aside for boundary records."""
         _, tensors = plain.flatten(boundary_state(self.job))
         needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
         return needed + RECORD_SLACK_BYTES
 
-    def _refuse_beyond_cap(self, schedule: Schedule, states: dict[str, OperatorState], record_bytes: int) -> int:
+    def _refuse_beyond_cap(self, schedule: Schedule) -> int:
         """Compare what every rank will need with the cap, on every rank alike; returns this rank's own buffers."""
         count = self._slots(schedule.size)
-        needed = tell_all(buffer_bytes(schedule, states, record_bytes))
-        for rank in range(self._world):
-            sources = sources_of(self._peers, rank)
+        needed = tell_all(buffer_bytes(schedule, self._states, self._record_bytes))
+        for rank in range(self.wiring.world):
+            sources = sources_of(self.wiring.peers, rank)
             own, kept = count * needed[rank], sum((count + 1) * needed[source] for source in sources)
             if own + kept > self.config.host_memory_bytes:
                 raise ConfigError(
@@ -284,7 +226,7 @@ class SparseRun:
                     f"of {len(sources)} peers, at W = {schedule.size}); give that much, or fewer replicas, or another "
                     "window"
                 )
-        return int(count * needed[self._rank])
+        return int(count * needed[self.wiring.rank])
 
     # Once an iteration
 
@@ -391,8 +333,8 @@ class SparseRun:
         shelves = {Source.MEMORY: memory, Source.PEER: memory}
         log = self.job.boundary_log
         report = Report(
-            self._rank,
-            self._stage,
+            self.wiring.rank,
+            self.wiring.stage,
             (),
             logged=tuple(log.iterations) if log is not None else (),
             outcomes={until: {"step": self._last_step}},
@@ -402,7 +344,7 @@ class SparseRun:
         self.checkpointer.settle()
 
         def way(parts: recovery.Parts) -> Recovery:
-            return recovery.carry_out(parts, recovery.prepare(report, shelves, until, self._fetch_transport, scope))
+            return recovery.carry_out(parts, recovery.prepare(report, shelves, until, self.wiring.fetches, scope))
 
         return self._replay(way)
 
@@ -412,10 +354,10 @@ class SparseRun:
 
         args = get_args()
         if args.calculate_per_token_loss:
-            if self._rank == 0:
+            if self.wiring.rank == 0:
                 self._report("all stages roll back: --calculate-per-token-loss needs the token count of the last stage")
             return None
-        return recovery.Scope(self._pipeline, lost, args.iterations_to_skip)
+        return recovery.Scope(self.wiring.pipeline, lost, args.iterations_to_skip)
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
@@ -433,14 +375,11 @@ class SparseRun:
             self._loaded = None  # its host memory is free again
 
     def _replay(self, way: Callable[[recovery.Parts], Recovery]) -> Recovery:
-        parts = recovery.Parts(
-            self.job, self._rank, self._stage, self.table, self.views, self.checkpointer, self._pipeline,
-            self._neighbours, self._speaks_for_stage, self._feed_transport,
-        )  # fmt: skip
+        parts = recovery.Parts(self.job, self.wiring, self.views, self.checkpointer)
         with self.replaying():
             done = way(parts)
         self.recoveries.append(done)
-        if self._rank == 0:
+        if self.wiring.rank == 0:
             print(f"moevement: {done.sentence()}", flush=True)
         self.job.event("recovery", **done.as_dict())
         return done
@@ -458,12 +397,12 @@ class SparseRun:
             RecoveryError: it did not come back.
         """
         before = self._everything_digest()
-        if self._rank == 0:
+        if self.wiring.rank == 0:
             where = "every rank" if stages is None else f"stage {', '.join(map(str, sorted(stages)))}"
             print(f"moevement: wiping the state of iteration {committed} on {where}, as was asked for", flush=True)
         self.checkpointer.wait()
         self.checkpointer.settle()
-        if stages is None or self._stage in stages:
+        if stages is None or self.wiring.stage in stages:
             injection.wipe(self.job, self.views)
         done = self.recover(committed, stages)
         after = self._everything_digest()
@@ -502,7 +441,7 @@ class SparseRun:
         wanted = [self._schedule(order, size), self._schedule(order, old.size)]
         beyond = self._beyond_cap(wanted)
         fitting = [schedule for schedule, is_beyond in zip(wanted, beyond, strict=True) if not is_beyond]
-        if any(beyond) and self._rank == 0:
+        if any(beyond) and self.wiring.rank == 0:
             self._report(
                 f"a window of {size} iterations needs more host memory than --moevement-host-memory-gb "
                 f"{self.config.host_memory_bytes / 1e9:g}; the window stays at {old.size}"
@@ -519,7 +458,7 @@ class SparseRun:
         schedule = history.change(boundary - 1, order, chosen.window)
         self.checkpointer.make_room(schedule)
         history.forget_before(max(self.checkpointer.progress.persisted, history.oldest.start))
-        if chosen.size != old.size and self._rank == 0:
+        if chosen.size != old.size and self.wiring.rank == 0:
             self._report(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
 
     def _schedule(self, order: Any, size: int) -> Schedule:
@@ -533,14 +472,14 @@ class SparseRun:
         if math.isinf(self.config.host_memory_bytes):
             return [False] * len(schedules)
         own = torch.tensor([self.checkpointer.memory_needed(schedule) for schedule in schedules])
-        everyones = [torch.empty_like(own) for _ in range(self._world)]
-        dist.all_gather(everyones, own, group=self._job_group)
-        needed = [self._needed_by(rank, everyones) for rank in range(self._world)]
+        everyones = [torch.empty_like(own) for _ in range(self.wiring.world)]
+        dist.all_gather(everyones, own, group=self.wiring.job_group)
+        needed = [self._needed_by(rank, everyones) for rank in range(self.wiring.world)]
         return [bool((one > self.config.host_memory_bytes).any()) for one in torch.stack(needed).T]
 
     def _needed_by(self, rank: int, own: list[torch.Tensor]) -> torch.Tensor:
         """Host memory of ``rank``: for its own snapshots, and for those it keeps, one buffer more of each source."""
-        kept = [own[source] for source in sources_of(self._peers, rank)]
+        kept = [own[source] for source in sources_of(self.wiring.peers, rank)]
         count = self._slots(self.checkpointer.history.newest.size)
         return own[rank] + sum(one * (count + 1) // count for one in kept)
 
@@ -548,7 +487,7 @@ class SparseRun:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
         counts = self._counts.by_operator(self._pending_counts)
         self._pending_counts.clear()
-        dist.all_reduce(counts, group=self._stage_group)
+        dist.all_reduce(counts, group=self.wiring.stage_group)
         for one in counts.numpy():
             self.popularity.observe(np.asarray(one))
 
@@ -560,7 +499,7 @@ class SparseRun:
         budget = Budget(iteration_s, d2h, network * NETWORK_HEADROOM, replicas)
         own = choose_window(self.table, order, budget, self.config.window_kind).size
         size = torch.tensor([min(own, MOST_ITERATIONS)])
-        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self._job_group)
+        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self.wiring.job_group)
         return int(size)
 
     def _measured_bandwidths(self) -> tuple[float, float]:
@@ -578,7 +517,7 @@ class SparseRun:
         self.checkpointer.undelivered(snapshot)
 
     def _report(self, text: str) -> None:
-        print(f"moevement: rank {self._rank}: {text}", flush=True)
+        print(f"moevement: rank {self.wiring.rank}: {text}", flush=True)
 
     def _watch_peers(self) -> None:
         for sender in self._senders:

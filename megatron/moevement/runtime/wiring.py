@@ -1,0 +1,148 @@
+"""Everything of sparse checkpointing that is made of process groups: made once at the start and anew after a failure.
+
+What survives a failure (snapshots, popularity, logs) is kept elsewhere and is handed the new wiring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.moevement.optimizer.views import operators_of
+from megatron.moevement.runtime.ranks import tell_all
+from megatron.moevement.runtime.replay import Neighbour, Neighbours
+from megatron.moevement.sparse_config import SparseConfig
+from moevement_core.operators import OperatorTable
+from moevement_core.recovery.scope import Pipeline
+from moevement_core.replication.placement import Placement, place, sources_of
+from moevement_core.replication.transport import GlooTransport, Transport
+from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What every rank tells all others."""
+
+    stage: int
+    node: str
+    operators: list[Any]
+    group: int
+    """The smallest rank that holds the same state: data-parallel peers have the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """Who this rank is, whom it talks to, and through what."""
+
+    rank: int
+    world: int
+    stage: int
+    stages: tuple[int, ...]
+    """The pipeline stage of every rank."""
+    table: OperatorTable
+    """Of this rank's stage."""
+    most_operators: int
+    """Of any rank of the job."""
+    peers: Placement
+    job_group: Any
+    """All ranks, for host tensors."""
+    stage_group: Any
+    """The ranks of this stage, for host tensors."""
+    agreement: Agreement
+    snapshots: Transport | None
+    """For copies of snapshots; nothing without peers."""
+    fetches: Transport | None
+    """Of their own: senders and keepers go on using theirs."""
+    feeds: Transport | None
+    """For what a stage that replays alone is fed; nothing where there is one stage."""
+    pipeline: Pipeline
+    neighbours: Neighbours
+
+    @property
+    def sources(self) -> list[int]:
+        """The ranks whose snapshots this one keeps."""
+        return sources_of(self.peers, self.rank)
+
+    @property
+    def speaks_for_stage(self) -> bool:
+        """Whether this is the first rank of its stage."""
+        return self.rank == self.stages.index(self.stage)
+
+
+def wire(config: SparseConfig, states: Mapping[Any, Any]) -> Wiring:
+    """Make it; every rank of the job calls it at the same point.
+
+    Args:
+        config: the flags.
+        states: this rank's tensors by operator, of which the operators are told.
+    """
+    from megatron.core import parallel_state
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    told: list[_Rank] = tell_all(
+        _Rank(
+            parallel_state.get_pipeline_model_parallel_rank(),
+            config.node_of(rank),
+            operators_of(states),
+            min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
+        )
+    )
+    stages = tuple(one.stage for one in told)
+    stage = stages[rank]
+    pipeline, neighbours = _find_neighbours(rank, stages)
+    return Wiring(
+        rank=rank,
+        world=world,
+        stage=stage,
+        stages=stages,
+        table=OperatorTable(ranks=[one.operators for one in told if one.stage == stage]),
+        most_operators=max(len(one.operators) for one in told),
+        peers=_place(config, told),
+        job_group=dist.new_group(backend="gloo"),
+        stage_group=_make_stage_groups(stages, stage),
+        agreement=GroupAgreement() if world > 1 else Alone(),
+        snapshots=GlooTransport() if config.replicas else None,
+        fetches=GlooTransport() if world > 1 else None,
+        feeds=GlooTransport() if pipeline.stages > 1 else None,
+        pipeline=pipeline,
+        neighbours=neighbours,
+    )
+
+
+def _make_stage_groups(stages: tuple[int, ...], mine: int) -> Any:
+    groups = {
+        stage: dist.new_group([rank for rank, one in enumerate(stages) if one == stage], backend="gloo")
+        for stage in sorted(set(stages))
+    }
+    return groups[mine]
+
+
+def _place(config: SparseConfig, told: list[_Rank]) -> Placement:
+    groups: dict[int, list[int]] = {}
+    for rank, one in enumerate(told):
+        groups.setdefault(one.group, []).append(rank)
+    return place(
+        [one.node for one in told], config.replicas, config.placement, list(groups.values()), same_node=config.same_node
+    )
+
+
+def _find_neighbours(rank: int, stages: tuple[int, ...]) -> tuple[Pipeline, Neighbours]:
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    args = get_args()
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    is_ring = (args.virtual_pipeline_model_parallel_size or 1) > 1 and len(ranks) > 1
+    pipeline = Pipeline(len(ranks), is_ring, is_tied=not args.untie_embeddings_and_output_weights)
+    here = ranks.index(rank)
+
+    def at(index: int) -> Neighbour | None:
+        if not is_ring and not 0 <= index < len(ranks):
+            return None
+        other = ranks[index % len(ranks)]
+        return Neighbour(other, stages[other]) if other != rank else None
+
+    return pipeline, Neighbours(at(here - 1), at(here + 1))
