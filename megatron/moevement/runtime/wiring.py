@@ -5,12 +5,12 @@ What survives a failure (snapshots, popularity, logs) is kept elsewhere and is h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.views import operators_of
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import Neighbour, Neighbours
@@ -20,6 +20,7 @@ from moevement_core.recovery.scope import Pipeline
 from moevement_core.replication.placement import Placement, place, sources_of
 from moevement_core.replication.transport import GlooTransport, Transport
 from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
+from moevement_core.snapshot.checkpointer import OperatorState
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Wiring:
     @property
     def sources(self) -> list[int]:
         """The ranks whose snapshots this one keeps."""
-        return sources_of(self.peers, self.rank)
+        return list(sources_of(self.peers, self.rank))
 
     @property
     def speaks_for_stage(self) -> bool:
@@ -72,7 +73,7 @@ class Wiring:
         return self.rank == self.stages.index(self.stage)
 
 
-def wire(config: SparseConfig, states: Mapping[Any, Any]) -> Wiring:
+def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wiring:
     """Make it; every rank of the job calls it at the same point.
 
     Args:
