@@ -51,3 +51,7 @@ class RunRecordError(MoEvementError):
 
 class ProcessGroupError(MoEvementError):
     """One of the processes that were started together failed or did not end in time."""
+
+
+class JobStopped(MoEvementError):
+    """The job has ended, or was given up, while this process waited to take part in it."""

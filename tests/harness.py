@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement.runtime.store import STORE_ENV
+from megatron.moevement.restart.environment import STORE_ENV
 from moevement_core.errors import ProcessGroupError
 
 _context = multiprocessing.get_context("forkserver")

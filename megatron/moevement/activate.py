@@ -50,7 +50,8 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
     from megatron.moevement.pipeline_parallel import communicator
-    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, sparse, store
+    from megatron.moevement.restart import comeback, in_process, store
+    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, sparse
     from megatron.moevement.transformer import attention, frozen, norm
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
@@ -95,11 +96,16 @@ def points() -> tuple[Point, ...]:
         Point(
             (training, "megatron.training"),
             "pretrain",
-            lambda pretrain: recorder.record_pretrain(store.meet_in_launcher_store(pretrain)),
-            "the launcher's store, and a run's summary",
+            lambda pretrain: in_process.restart_in_process(
+                recorder.record_pretrain(store.meet_in_launcher_store(pretrain))
+            ),
+            "the launcher's store, a run's summary, and to be entered again after a failure",
         ),
         Point(
-            (training,), "setup_model_and_optimizer", recorder.record_setup, "model and optimizer are handed to nobody"
+            (training,),
+            "setup_model_and_optimizer",
+            lambda setup: comeback.record_setup(setup, recorder.begin_job),
+            "model and optimizer are handed to nobody, and after a failure they are there",
         ),
         Point(
             (training,),
@@ -107,7 +113,12 @@ def points() -> tuple[Point, ...]:
             lambda train_step: recorder.record_train_step(sparse.snapshot_every_iteration(train_step)),
             "duration of a step; a snapshot every iteration",
         ),
-        Point((training,), "train", sparse.keep_loop, "what a replay runs its steps with is handed to nobody"),
+        Point(
+            (training,),
+            "train",
+            comeback.enter_loop,
+            "state comes back here; what it is replayed with is handed to nobody",
+        ),
         Point(
             ("megatron.core.pipeline_parallel.p2p_communication", "megatron.core.pipeline_parallel.schedules"),
             "P2PCommunicator",

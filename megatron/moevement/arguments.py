@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.moevement import platform
+from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.sparse_config import SparseConfig, add_sparse_arguments
 from moevement_core.errors import ConfigError
 
@@ -78,6 +79,15 @@ def cpu_defaults() -> list[CpuDefault]:
     ]
 
 
+RESTART_DEFAULTS = {
+    # Seconds. The coordinator waits for every rank before it forms the job anew, so nobody has to report in time.
+    "inprocess_last_call_wait": 0.0,
+    "inprocess_monitor_process_interval": 0.2,
+    "inprocess_monitor_thread_interval": 0.5,
+}
+"""Timeouts of Megatron's in-process restart that are longer than they need to be here."""
+
+
 def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
     """``parse_args`` that also knows our flags and raises :class:`ConfigError` where argparse would print its usage."""
 
@@ -91,6 +101,8 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
             parser = add_arguments(parser)
             if platform.is_cpu():
                 parser.set_defaults(**{default.dest: default.value for default in cpu_defaults()})
+            if MEMBER_ENV in os.environ:
+                parser.set_defaults(**RESTART_DEFAULTS)
             parser.formatter_class = _HelpWithPercentSigns
             parser.error = functools.partial(_raise_config_error, parser)  # type: ignore[method-assign]
             return parser

@@ -1,19 +1,19 @@
 """Start the ranks of a training script: all of them on this host, or this one under Slurm.
 
-On this host ranks are started and watched by torch's elastic multiprocessing. Where no GPU is they are forked from a
-process that has imported Megatron once, which on two cores saves most of the start; with a GPU, or where asked for,
-each rank is a fresh interpreter.
+Where no GPU is, ranks are forked from a process that has imported Megatron once, which on two cores saves most of the
+start; with a GPU, or where asked for, each is a fresh interpreter. What happens when one of them ends is for
+:mod:`megatron.moevement.watch` to say.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,12 +25,14 @@ from typing import Any
 import psutil
 
 from megatron.moevement import config_file
-from megatron.moevement.runtime.store import STORE_ENV
-from moevement_core.cli.exit_codes import USAGE_ERROR
-from moevement_core.cli.progress import OURS, Progress
+from megatron.moevement.children import Child, Program, end_all
+from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
+from megatron.moevement.watch import ReplaceWhoDies, UntilOneFails, Watch
+from moevement_core.cli.progress import Progress
 from moevement_core.errors import ConfigError
+from moevement_core.run_record import RunRecord
 
-POLL_S = 0.2
+POLL_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
@@ -45,6 +47,12 @@ class Launch:
     """Whether ranks print to this process's output, or each to its files in the run directory."""
     fresh_interpreters: bool
     """Whether each rank is a new Python process, and not forked from one that has Megatron imported."""
+    spares: int | None = None
+    """Processes beyond ``nproc`` that wait to take the place of a rank; None: the first failure ends the job."""
+    ranks_per_node: int | None = None
+    """So many processes in a row are taken for a node; None: all are on this host."""
+    spare_timeout_s: float = 600.0
+    """How long a job waits for a spare where none is left."""
 
 
 def run_dir_of(argv: list[str]) -> Path | None:
@@ -69,57 +77,118 @@ def train_iters_of(argv: list[str]) -> int | None:
 def launch_on_this_host(launch: Launch) -> int:
     """Run the ranks to their end and return the exit code: 0, 2 for what the user can mend, else 1.
 
-    When one rank fails the others are ended: a training job cannot go on without it. Ctrl-C ends all.
+    With spares, a rank that dies is replaced and the others go on; without, all are ended when one fails, because a
+    training job cannot go on without it. Ctrl-C ends all.
+    """
+    _check(launch)
+    if launch.spares is not None:  # torch reads it once; every look into the store that finds nothing yet is told of
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    run_dir = run_dir_of(launch.argv)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
+    port = int(listener.getsockname()[1])
+    with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, _nothing_left_behind(), _signals_raised():
+        logs = None if launch.show_logs or run_dir is None else _make_logs(run_dir)
+        starter = _Starter(launch, port, logs, Path(scratch))
+        children = [starter.start() for _ in range(launch.nproc + (launch.spares or 0))]
+        # After the ranks are forked, so that none of them inherits the store's thread.
+        store = _store(listener)
+        followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
+        watch: Watch
+        try:
+            with Progress(*followed) as progress:
+                if launch.spares is None:
+                    watch = UntilOneFails(children)
+                else:
+                    record = RunRecord(run_dir) if run_dir is not None else None
+                    watch = ReplaceWhoDies(
+                        children, starter.start, store, ("127.0.0.1", port), launch.nproc, launch.spare_timeout_s,
+                        record, progress,
+                    )  # fmt: skip
+                while watch.is_running():
+                    progress.update()
+                    time.sleep(POLL_S)
+                progress.update()
+        except _Stopped as stopped:
+            name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
+            print(f"moevement: stopped by {name}", file=sys.stderr, flush=True)
+            return 128 + stopped.number
+        finally:
+            end_all(children)
+            del store
+        return watch.verdict()
+
+
+class _Stopped(BaseException):
+    """Somebody wants the job to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextmanager
+def _signals_raised() -> Iterator[None]:
+    """Signals that ask to end are raised as exceptions, here and not in processes forked from here."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise _Stopped(number)
+
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, stop) for number in asking}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _check(launch: Launch) -> None:
+    """What can be said before anything is started.
+
+    Raises:
+        ConfigError: it cannot be launched.
     """
     script = Path(launch.argv[0])
     if not script.is_file():
         raise ConfigError(f"{script}: no such training script; give its path after the options of moevement launch")
-    if launch.nproc < 1:
-        raise ConfigError(f"--nproc {launch.nproc}: needs 1 or more")
-    run_dir = run_dir_of(launch.argv)
-    from torch.distributed.elastic.multiprocessing import SignalException, start_processes
+    for flag, value, least in (
+        ("--nproc", launch.nproc, 1),
+        ("--spares", launch.spares or 0, 0),
+        ("--ranks-per-node", launch.ranks_per_node or 1, 1),
+    ):
+        if value < least:
+            raise ConfigError(f"{flag} {value}: needs {least} or more")
+    if launch.spares is not None and "--moevement-sparse-ckpt" not in config_file.expand(launch.argv[1:]):
+        raise ConfigError(
+            "--spares without --moevement-sparse-ckpt: what a rank loses could not be brought back; add the flag to "
+            "the script's, or leave --spares out"
+        )
 
-    # It logs a traceback of its own internals for every rank that fails; the verdict below says what a user needs.
-    for noisy in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
-    environments = _environments(launch, listener.getsockname()[1])
-    with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, _nothing_left_behind():
+
+class _Starter:
+    """Starts processes, one after the other, each with a number of its own."""
+
+    def __init__(self, launch: Launch, store_port: int, logs: Path | None, scratch: Path) -> None:
+        self._launch, self._logs, self._scratch = launch, logs, scratch
+        with _temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
+            self._program = _program(launch)
+        self._common = _environment(launch, store_port)
+        self._started = 0
+
+    def start(self) -> Child:
+        """The first ones are the ranks, those after them spares."""
+        launch, number = self._launch, self._started
+        self._started += 1
+        label = f"rank_{number}" if number < launch.nproc else f"spare_{number - launch.nproc}"
+        environment = {**self._common, "RANK": str(number), "LOCAL_RANK": str(number)}
+        if launch.spares is not None:
+            environment[MEMBER_ENV] = str(number)
+        if launch.ranks_per_node is not None:
+            environment[NODE_ENV] = str(number // launch.ranks_per_node)
         # A path of a Unix socket, which multiprocessing puts there, has 107 bytes and takes some thirty for itself.
-        if len(scratch) < 72:
-            for environment in environments.values():
-                environment["TMPDIR"] = scratch
-        logs = None if launch.show_logs or run_dir is None else run_dir / "logs"
-        entry, arguments, method = _entry(launch)
-        specs = _logs_specs(launch.nproc, Path(scratch), logs)
-        with _temporary_files_in(scratch):
-            ranks = start_processes(
-                name="rank",
-                entrypoint=entry,
-                args=dict.fromkeys(range(launch.nproc), arguments),
-                envs=environments,
-                logs_specs=specs,
-                start_method=method,
-            )
-        # After the ranks are forked, so that none of them inherits the store's thread.
-        store = _store(listener)
-        try:
-            followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
-            with Progress(*followed) as progress:
-                result = ranks.wait(POLL_S)
-                while result is None:
-                    progress.update()
-                    result = ranks.wait(POLL_S)
-                progress.update()
-        except (SignalException, KeyboardInterrupt) as interrupt:
-            number = getattr(interrupt, "sigval", signal.SIGINT)
-            name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-            print(f"moevement: stopped by {name}", file=sys.stderr, flush=True)
-            return 128 + int(number)
-        finally:
-            ranks.close(timeout=10)
-            del store
-        return _verdict(ranks, result, logs)
+        if len(str(self._scratch)) < 72:
+            environment["TMPDIR"] = str(self._scratch)
+        return Child(label, self._program, environment, self._logs)
 
 
 @contextmanager
@@ -143,7 +212,6 @@ def _nothing_left_behind() -> Iterator[None]:
 
 @contextmanager
 def _temporary_files_in(folder: str) -> Iterator[None]:
-    """Torch keeps a file for the traceback of each forked rank and forgets it; make it where it is cleaned up."""
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
         yield
@@ -151,13 +219,13 @@ def _temporary_files_in(folder: str) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def _entry(launch: Launch) -> tuple[Any, tuple[Any, ...], str]:
+def _program(launch: Launch) -> Program:
     from megatron.moevement import platform, worker
 
     if launch.fresh_interpreters or not platform.is_cpu():
-        return sys.executable, ("-m", worker.__name__, *launch.argv), "spawn"
+        return Program(command=[sys.executable, "-m", worker.__name__, *launch.argv])
     preload()
-    return worker.run_forked_rank, (launch.argv,), "fork"
+    return Program(worker.run_forked_rank, (launch.argv,))
 
 
 def preload() -> None:
@@ -165,12 +233,14 @@ def preload() -> None:
     from megatron.moevement import activate
 
     activate.activate()
-    # torch's optimizers import it at their first step.
-    import_module("torch._dynamo")
+    # torch's optimizers import the one at their first step, Megatron the other when it makes a tokenizer.
+    for late in ("torch._dynamo", "megatron.core.tokenizers.text.libraries"):
+        import_module(late)
 
 
-def _environments(launch: Launch, store_port: int) -> dict[int, dict[str, str]]:
-    common = {
+def _environment(launch: Launch, store_port: int) -> dict[str, str]:
+    """What all processes have in common."""
+    return {
         "WORLD_SIZE": str(launch.nproc),
         "LOCAL_WORLD_SIZE": str(launch.nproc),
         "MASTER_ADDR": "127.0.0.1",
@@ -182,7 +252,6 @@ def _environments(launch: Launch, store_port: int) -> dict[int, dict[str, str]]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // launch.nproc))),
         **config_file.environment_of(launch.argv[1:]),
     }
-    return {rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(launch.nproc)}
 
 
 def _free_port() -> int:
@@ -200,71 +269,13 @@ def _store(listener: socket.socket) -> Any:
     )  # fmt: skip
 
 
-def _logs_specs(nproc: int, errors: Path, logs: Path | None) -> Any:
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
-    if logs is not None:
-        try:
-            logs.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--run-dir {logs.parent}: {error.strerror}; give a folder that can be made") from None
-
-    class RankFiles(LogsSpecs):
-        """``rank_N.out`` and ``rank_N.err`` for each rank, or nothing redirected."""
-
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            nothing = dict.fromkeys(range(nproc), "")
-
-            def files(suffix: str) -> dict[int, str]:
-                return {rank: str(logs / f"rank_{rank}.{suffix}") if logs else "" for rank in range(nproc)}
-
-            return LogsDest(
-                stdouts=files("out"), stderrs=files("err"), tee_stdouts=nothing, tee_stderrs=nothing,
-                error_files={rank: str(errors / f"{rank}.json") for rank in range(nproc)},
-            )  # fmt: skip
-
-        @property
-        def root_log_dir(self) -> str:
-            return str(errors)
-
-    return RankFiles()
-
-
-def _verdict(ranks: Any, result: Any, logs: Path | None) -> int:
-    if not result.is_failed():
-        return 0
-    codes = _exit_codes(ranks)
-    if USAGE_ERROR in codes.values():
-        if logs is not None:
-            sys.stderr.write("".join(_lines_of_ours(logs)))
-        return USAGE_ERROR
-    # A rank that is killed makes its peers fail by their broken connections, not the other way round; and those that
-    # went on were ended by SIGTERM just now.
-    failed = {rank: code for rank, code in codes.items() if code not in (0, None, -signal.SIGTERM)}
-    rank = min(failed or codes, key=lambda rank: (codes[rank] or 0) >= 0)
-    code = codes[rank] or 0
-    if logs is not None and code > 0:
-        print(_tail(logs / f"rank_{rank}.err", 30), file=sys.stderr)
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
-    where = f"; its output is in {logs}/rank_{rank}.out and .err" if logs is not None else ""
-    print(f"moevement: rank {rank} (pid {ranks.pids()[rank]}) {how}{where}", file=sys.stderr)
-    return 1
-
-
-def _exit_codes(ranks: Any) -> dict[int, int | None]:
-    """Of all ranks; the result of torch's context names only the failure that it noticed first."""
-    if hasattr(ranks, "subprocess_handlers"):
-        return {rank: handler.proc.poll() for rank, handler in ranks.subprocess_handlers.items()}
-    return {rank: process.exitcode for rank, process in enumerate(ranks._pc.processes)}
-
-
-def _lines_of_ours(logs: Path) -> list[str]:
-    lines = (logs / "rank_0.err").read_text(errors="replace").splitlines(keepends=True)
-    return [line for line in lines if line.startswith(OURS)]
-
-
-def _tail(path: Path, count: int) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-count:]) if path.exists() else ""
+def _make_logs(run_dir: Path) -> Path:
+    logs = run_dir / "logs"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
+    return logs
 
 
 def slurm_environment() -> dict[str, str]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import socket
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from megatron.moevement.restart.environment import NODE_ENV
 from moevement_core.errors import ConfigError
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
@@ -62,6 +64,8 @@ class SparseConfig:
 
     def node_of(self, rank: int) -> str:
         """The name of the node that ``rank``, which is this process, is on."""
+        if node := os.environ.get(NODE_ENV):
+            return node
         return socket.gethostname() if self.ranks_per_node is None else str(rank // self.ranks_per_node)
 
     @staticmethod

@@ -7,11 +7,14 @@ room before anything else, and then the script's own definitions.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import stat
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
 from types import CodeType, ModuleType
 
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
@@ -34,6 +37,8 @@ def run_rank(argv: list[str]) -> None:
     os.environ[SCRIPT_ENV] = script
     try:
         with exit_cleanly():
+            # What every thread does, for whoever wonders why nothing goes on: kill -USR1 PID.
+            faulthandler.register(signal.SIGUSR1, chain=False)
             sys.argv = [script, *config_file.expand(argv[1:])]
             activate()
             _set_threads()
@@ -51,11 +56,20 @@ def run_forked_rank(argv: list[str]) -> None:
     # Ctrl-C reaches every process of the terminal; the launcher answers it for all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tempfile.tempdir = None  # TMPDIR is this rank's own now
+    _close_sockets()
     try:
         run_rank(argv)
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+
+
+def _close_sockets() -> None:
+    """Those of the launcher's store, where it was there already: their other ends must see when the launcher ends."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))
 
 
 def _set_threads() -> None:

@@ -66,6 +66,26 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         help="start each rank as a new Python process (always so with a GPU; without one ranks are forked from a "
         "process that has imported Megatron once)",
     )
+    launch.add_argument(
+        "--spares",
+        type=int,
+        metavar="S",
+        help="start S processes more, of which one takes the place of each rank that dies; the job goes on "
+        "(0: of those that are started anew then; without the option the first failure ends the job)",
+    )
+    launch.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="K",
+        help="take every K processes for a node of its own, for trying failures of nodes on one host",
+    )
+    launch.add_argument(
+        "--spare-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that the job waits for a spare where none is left (default: 600)",
+    )
     launch.add_argument("script", metavar="SCRIPT", help="a training script, ours or Megatron-LM's own pretrain_gpt.py")
     launch.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     launch.set_defaults(run=_launch)
@@ -86,6 +106,9 @@ def _launch(arguments: argparse.Namespace) -> int:
             argv=argv,
             show_logs=arguments.logs == "console" or launch.run_dir_of(argv) is None,
             fresh_interpreters=arguments.fresh_interpreters,
+            spares=arguments.spares,
+            ranks_per_node=arguments.ranks_per_node,
+            spare_timeout_s=arguments.spare_timeout,
         )
     )
 

@@ -57,6 +57,16 @@ class Progress:
         elif self._last and self._last is not self._printed:
             self._print_plain()
 
+    def say(self, text: str) -> None:
+        """Show a line of our own at once."""
+        self._console.print(f"{OURS}{text}", markup=False, highlight=False, soft_wrap=True)
+
+    def follow(self, log: Path) -> None:
+        """Show our own lines of another process's output from now on."""
+        if log != self._log:
+            self._show_our_lines()
+            self._log, self._log_offset = log, 0
+
     def update(self) -> None:
         """Read what is new and show it; called a few times a second."""
         self._show_our_lines()

@@ -126,6 +126,14 @@ class WindowWriter:
         self._jobs.put(None)
         self._thread.join(timeout_s)
 
+    def abandon(self) -> None:
+        """End the thread after a failure; a window that was being written is no window, and written anew."""
+        window, self._window = self._window, None
+        if window is not None:
+            self._jobs.put(lambda: self._discard(window))
+        self._jobs.put(None)
+        self._thread.join()
+
     def _conclude(self, window: _Window, writing: Writing) -> None:
         """What all ranks came to about ``window``, which they all have begun."""
         self._window = None

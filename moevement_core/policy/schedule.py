@@ -114,8 +114,13 @@ class ScheduleHistory:
     where it begins follows.
     """
 
-    def __init__(self, first: Schedule) -> None:
-        self._schedules = [first]
+    def __init__(self, first: Schedule, *later: Schedule) -> None:
+        self._schedules = [first, *later]
+
+    @property
+    def all(self) -> tuple[Schedule, ...]:
+        """Those that are remembered, the oldest first."""
+        return tuple(self._schedules)
 
     @property
     def newest(self) -> Schedule:

@@ -43,10 +43,18 @@ class Keeper:
         device: whose host memory they go to.
         allowance_bytes: host memory that this source may take here; more is refused.
         report: told, in words, what is refused and when the source is gone.
+        before: the keeper of the same source over a connection that is broken; what it has is taken over.
     """
 
     def __init__(
-        self, rank: int, source: int, transport: Transport, device: Device, allowance_bytes: float, report: Report
+        self,
+        rank: int,
+        source: int,
+        transport: Transport,
+        device: Device,
+        allowance_bytes: float,
+        report: Report,
+        before: Keeper | None = None,
     ) -> None:
         self.rank = rank
         self.source = source
@@ -60,6 +68,9 @@ class Keeper:
         self._kept: dict[int, _Kept] = {}
         self._floor = NONE
         self._lock = threading.Lock()
+        if before is not None:
+            before.ended.wait()
+            self._pool, self._kept, self._floor, self._lock = before._pool, before._kept, before._floor, before._lock
         self._thread = threading.Thread(target=self._run, name=f"moevement-keep-{source}", daemon=True)
         self._thread.start()
 
@@ -139,6 +150,8 @@ class Keeper:
                 f"{self._allowance_bytes / 1e9:.3f} GB are allowed here"
             )
             return Kind.REFUSED
+        if self._pool is not None and (self._pool.count, self._pool.nbytes) == (message.count, message.payload_bytes):
+            return Kind.GO  # asked anew after a failure
         try:
             pool = BufferPool(self._device, message.count, message.payload_bytes)
         except RuntimeError as error:
@@ -166,8 +179,12 @@ class Keeper:
         if pool is None or buffer is None:
             self._say(Kind.FULL, message.iteration)
             return
-        self._say(Kind.GO, message.iteration)
-        self._transport.receive(self.source, TO_PEER, buffer[: message.payload_bytes])
+        try:
+            self._say(Kind.GO, message.iteration)
+            self._transport.receive(self.source, TO_PEER, buffer[: message.payload_bytes])
+        except Exception:
+            pool.release(buffer)
+            raise
         snapshot = Snapshot(header, buffer)
         if damaged := snapshot.damaged():
             pool.release(buffer)

@@ -68,6 +68,7 @@ class Sender:
         self._lost = lost
         self._report = report
         self._waiting_since_s: float | None = None
+        self._abandoned = False
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"moevement-send-{peer}", daemon=True)
         self._thread.start()
@@ -103,10 +104,15 @@ class Sender:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def abandon(self) -> None:
+        """End the thread, whose connection is broken; what is queued stays unsent and is nobody's loss."""
+        self._abandoned = True
+        self._jobs.put(None)
+        self._thread.join()
+
     def _run(self) -> None:
         try:
-            while True:
-                job = self._jobs.get()
+            while (job := self._jobs.get()) is not None and not self._abandoned:
                 if isinstance(job, Delivery):
                     self._deliver(job)
                     continue
@@ -116,6 +122,8 @@ class Sender:
                 if job.kind is Kind.BYE:
                     return
         except Exception as error:  # whatever it is, training goes on and somebody must learn of it
+            if self._abandoned:
+                return
             self.gone = (str(error).splitlines() or [type(error).__name__])[0]
             self._report(f"peer {self.peer} keeps no more copies of rank {self.rank}: {self.gone}")
             self._lose_queued()

@@ -9,7 +9,7 @@ abandoned and never the persisted one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -228,6 +228,8 @@ class Checkpointer:
         self._learn(iteration)
         self._count_replicated()
         self._capture = None
+        if iteration in self._held:
+            return  # taken before a failure that the job has come back from to here
         schedule = self.history.at(iteration)
         if self._paused and not self._has_room(iteration, schedule):
             return
@@ -278,8 +280,47 @@ class Checkpointer:
 
     def settle(self) -> None:
         """Block until what is being captured is."""
-        if self._capture is not None:
-            self._capture.finished.wait()
+        self._engine.settle()
+
+    # After a failure
+
+    def rewire(
+        self,
+        senders: Sequence[Sender],
+        keepers: Sequence[Keeper],
+        agreement: Agreement,
+        has: Mapping[int, Collection[int]],
+    ) -> None:
+        """Go on with other peers, or the same ones over new connections; every snapshot that is whole stays.
+
+        Args:
+            senders: one for each peer; they are given what their peer does not have.
+            keepers: one for each rank whose snapshots are kept here, now or from before.
+            agreement: how ranks learn what all of them have, from now on.
+            has: by peer, the iterations of this rank's snapshots that it has.
+        """
+        self.settle()
+        with self._lock:
+            broken = [iteration for iteration, held in self._held.items() if held.snapshot is None]
+        for iteration in broken:  # the failure came between the buffer and the copy
+            self._lose(iteration)
+        self._senders, self.keepers, self._agreement = senders, keepers, agreement
+        self._capture, self._sent_before, self._paused = None, 0, False
+        with self._lock:
+            kept = sorted(self._held.items())
+            for iteration, held in kept:
+                held.undeliverable = False
+                if held.snapshot is not None:
+                    held.snapshot.acknowledged.clear()
+                    held.snapshot.acknowledged.update(peer for peer, its in has.items() if iteration in its)
+        for sender in senders:
+            sender.open(self._pool.count + 1, self._pool.nbytes)
+            for _, held in kept:
+                if held.snapshot is not None and sender.peer not in held.snapshot.acknowledged:
+                    self._deliver(sender, held, held.snapshot)
+
+    def _deliver(self, sender: Sender, held: _Held, snapshot: Snapshot) -> None:
+        sender.deliver(Delivery(snapshot, lambda: self._begin_use(held), lambda: self._end_use(held)))
 
     def _has_room(self, iteration: int, schedule: Schedule) -> bool:
         """Whether a window that begins now could be captured whole."""
@@ -314,7 +355,7 @@ class Checkpointer:
         with self._lock:
             held.snapshot = snapshot
         for sender in self._senders if self.replicating else ():
-            sender.deliver(Delivery(snapshot, lambda: self._begin_use(held), lambda: self._end_use(held)))
+            self._deliver(sender, held, snapshot)
         self._end_use(held)
 
     def _lose(self, iteration: int) -> None:

@@ -130,6 +130,12 @@ class CopyEngine(ABC):
         self._jobs.put((capture, self._issue(capture)))
         return capture
 
+    def settle(self) -> None:
+        """Block until everything that was started is complete, or has failed."""
+        over = threading.Event()
+        self._jobs.put(over)
+        over.wait()
+
     def close(self) -> None:
         """Finish what was started and end the thread."""
         self._jobs.put(None)
@@ -145,6 +151,9 @@ class CopyEngine(ABC):
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
+            if isinstance(job, threading.Event):
+                job.set()
+                continue
             capture, issued = job
             try:
                 began = time.thread_time()

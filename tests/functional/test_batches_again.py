@@ -41,7 +41,7 @@ def _train_and_ask_again(argv: list[str], micro_batches: int) -> dict[str, Any]:
     run_rank(argv)
     training.build_pretraining_data_loader = original
     args, job = get_args(), current_job()
-    assert len(job.train_datasets) == (args.virtual_pipeline_model_parallel_size or 1)
+    assert len(job.datasets) == (args.virtual_pipeline_model_parallel_size or 1)
     before = torch.get_rng_state()
     again = {}
     for iteration in (3, 1, 4):

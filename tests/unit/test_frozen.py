@@ -16,6 +16,7 @@ from megatron.moevement.optimizer.frozen_step import (
     step_counts,
 )
 from megatron.moevement.optimizer.views import OperatorViews, Trained
+from megatron.moevement.runtime.rooms import Rooms
 from megatron.moevement.transformer.frozen import FrozenMode, gating_without_weight_gradient
 from moevement_core.errors import ConfigError
 
@@ -173,9 +174,11 @@ def test_zero_gradients_move_weights_and_none_do_not() -> None:
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     states = {name: _state(optimizer, parameter) for name, parameter in parameters.items()}
     step = FrozenStep(optimizer, views)
-    with step.installed():
-        step.frozen = frozenset({"a"})
-        optimizer.step()
+    rooms = Rooms()
+    step.install(rooms)
+    step.frozen = frozenset({"a"})
+    optimizer.step()
+    rooms.close()
     assert torch.equal(parameters["a"], before["a"])
     assert _state(optimizer, parameters["a"]) == states["a"], "neither moments nor the step count"
     assert not torch.equal(parameters["b"], before["b"]), "momentum and decay move a weight without a gradient"
@@ -195,18 +198,18 @@ def test_the_recorded_verdict_and_norms_win() -> None:
     optimizer, parameters, views = chained()
     before = parameters["b"].detach().clone()
     step = FrozenStep(optimizer, views)
-    with step.installed():
-        step.outcome = {"overflow": True, "found_inf": [None, None], "clip_norm": None, "clip_norms_by_group": {}}
-        assert optimizer.step() == (False, None, None)
-        assert torch.equal(parameters["b"], before), "an overflow that only a frozen operator's gradient would show"
-        step.outcome = {
-            "overflow": False, "found_inf": [None, None], "clip_norm": 0.1 + 0.2, "clip_norms_by_group": {"g": 3.0},
-        }  # fmt: skip
-        assert optimizer.step()[1] == 0.1 + 0.2
-        assert optimizer.grad_norms_by_group == {"g": 3.0}
-        assert outcome_of(optimizer.step(), optimizer) == step.outcome
-        step.outcome = None
-        assert optimizer.step()[1] == 1.0
+    step.install(Rooms())
+    step.outcome = {"overflow": True, "found_inf": [None, None], "clip_norm": None, "clip_norms_by_group": {}}
+    assert optimizer.step() == (False, None, None)
+    assert torch.equal(parameters["b"], before), "an overflow that only a frozen operator's gradient would show"
+    step.outcome = {
+        "overflow": False, "found_inf": [None, None], "clip_norm": 0.1 + 0.2, "clip_norms_by_group": {"g": 3.0},
+    }  # fmt: skip
+    assert optimizer.step()[1] == 0.1 + 0.2
+    assert optimizer.grad_norms_by_group == {"g": 3.0}
+    assert outcome_of(optimizer.step(), optimizer) == step.outcome
+    step.outcome = None
+    assert optimizer.step()[1] == 1.0
 
 
 def test_steps_counted_in_groups_come_back_and_those_of_torch_are_left_alone() -> None:

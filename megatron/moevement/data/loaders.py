@@ -45,6 +45,6 @@ def train_batches_from(job: Job, consumed_train_samples: int) -> list[Iterator[d
     # Megatron's cyclic loaders begin anew at the end of the data, in another order.
     endless = training.cyclic_iter if get_args().dataloader_type == "cyclic" else iter
     loaders = [
-        training.build_pretraining_data_loader(dataset, consumed_train_samples) for dataset in job.train_datasets
+        training.build_pretraining_data_loader(train_set, consumed_train_samples) for train_set, *_ in job.datasets
     ]
     return [None if loader is None else endless(loader) for loader in loaders]

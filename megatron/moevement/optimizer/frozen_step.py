@@ -7,11 +7,11 @@ was an overflow, and the norms that gradients were clipped by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.moevement.optimizer.views import OperatorViews
+from megatron.moevement.runtime.rooms import Rooms
 from megatron.moevement.state_digest import members
 from moevement_core.errors import ConfigError
 
@@ -55,21 +55,8 @@ def outcome_of(result: Any, optimizer: Any) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def _on_instance(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """``function`` in the place of a method of one object, for a while."""
-    before = vars(owner).get(name)
-    vars(owner)[name] = function
-    try:
-        yield
-    finally:
-        del vars(owner)[name]
-        if before is not None:
-            vars(owner)[name] = before
-
-
 class FrozenStep:
-    """Changes the step of ``optimizer`` while :meth:`installed`."""
+    """Changes the step of ``optimizer`` from :meth:`install` on."""
 
     def __init__(self, optimizer: Any, views: OperatorViews) -> None:
         self._optimizer = optimizer
@@ -79,23 +66,19 @@ class FrozenStep:
         self.outcome: Outcome | None = None
         """Of the first time; None: it is worked out again."""
 
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """For the time of a replay."""
+    def install(self, rooms: Rooms) -> None:
+        """For the time of a replay, which ``rooms`` end."""
         replaced = {
             "prepare_grads": self._prepare_grads,
             "get_grad_norm": self._get_grad_norm,
             "_compute_grad_norms_by_group": self._compute_grad_norms_by_group,
         }
         self._originals = {name: getattr(self._optimizer, name) for name in replaced}
-        with ExitStack() as stack:
-            for name, function in replaced.items():
-                stack.enter_context(_on_instance(self._optimizer, name, function))
-            for number, member in enumerate(members(self._optimizer)):
-                if hasattr(member, UNSCALE):
-                    recorded = self._recorded_verdict(getattr(member, UNSCALE), number)
-                    stack.enter_context(_on_instance(member, UNSCALE, recorded))
-            yield
+        for name, function in replaced.items():
+            rooms.put_on_instance(self._optimizer, name, function)
+        for number, member in enumerate(members(self._optimizer)):
+            if hasattr(member, UNSCALE):
+                rooms.put_on_instance(member, UNSCALE, self._recorded_verdict(getattr(member, UNSCALE), number))
 
     def _recorded_verdict(self, unscale: Callable[[], bool], number: int) -> Callable[[], bool]:
         """Unscale gradients as ever; whether there was an overflow is known, and may have been seen elsewhere only."""

@@ -30,6 +30,50 @@ def boundary_state(job: Job) -> dict[str, Any]:
     }
 
 
+def boundary_copy(job: Job) -> dict[str, Any]:
+    """:func:`boundary_state` whose tensors stay as they are."""
+    state = boundary_state(job)
+    state["router_buffers"] = [
+        {name: tensor.clone() for name, tensor in chunk.items()} for chunk in state["router_buffers"]
+    ]
+    return state
+
+
+def boundary_after(job: Job) -> dict[str, Any]:
+    """:func:`boundary_state` after the iteration that is under way, told before its optimizer step; copies.
+
+    What the step itself moves (loss scalers, step counts, the schedule) is as it is now.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import (
+        get_current_global_batch_size,
+        get_current_running_global_batch_size,
+        get_num_microbatches,
+    )
+    from megatron.training import get_args
+
+    args = get_args()
+    state = boundary_copy(job)
+    samples = parallel_state.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches()
+    left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
+    done = state["progress"]
+    state["progress"] = {
+        **done,
+        "iteration": done["iteration"] + 1,
+        "consumed_train_samples": done["consumed_train_samples"] + samples,
+        "skipped_train_samples": done["skipped_train_samples"] + left_out,
+    }
+    state["samples"] = samples
+    return state
+
+
+def advanced(boundary: Mapping[str, Any]) -> dict[str, Any]:
+    """The schedule's state of :func:`boundary_after` when the update was made."""
+    schedule = dict(boundary["scheduler"])
+    schedule["num_steps"] += boundary["samples"]
+    return schedule
+
+
 def put_boundary_state(job: Job, boundary: Mapping[str, Any]) -> None:
     """The inverse of :func:`boundary_state`; random states last, because anything before may draw from them.
 

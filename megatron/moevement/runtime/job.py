@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron.moevement.runtime.rooms import Rooms
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.run_record import RunRecord
 
 if TYPE_CHECKING:
     from megatron.moevement.pipeline_parallel.communicator import Feeds
+    from megatron.moevement.restart.comeback import Comeback
+    from megatron.moevement.restart.megatron_state import Groups
     from megatron.moevement.runtime.replay import TrainLoop
     from megatron.moevement.runtime.sparse import SparseRun
 
@@ -27,8 +30,6 @@ class Job:
     scheduler: Any = None
     iteration: int = 0
     """The last committed iteration; 0 before the first."""
-    train_datasets: list[Any] = field(default_factory=list)
-    """One per virtual pipeline chunk, None on ranks that read no data."""
     last_step_s: float | None = None
     """Seconds that the last training step of this rank took."""
     last_loss: float | str | None = None
@@ -43,6 +44,20 @@ class Job:
     """Where a replay gets what healthy neighbours sent; None in training."""
     sparse: SparseRun | None = None
     """Sparse checkpointing of this rank, where it is on."""
+    begun: bool = False
+    """Whether training has begun, so that there is something to keep through a failure."""
+    groups: Groups | None = None
+    """The process groups that the live objects refer to; None in a job that ends with its first failure."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """What the model's configuration held before training put its own into it."""
+    parameter_keys: list[Any] = field(default_factory=list)
+    """What ranks told each other of their parameters when the optimizer was built."""
+    datasets: list[Any] = field(default_factory=list)
+    """Training, validation and test set of each virtual pipeline chunk, None on ranks that read no data."""
+    comeback: Comeback | None = None
+    """How the state of now is to be brought back, once training is entered again."""
+    rooms: Rooms = field(default_factory=Rooms)
+    """What a replay has put aside."""
     record: RunRecord | None = None
     """Where this rank records events; None on ranks that record nothing and without ``--run-dir``."""
 

@@ -12,12 +12,14 @@ import os
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from megatron.moevement.arguments import RunConfig
+from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.runtime import persisted, sparse
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.state_digest import job_digest
@@ -30,7 +32,7 @@ def record_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
-        job = start_job()
+        job = current_job() if current_job().begun else start_job()
         started_s = time.time()
         try:
             result = original(*args, **kwargs)
@@ -44,24 +46,22 @@ def record_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
     return pretrain
 
 
-def record_setup(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``setup_model_and_optimizer`` that keeps what it built and begins the record at the iteration it starts from."""
+def begin_job(job: Job, setup: Callable[[], tuple[list[Any], Any, Any]]) -> None:
+    """Set a job up from its start, and begin its record at the iteration that it starts from.
 
-    @functools.wraps(original)
-    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
+    Args:
+        job: empty.
+        setup: Megatron's ``setup_model_and_optimizer``.
+    """
+    from megatron.training import get_args
 
-        job = current_job()
-        job.model, job.optimizer, job.scheduler = original(*args, **kwargs)
-        config = RunConfig.from_args(get_args()).sparse
-        loaded = persisted.load_into(job, config) if config else None
-        job.iteration = get_args().iteration
-        _begin_record(job, get_args())
-        if config:
-            job.sparse = sparse.start(job, config, loaded)
-        return job.model, job.optimizer, job.scheduler
-
-    return setup_model_and_optimizer
+    job.model, job.optimizer, job.scheduler = setup()
+    config = RunConfig.from_args(get_args()).sparse
+    loaded = persisted.load_into(job, config) if config else None
+    job.iteration = get_args().iteration
+    begin_record(job, get_args())
+    if config:
+        job.sparse = sparse.start(job, config, loaded)
 
 
 def record_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,14 +140,40 @@ def retain_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
-        datasets = original(*args, **kwargs)
-        current_job().train_datasets.append(datasets[0])
+        job = current_job()
+        chunks = len(job.model or [])
+        if job.comeback is not None and len(job.datasets) >= chunks:  # after a failure, in the order of then
+            job.datasets.append(job.datasets.pop(0))
+            return job.datasets[-1]
+        with _without_barriers() if job.comeback is not None else nullcontext():
+            datasets = original(*args, **kwargs)
+        job.datasets.append(datasets)
         return datasets
 
     return build_train_valid_test_datasets
 
 
-def _begin_record(job: Job, args: Namespace) -> None:
+@contextmanager
+def _without_barriers() -> Iterator[None]:
+    """A rank that is new in a running job builds its data sets alone; indices are on disk already."""
+    barrier = torch.distributed.barrier
+    torch.distributed.barrier = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        torch.distributed.barrier = barrier
+
+
+def go_on_with_record(job: Job, args: Namespace) -> None:
+    """After a failure: the last rank writes on, also where another process was the last rank before."""
+    run_dir = RunConfig.from_args(args).run_dir
+    if run_dir is not None and job.record is None and torch.distributed.get_rank() == args.world_size - 1:
+        job.record = RunRecord(run_dir)
+        job.record.begin(_plain_config(args), first_iteration=job.iteration + 1)
+
+
+def begin_record(job: Job, args: Namespace) -> None:
+    """Every rank calls it; the last one writes from now on."""
     config = RunConfig.from_args(args)
     if config.run_dir is None:
         return
@@ -159,7 +185,8 @@ def _begin_record(job: Job, args: Namespace) -> None:
     )
     if rank == world_size - 1:
         record.begin(_plain_config(args), first_iteration=job.iteration + 1)
-        record.write_ranks(ranks)
+        if MEMBER_ENV not in os.environ:  # else the launcher writes it, who knows of spares, too
+            record.write_ranks(ranks)
         job.record = record
         job.event("start", iteration=job.iteration, world_size=world_size)
     torch.distributed.barrier()

@@ -92,7 +92,7 @@ class Prepared:
     """Of this rank's stage; nothing if it keeps its state."""
     snapshots: Mapping[int, Snapshot]
     outcomes: Mapping[int, Any]
-    """What came of recent iterations, from ranks of the same model replica that keep their state."""
+    """What came of recent iterations, from ranks of the same model replica."""
     fetch_s: float
 
 
@@ -144,7 +144,7 @@ def prepare(
         failed = {one for its in tell_all(missing) for one in its}
         if not failed:
             mine = next((plan for plan in plans if report.stage in plan.runs), None)
-            return Prepared(plans, mine, snapshots, _outcomes(reports, report, plans), time.perf_counter() - began)
+            return Prepared(plans, mine, snapshots, _outcomes(reports, report), time.perf_counter() - began)
         if report.rank == 0:
             print(f"moevement: {len(failed)} snapshots could not be had where they were said to be; planning again")
         reports = [_without(one, failed) for one in reports]
@@ -176,11 +176,13 @@ def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> 
             )
 
 
-def _outcomes(reports: Sequence[Report], mine: Report, plans: Sequence[RecoveryPlan]) -> Mapping[int, Any]:
-    """What healthy ranks of this rank's model replica remember: they clipped by the same norm."""
-    replaying = {stage for plan in plans for stage in plan.runs}
-    healthy = (one for one in reports if one.replica == mine.replica and one.stage not in replaying)
-    return next((one.outcomes for one in healthy), {})
+def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
+    """What ranks of this rank's model replica remember: they clipped by the same norm."""
+    found: dict[int, Any] = {}
+    for report in reports:
+        if report.replica == mine.replica:
+            found |= report.outcomes
+    return found
 
 
 def carry_out(parts: Parts, prepared: Prepared) -> Recovery:

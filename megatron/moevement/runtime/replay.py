@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, override
 
@@ -14,6 +14,7 @@ from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.pipeline_parallel.communicator import Feeds
 from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
 from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.rooms import Rooms
 from megatron.moevement.state_digest import members, progress
 from megatron.moevement.transformer.frozen import FrozenMode
 from moevement_core.boundary_log import Direction
@@ -191,122 +192,98 @@ class MegatronTrainer(Trainer):
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Everything that a replay must not touch, or that must not touch it, is put aside and back."""
-        with ExitStack() as stack:
-            for room in (
+        rooms = self._job.rooms
+        try:
+            for aside in (
                 self._own_progress, self._own_schedule, self._own_metrics, self._without_reruns, self._without_overlap,
                 self._training_config, self._without_other_stages,
             ):  # fmt: skip
-                stack.enter_context(room())
-            stack.enter_context(self._step.installed())
-            stack.callback(self._mode.end)
+                aside(rooms)
+            self._step.install(rooms)
+            rooms.enter(self._mode.end)
             self._mode.begin()
             yield
+        finally:
+            rooms.close()
 
-    @contextmanager
-    def _own_progress(self) -> Iterator[None]:
+    def _own_progress(self, rooms: Rooms) -> None:
         """Where the job stands is known; what evaluations added since is not in a replay."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training import get_args
 
-        args, reruns = get_args(), get_rerun_state_machine()
-        before, iteration = progress(self._job), getattr(args, "curr_iteration", None)
+        args, reruns, before = get_args(), get_rerun_state_machine(), progress(self._job)
+        iteration = getattr(args, "curr_iteration", None)
         rerun_iteration = reruns.current_iteration
-        try:
-            yield
-        finally:
+
+        def back() -> None:
             put_progress(self._job, before)
             args.curr_iteration = iteration
             reruns.current_iteration = rerun_iteration
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
-    @contextmanager
-    def _own_schedule(self) -> Iterator[None]:
+        rooms.enter(back)
+
+    def _own_schedule(self, rooms: Rooms) -> None:
         """A replay has the learning rates of then; a job that goes on for longer than it was planned has its own."""
         scheduler = self._job.scheduler
         planned = {name: value for name, value in scheduler.state_dict().items() if name != "num_steps"}
-        try:
-            yield
-        finally:
-            put_schedule(scheduler, planned)
+        rooms.enter(lambda: put_schedule(scheduler, planned))
 
-    @contextmanager
-    def _own_metrics(self) -> Iterator[None]:
+    def _own_metrics(self, rooms: Rooms) -> None:
         """Losses of the routers that are gathered for the log."""
         from megatron.core.transformer.moe import moe_logging
 
         before = moe_logging.get_moe_metrics_tracker()
+        rooms.enter(lambda: moe_logging.set_moe_metrics_tracker(before))
         moe_logging.set_moe_metrics_tracker(moe_logging.MoEMetricsTracker())
-        try:
-            yield
-        finally:
-            moe_logging.set_moe_metrics_tracker(before)
 
-    @contextmanager
-    def _without_reruns(self) -> Iterator[None]:
+    def _without_reruns(self, rooms: Rooms) -> None:
         """Megatron's check for results that do not repeat asks all ranks of the job after every step."""
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-        reruns = get_rerun_state_machine()
-        before, reruns.mode = reruns.mode, RerunMode.DISABLED
-        try:
-            yield
-        finally:
-            reruns.mode = before
+        rooms.put(get_rerun_state_machine(), "mode", RerunMode.DISABLED)
 
-    @contextmanager
-    def _without_other_stages(self) -> Iterator[None]:
+    def _without_other_stages(self, rooms: Rooms) -> None:
         """Everything that asks other stages, which wait: tensors come from their logs, numbers from the records."""
         if self._alone is None:
-            yield
             return
         import torch.distributed as dist
         from megatron.core.utils import get_attr_wrapped_model
         from megatron.training import get_args
 
         single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        args = get_args()
-        groups = get_attr_wrapped_model(self._chunks[0], "pg_collection")
-        chained = members(self._job.optimizer)
-        config = self._loop.config
-        replaced: list[tuple[Any, str, Any]] = [(groups, "mp", single), (args, "barrier_with_L1_time", False)]
-        replaced += [(config, "barrier_with_L1_time", False)]
-        replaced += [(member, "grad_stats_parallel_group", single) for member in chained]
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
-        self._job.feeds = self._alone.feeds()
-        try:
-            yield
-        finally:
-            self._job.feeds = None
-            for owner, name, value in before:
-                setattr(owner, name, value)
-            dist.destroy_process_group(single)
 
-    @contextmanager
-    def _without_overlap(self) -> Iterator[None]:
+        def end_group() -> None:
+            # After a failure it is gone with all others.
+            if dist.is_initialized() and single in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(single)
+
+        rooms.enter(end_group)
+        rooms.put(get_attr_wrapped_model(self._chunks[0], "pg_collection"), "mp", single)
+        for config in (get_args(), self._loop.config):
+            rooms.put(config, "barrier_with_L1_time", False)
+        for member in members(self._job.optimizer):
+            rooms.put(member, "grad_stats_parallel_group", single)
+        rooms.put(self._job, "feeds", self._alone.feeds())
+
+    def _without_overlap(self, rooms: Rooms) -> None:
         """Overlapped reductions and gathers count the gradients of all parameters, and frozen ones never come."""
-        names = ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather")
-        configs = {id(chunk.ddp_config): chunk.ddp_config for chunk in self._chunks}.values()
-        before = [{name: getattr(config, name) for name in names} for config in configs]
         hooked = [chunk for chunk in self._chunks if chunk.remove_forward_pre_hook_handles]
+
+        def hook_again() -> None:
+            for chunk in hooked:
+                if not chunk.remove_forward_pre_hook_handles:
+                    chunk.enable_forward_pre_hook()
+
+        rooms.enter(hook_again)
         for chunk in hooked:
             chunk.disable_forward_pre_hook(param_sync=False)
-        for config in configs:
-            for name in names:
-                setattr(config, name, False)
-        try:
-            yield
-        finally:
-            for config, its in zip(configs, before, strict=True):
-                for name, value in its.items():
-                    setattr(config, name, value)
-            for chunk in hooked:
-                chunk.enable_forward_pre_hook()
+        for config in {id(chunk.ddp_config): chunk.ddp_config for chunk in self._chunks}.values():
+            for name in ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather"):
+                rooms.put(config, name, False)
 
-    @contextmanager
-    def _training_config(self) -> Iterator[None]:
+    def _training_config(self, rooms: Rooms) -> None:
         """What ``train`` puts into the model's configuration before its first step, without what overlaps."""
         from megatron.core.distributed import finalize_model_grads
 
@@ -319,23 +296,16 @@ class MegatronTrainer(Trainer):
             with self._mode.as_if_active():
                 return finalize(*args, **kwargs)
 
-        wanted = {
+        for chunk in self._chunks:
+            chunk.train()
+        for name, value in {
             "grad_scale_func": config.grad_scale_func or optimizer.scale_loss,
             "finalize_model_grads_func": finalize_as_ever,
             "no_sync_func": None,
             "grad_sync_func": None,
             "param_sync_func": None,
-        }
-        before = {name: getattr(config, name) for name in wanted}
-        for chunk in self._chunks:
-            chunk.train()
-        for name, value in wanted.items():
-            setattr(config, name, value)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                setattr(config, name, value)
+        }.items():
+            rooms.put(config, name, value)
 
 
 def megatrons_own(function: Any) -> Any:

@@ -13,23 +13,24 @@ import math
 import statistics
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.moevement.optimizer.frozen_step import check_supported, outcome_of
+from megatron.moevement.optimizer.commit import CommitPoint, Mark
+from megatron.moevement.optimizer.frozen_step import check_supported
 from megatron.moevement.optimizer.views import operator_views
+from megatron.moevement.restart import in_process as restart
 from megatron.moevement.runtime import injection, recovery
-from megatron.moevement.runtime.boundary import boundary_state
+from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.ranks import tell_all
-from megatron.moevement.runtime.replay import TrainLoop
 from megatron.moevement.runtime.wiring import wire
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
 from megatron.moevement.transformer.popularity import RouterCounts
@@ -37,6 +38,7 @@ from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.digest import digest
 from moevement_core.errors import ConfigError, RecoveryError
+from moevement_core.operators import OperatorTable
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
@@ -79,6 +81,29 @@ class Totals:
     reorders: int = 0
 
 
+@dataclass(frozen=True)
+class Policy:
+    """What all ranks of a stage decide alike, to be told to one that is new."""
+
+    schedules: tuple[Schedule, ...]
+    popularity: Popularity
+    trigger: ReorderTrigger
+    decided: bool
+    announced: int
+    window_start: int
+    began_at: int
+    disk_job: str
+
+    def for_table(self, table: OperatorTable, fresh: Popularity, trigger: ReorderTrigger) -> Policy:
+        """The same windows, for a stage of which nobody is left who knew its order; a new one comes by and by."""
+        order = fresh.order()
+        schedules = tuple(
+            Schedule(table, order, impose_window(table, order, old.size, old.window.kind), start=old.start)
+            for old in self.schedules
+        )
+        return replace(self, schedules=schedules, popularity=fresh, trigger=trigger)
+
+
 class Observer:
     """Told before every iteration; for benchmarks."""
 
@@ -93,7 +118,15 @@ observer = Observer()
 class SparseRun:
     """Sparse checkpointing of one rank of a Megatron job. Every rank makes one at the same point and calls alike."""
 
-    def __init__(self, job: Job, config: SparseConfig, loaded: Loaded | None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        config: SparseConfig,
+        loaded: Loaded | None = None,
+        adopted: Policy | None = None,
+        *,
+        same_stage: bool = True,
+    ) -> None:
         from megatron.core.utils import unwrap_model
 
         check_supported(job.optimizer)
@@ -116,18 +149,23 @@ class SparseRun:
         self._steps_s: list[float] = []
         self._decided = config.window is not None
         self._announced = NONE
-        self._window_start = self._began_at = job.iteration
+        self._window_start = self.began_at = job.iteration
         self._silent: set[int] = set()
+        self._disk_job = ""
+        """The name of this job among those that wrote windows to the same folder."""
         self._states = {operator.name: state for operator, state in self.views.states.items()}
         self._record_bytes = self._measure_record()
-        self.checkpointer = self._start_checkpointer()
+        if adopted is not None:
+            adopted = adopted if same_stage else adopted.for_table(self.table, self.popularity, self.trigger)
+            self._adopt(adopted)
+        self.checkpointer = self._start_checkpointer(adopted)
         self._loaded = loaded
         self._writer = self._start_writer(config.persist_dir) if config.persist_dir else None
         if self.wiring.pipeline.stages > 1:
             job.boundary_log = BoundaryLog(self._device, config.log_memory_bytes, self._report)
         self._last_record: dict[str, Any] = {}
-        self._last_step: dict[str, Any] = {}
-        self._is_first = True
+        self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote())
+        self._is_first = adopted is None
         self._replaying = False
         self.recoveries: list[Recovery] = []
 
@@ -138,32 +176,43 @@ class SparseRun:
         from megatron.training import get_args
 
         place = find_place("--moevement-persist-dir", template, self.config.node_of(self.wiring.rank))
-        refuse_foreign_windows(place, self.config.load, self.config.node_of(self.wiring.rank))
-        name = [uuid.uuid4().hex[:8]]
-        dist.broadcast_object_list(name)
+        if not self._disk_job:
+            refuse_foreign_windows(place, self.config.load, self.config.node_of(self.wiring.rank))
+            name = [uuid.uuid4().hex[:8]]
+            dist.broadcast_object_list(name)
+            self._disk_job = name[0]
         elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
         writer = WindowWriter(
             Folder(place.folder, place.is_first),
-            name[0],
+            self._disk_job,
             settings_of(get_args()),
             lambda first, last: self.checkpointer.lend(first, last, elsewhere),
             lambda snapshot: snapshot.record()["boundary"]["progress"],
             self._report,
         )
-        self.checkpointer.write_to(writer, self._began_at)
+        self.checkpointer.write_to(writer, self.job.iteration)
         return writer
 
-    def _start_checkpointer(self) -> Checkpointer:
-        size = self._first_size(self.wiring.most_operators)
-        window = impose_window(self.table, self.popularity.order(), size, self.config.window_kind)
-        # One window before the first iteration: it holds the state that the run starts from, whole.
-        first = Schedule(self.table, self.popularity.order(), window, start=self.job.iteration - size)
-        own_bytes = self._refuse_beyond_cap(first)
-        self._senders, keepers = self._connect(own_bytes)
+    def _adopt(self, policy: Policy) -> None:
+        self.popularity, self.trigger, self._decided = policy.popularity, policy.trigger, policy.decided
+        self._announced, self._window_start, self.began_at = policy.announced, policy.window_start, policy.began_at
+        self._disk_job = policy.disk_job
+
+    def policy(self) -> Policy:
+        """What a new rank of this stage needs to know."""
+        return Policy(
+            self.checkpointer.history.all, self.popularity, self.trigger, self._decided, self._announced,
+            self._window_start, self.began_at, self._disk_job,
+        )  # fmt: skip
+
+    def _start_checkpointer(self, adopted: Policy | None) -> Checkpointer:
+        history = ScheduleHistory(*adopted.schedules) if adopted is not None else self._first_schedule()
+        own_bytes = self._slots(history.newest.size) * buffer_bytes(history.newest, self._states, self._record_bytes)
+        self._senders, keepers = self._connect(own_bytes, {})
         return Checkpointer(
             self.wiring.rank,
             self._states,
-            ScheduleHistory(first),
+            history,
             self._device,
             self._senders,
             keepers,
@@ -173,24 +222,94 @@ class SparseRun:
             to_disk=self.config.persist_dir is not None,
         )
 
-    def _connect(self, own_bytes: int) -> tuple[list[Sender], list[Keeper]]:
+    def _first_schedule(self) -> ScheduleHistory:
+        size = self._first_size(self.wiring.most_operators)
+        window = impose_window(self.table, self.popularity.order(), size, self.config.window_kind)
+        # One window before the first iteration: it holds the state that the run starts from, whole.
+        first = Schedule(self.table, self.popularity.order(), window, start=self.job.iteration - size)
+        self._refuse_beyond_cap(first)
+        return ScheduleHistory(first)
+
+    def _connect(self, own_bytes: int, before: dict[int, Keeper]) -> tuple[list[Sender], list[Keeper]]:
         """Threads that bring snapshots to peers, and that keep those of others.
 
         Args:
             own_bytes: host memory that this rank's own snapshots take.
+            before: keepers of an earlier generation by source; what they have is taken over.
         """
         wiring, transport = self.wiring, self.wiring.snapshots
         if transport is None:
             return [], []
         allowance = (self.config.host_memory_bytes - own_bytes) / max(1, len(wiring.sources))
         keepers = [
-            Keeper(wiring.rank, source, transport, self._device, allowance, self._report) for source in wiring.sources
+            Keeper(wiring.rank, one, transport, self._device, allowance, self._report, before.get(one))
+            for one in wiring.sources
         ]
         senders = [
             Sender(wiring.rank, peer, transport, self._kept, self._lost, self._report)
             for peer in wiring.peers[wiring.rank]
         ]
         return senders, keepers
+
+    # After a failure
+
+    def disconnect(self) -> None:
+        """Everything that talks to other ranks has been aborted: end what did it. Snapshots and logs stay."""
+        for sender in self._senders:
+            sender.abandon()
+        for keeper in self.checkpointer.keepers:
+            keeper.ended.wait()
+        if self._writer is not None:
+            self._writer.abandon()
+
+    def keeps(self) -> dict[int, list[int]]:
+        """Iterations of the snapshots that are kept here for others, by their rank."""
+        return {keeper.source: sorted(keeper.snapshots()) for keeper in self.checkpointer.keepers}
+
+    def rewire(self, kept: Sequence[Mapping[int, Collection[int]]]) -> None:
+        """Go on in a new generation; every rank calls it, or makes its :class:`SparseRun`, at the same point.
+
+        Args:
+            kept: what :meth:`keeps` said, of every rank.
+        """
+        self.wiring = wire(self.config, self.views.states)
+        before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
+        own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
+        self._senders, keepers = self._connect(own_bytes, before)
+        others = [keeper for source, keeper in before.items() if source not in self.wiring.sources]
+        has = {peer: kept[peer].get(self.wiring.rank, ()) for peer in self.wiring.peers[self.wiring.rank]}
+        # What is kept for ranks that have other peers now is of use until they have brought it there.
+        self.checkpointer.rewire(self._senders, [*keepers, *others], self.wiring.agreement, has)
+        self._writer = self._start_writer(self.config.persist_dir) if self.config.persist_dir else None
+        self._silent.clear()
+
+    def _mark_begun(self, committed: int, boundary: Mapping[str, Any]) -> None:
+        mark = self.commit.mark
+        if mark is None or mark.iteration != committed:  # the first iteration, or one after some that were left out
+            mark = Mark(committed, boundary, {})
+        self.commit.mark = replace(mark, resumed=boundary)
+
+    def begin_anew(self, committed: int) -> None:
+        """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
+        self._last_record = {"iteration": committed, "step": self._outcome_of(committed)}
+        self._counts.take()
+        self._pending_counts.clear()
+        if not self._decided:
+            self._steps_s.clear()
+
+    def _outcome_of(self, iteration: int) -> Mapping[str, Any]:
+        """What came of the step of ``iteration``; nothing if it was not the last one that was committed."""
+        mark = self.commit.mark
+        return mark.outcome if mark is not None and mark.iteration == iteration else {}
+
+    def _vote(self) -> Callable[[], None] | None:
+        """What tells every rank that all have come to the commit point; nothing where a reduction of the step does."""
+        from megatron.training import get_args
+
+        args = get_args()
+        if restart.generation() is None or (args.use_distributed_optimizer and args.clip_grad > 0.0):
+            return None
+        return lambda: dist.barrier(group=self.wiring.job_group)
 
     def _first_size(self, most_operators: int) -> int:
         """W until something is measured: what was asked for, and never more slots than operators."""
@@ -233,7 +352,7 @@ class SparseRun:
     def begin_iteration(self, committed: int) -> None:
         """Before an iteration: ``state@committed`` is live and nothing of the next iteration has happened."""
         observer.before_iteration(self, committed)
-        if committed in self.config.wipe_at and committed != self._began_at:
+        if committed in self.config.wipe_at and committed != self.began_at:
             self.wipe_and_recover(committed, self.config.wipe_stages)
         began = time.perf_counter()
         if not self.capturing:
@@ -248,7 +367,9 @@ class SparseRun:
             self._decide(committed)
         # Of an iteration that was left out there is no record.
         outcome = self._last_record if self._last_record.get("iteration") == committed else {}
-        record = {"boundary": boundary_state(self.job), "iteration": outcome}
+        boundary = boundary_copy(self.job)
+        self._mark_begun(committed, boundary)
+        record = {"boundary": boundary, "iteration": outcome}
         if self.job.boundary_log is not None:
             self.job.boundary_log.free_before(self.checkpointer.progress.persisted)
         history = self.checkpointer.history
@@ -274,15 +395,12 @@ class SparseRun:
             case Verify.ITERATION:
                 return True
 
-    def before_step(self) -> None:
-        """Before the optimizer step: wait for the copy."""
-        if not self._replaying:
-            self.totals.stall_s += self.checkpointer.wait()
-
-    def after_step(self, result: Any) -> None:
-        """After the optimizer step: keep of its result what a replay needs."""
-        if not self._replaying:
-            self._last_step = outcome_of(result, self.job.optimizer)
+    def step(self) -> Any:
+        """The optimizer step: after the copy, and in an order that a failure leaves whole or undone."""
+        if self._replaying:
+            return type(self.job.optimizer).step(self.job.optimizer)
+        self.totals.stall_s += self.checkpointer.wait()
+        return self.commit.step(self.job.iteration + 1)
 
     def end_iteration(self, committed: int, step_s: float, outcome: dict[str, Any]) -> None:
         """After an iteration.
@@ -294,7 +412,7 @@ class SparseRun:
         """
         progress = self.checkpointer.progress
         self._steps_s.append(step_s - progress.stall_s)
-        self._last_record = {"iteration": committed, "step": self._last_step, **outcome}
+        self._last_record = {"iteration": committed, "step": self._outcome_of(committed), **outcome}
         self.totals.iterations += 1
         self.totals.train_s += step_s
         self.totals.copied_bytes += progress.copied_bytes
@@ -329,6 +447,14 @@ class SparseRun:
         Raises:
             RecoveryError: there is no way back, or what came back is not what was lost.
         """
+        return self._replay(lambda parts: recovery.carry_out(parts, self.prepare(until, lost)))
+
+    def prepare(self, until: int, lost: frozenset[int] | None) -> recovery.Prepared:
+        """Plan the way back to ``state@until`` and fetch what it needs; every rank calls it.
+
+        Raises:
+            RecoveryError: there is no way back. On every rank alike.
+        """
         memory = recovery.MemoryShelf(self.checkpointer)
         shelves = {Source.MEMORY: memory, Source.PEER: memory}
         log = self.job.boundary_log
@@ -337,16 +463,24 @@ class SparseRun:
             self.wiring.stage,
             (),
             logged=tuple(log.iterations) if log is not None else (),
-            outcomes={until: {"step": self._last_step}},
+            outcomes=self._outcomes(until),
             replica=min(dist.get_process_group_ranks(_model_replica())),
         )
         scope = None if lost is None else self._scope(lost)
         self.checkpointer.settle()
+        return recovery.prepare(report, shelves, until, self.wiring.fetches, scope)
 
-        def way(parts: recovery.Parts) -> Recovery:
-            return recovery.carry_out(parts, recovery.prepare(report, shelves, until, self.wiring.fetches, scope))
+    def _outcomes(self, until: int) -> dict[int, Any]:
+        """What came of the iterations that this rank's snapshots have a record of, and of the last one."""
+        records = (snapshot.record()["iteration"] for snapshot in self.checkpointer.snapshots().values())
+        outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
+        if last := self._outcome_of(until):
+            outcomes[until] = {"step": last}
+        return outcomes
 
-        return self._replay(way)
+    def carry_out(self, prepared: recovery.Prepared) -> Recovery:
+        """Replay what :meth:`prepare` has prepared; every rank calls it, inside Megatron's training loop."""
+        return self._replay(lambda parts: recovery.carry_out(parts, prepared))
 
     def _scope(self, lost: frozenset[int]) -> recovery.Scope | None:
         """What rolls back for ``lost`` stages; nothing, with the reason told, if all stages must."""
@@ -369,10 +503,14 @@ class SparseRun:
             self._replaying = self._counts.paused = False
 
     def begin_training(self) -> None:
-        """Inside Megatron's training loop, before its first iteration; every rank calls it."""
+        """Inside Megatron's training loop, before its first iteration; every rank calls it.
+
+        After a failure it is not called: there is more to do then.
+        """
         if loaded := self._loaded:
-            self._replay(lambda parts: recovery.carry_out(parts, loaded.prepared))
+            self.carry_out(loaded.prepared)
             self._loaded = None  # its host memory is free again
+        self.commit.mark = Mark(self.job.iteration, boundary_copy(self.job), {})
 
     def _replay(self, way: Callable[[recovery.Parts], Recovery]) -> Recovery:
         parts = recovery.Parts(self.job, self.wiring, self.views, self.checkpointer)
@@ -517,6 +655,8 @@ class SparseRun:
         self.checkpointer.undelivered(snapshot)
 
     def _report(self, text: str) -> None:
+        if restart.is_aborting():
+            return  # what ends now ends because everything was aborted
         print(f"moevement: rank {self.wiring.rank}: {text}", flush=True)
 
     def _watch_peers(self) -> None:
@@ -594,44 +734,27 @@ def _model_replica() -> Any:
     return parallel_state.get_model_parallel_group()
 
 
-def start(job: Job, config: SparseConfig, loaded: Loaded | None) -> SparseRun:
+def start(
+    job: Job, config: SparseConfig, loaded: Loaded | None, adopted: Policy | None = None, same_stage: bool = True
+) -> SparseRun:
     """Begin sparse checkpointing of ``job`` and put the wait in front of its optimizer step.
 
     Args:
         job: this rank's.
         config: the flags.
         loaded: the window that the job starts from, if it starts from one.
+        adopted: what other ranks have decided, where this one joins a running job.
+        same_stage: whether those are of this rank's stage.
     """
-    run = SparseRun(job, config, loaded)
+    run = SparseRun(job, config, loaded, adopted, same_stage=same_stage)
     step = job.optimizer.step
 
     @functools.wraps(step)
-    def step_after_copy(*args: Any, **kwargs: Any) -> Any:
-        run.before_step()
-        result = step(*args, **kwargs)
-        run.after_step(result)
-        return result
+    def step_after_copy() -> Any:
+        return run.step()
 
     job.optimizer.step = step_after_copy
     return run
-
-
-def keep_loop(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``train``, whose arguments a replay needs for its steps."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def train(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        current_job().loop = TrainLoop(
-            *(given.arguments[name] for name in ("forward_step_func", "config", "p2p_communicator", "pg_collection"))
-        )
-        if run := current_job().sparse:
-            run.begin_training()
-        return original(*args, **kwargs)
-
-    return train
 
 
 def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]:

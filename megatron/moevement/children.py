@@ -1,0 +1,101 @@
+"""Processes of one host that the launcher starts, each watched by itself.
+
+Not torch's elastic multiprocessing: its context ends all processes when one fails, blocks until a process that has
+returned is gone, and waits for ever on its own event when a process is killed at the wrong moment.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a process runs: a function, forked from this process; or a command."""
+
+    function: Any = None
+    arguments: tuple[Any, ...] = ()
+    command: Sequence[str] = ()
+
+
+class Child:
+    """One process.
+
+    Args:
+        label: its name, and of its log files.
+        program: what it runs.
+        environment: beside the launcher's own.
+        logs: the folder for its output; nothing for the launcher's.
+    """
+
+    def __init__(self, label: str, program: Program, environment: Mapping[str, str], logs: Path | None) -> None:
+        self.label, self.logs = label, logs
+        self.code: int | None = None
+        """How it ended; negative: by which signal."""
+        with ExitStack() as opened:
+            streams = [opened.enter_context((logs / f"{label}.{s}").open("w")) for s in ("out", "err")] if logs else []
+            if program.function is not None:
+                forked = multiprocessing.get_context("fork").Process(
+                    target=_run, args=(program, dict(environment), streams), name=label
+                )
+                sys.stdout.flush()
+                forked.start()
+                self._poll: Any = lambda: forked.exitcode
+                self.pid = int(forked.pid or 0)
+            else:
+                out, err = streams or (None, None)
+                fresh = subprocess.Popen(program.command, env={**os.environ, **environment}, stdout=out, stderr=err)
+                self._poll, self.pid = fresh.poll, fresh.pid
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has ended."""
+        if self.code is None:
+            self.code = self._poll()
+        return self.code
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        code = self.code or 0
+        return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
+
+    def lines_of(self, stream: str) -> list[str]:
+        """What it has printed to ``out`` or ``err``; nothing where that is not kept."""
+        path = self.logs / f"{self.label}.{stream}" if self.logs is not None else None
+        return path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
+
+
+def _run(program: Program, environment: dict[str, str], streams: list[TextIO]) -> None:
+    """In the forked process."""
+    for stream, target in zip(streams, (1, 2), strict=False):
+        os.dup2(stream.fileno(), target)
+    os.environ.update(environment)
+    try:
+        program.function(*program.arguments)
+    except Exception:
+        traceback.print_exc()
+        raise SystemExit(1) from None
+
+
+def end_all(children: Sequence[Child], timeout_s: float = 10.0) -> None:
+    """SIGTERM to those that still run, and SIGKILL to those that it does not end in time."""
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        running = [child for child in children if child.poll() is None]
+        for child in running:
+            with suppress(psutil.NoSuchProcess):
+                end(psutil.Process(child.pid))
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(child.poll() is None for child in running):
+            time.sleep(0.01)

@@ -1,0 +1,47 @@
+"""Make everything that waits for another process give up waiting."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+import psutil
+from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
+from nvidia_resiliency_ext.inprocess.state import FrozenState
+
+
+class AbortAll(Abort):
+    """Ends every communication of this process with other ranks; runs on the wrapper's monitoring thread.
+
+    Destroying a gloo group frees nobody who waits in it (torch 2.13 has no abort for gloo), and neither does the death
+    of a rank that is only stopped. With its sockets shut down, every wait of gloo ends with an error at once.
+
+    Args:
+        store_port: connections to the launcher's store stay.
+        before: called first; whatever must know that errors to come are nobody's fault.
+    """
+
+    def __init__(self, store_port: int, before: Callable[[], None]) -> None:
+        self._store_port, self._before = store_port, before
+        self._groups = AbortTorchDistributed()
+
+    def __call__(self, state: FrozenState) -> FrozenState:  # on the wrapper's monitoring thread
+        """Abort."""
+        self._before()
+        shut_down_connections(but=self._store_port)
+        self._groups(state)
+        return state
+
+
+def shut_down_connections(but: int) -> None:
+    """Shut down every TCP connection of this process, but those to the port ``but``.
+
+    Descriptors stay open: whoever uses them finds the connection broken and closes them.
+    """
+    for connection in psutil.Process().net_connections("tcp"):
+        if not connection.raddr or but in (connection.raddr.port, connection.laddr.port):
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,329 @@
+"""After a failure: who knows what, which iteration everybody comes to, and how (DESIGN section 8).
+
+Survivors say which iteration they have committed last. Those that had brought everything to a step that others made
+follow them; who lost its state, and the stage around it, is to replay. All this happens where Megatron sets up its
+model, before data is opened; the replay itself happens inside Megatron's training loop.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.moevement.arguments import RunConfig
+from megatron.moevement.optimizer.commit import Mark
+from megatron.moevement.restart import in_process as restart
+from megatron.moevement.restart import megatron_state
+from megatron.moevement.runtime import recorder, sparse
+from megatron.moevement.runtime.boundary import boundary_copy, put_boundary_state, put_progress
+from megatron.moevement.runtime.dense_checkpoint import TRACKER
+from megatron.moevement.runtime.job import Job, current_job, start_job
+from megatron.moevement.runtime.ranks import tell_all
+from megatron.moevement.runtime.recovery import Prepared
+from megatron.moevement.runtime.replay import TrainLoop
+from moevement_core.errors import RecoveryError
+
+Setup = Callable[[], tuple[list[Any], Any, Any]]
+"""Megatron's own way to model, optimizer and scheduler."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank says of itself when ranks meet again."""
+
+    begun: bool
+    """Whether it was in training before; what is new was not."""
+    stage: int
+    replica: int
+    began_at: int = 0
+    committed: int | None = None
+    """The iteration that it has committed last; None: it has no state of any iteration."""
+    outcome: Mapping[str, Any] = field(default_factory=dict)
+    scalers: Sequence[Any] = ()
+    progress: Mapping[str, int] = field(default_factory=dict)
+    """Right after it, before anything that is due then."""
+    begun_progress: Mapping[str, int] | None = None
+    """Where the next iteration began, if it had begun it: everything that was due had been done."""
+    flops: float = 0.0
+    keeps: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    parameter_keys: Sequence[Any] = ()
+    policy: sparse.Policy | None = None
+    goal: Standing | None = None
+    """Who had committed the iteration that it was on its way back to, when a further failure came."""
+
+
+@dataclass(frozen=True)
+class Comeback:
+    """What was agreed on, the same on every rank but for what is prepared."""
+
+    until: int
+    """The iteration that everybody comes to."""
+    lost: frozenset[int]
+    """Pipeline stages that replay."""
+    prepared: Prepared | None
+    """Nothing if no stage lost its state."""
+    reached: Standing
+    """Of a rank that has committed ``until``."""
+    is_between: bool
+    """Whether what is due between ``until`` and the next iteration (evaluation, dense save) may be undone yet."""
+    usable_at: float
+    """When process groups were usable again, seconds since the epoch."""
+
+
+def record_setup(original: Callable[..., Any], begin: Callable[[Job, Setup], None]) -> Callable[..., Any]:
+    """``setup_model_and_optimizer`` that keeps what it built, and after a failure keeps what is there.
+
+    Args:
+        original: Megatron's.
+        begin: sets a job up from its start.
+    """
+
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        def setup() -> tuple[list[Any], Any, Any]:
+            return original(*args, **kwargs)
+
+        job = current_job()
+        now = restart.generation()
+        groups = megatron_state.Groups.now() if now is not None else None
+        if now is None or now.roster.generation == 0 or not rejoin(job, setup, groups):
+            job = current_job()
+            with _parameter_keys(job.parameter_keys, ()):
+                begin(job, setup)
+            job.groups = groups
+            job.config = megatron_state.config_of(job)
+        job = current_job()
+        return job.model, job.optimizer, job.scheduler
+
+    return setup_model_and_optimizer
+
+
+def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
+    """Meet the others after a failure and find the way back; whether there is one. Every rank calls it.
+
+    Without a way (nothing was committed, or nobody has what is needed) ``job`` is a new one, to be set up from its
+    start: from persisted windows, from a dense checkpoint, or from the seed.
+    """
+    from megatron.core.num_microbatches_calculator import update_num_microbatches
+    from megatron.training import get_args
+
+    usable_at = time.time()
+    args = get_args()
+    told: list[Standing] = tell_all(_standing(job))
+    survivors = [one for one in told if one.begun]
+    # A rank that was on its way back to an iteration does not have it, and knows that somebody had.
+    known = [one for one in (*survivors, *(one.goal for one in survivors if one.goal)) if one.committed is not None]
+    until = max((one.committed for one in known if one.committed is not None), default=None)
+    if until is None or until == survivors[0].began_at:
+        _start_over("nothing was committed yet")
+        return False
+    lost = frozenset(one.stage for one in told if one.committed is None)
+    is_between = not told[-1].begun or not all(
+        one.committed == until and one.begun_progress for one in told if one.stage not in lost
+    )
+    reached = next(one for one in known if one.committed == until and (is_between or one.begun_progress))
+    stood = told[dist.get_rank()]
+    if job.begun:
+        assert job.groups is not None
+        megatron_state.move_to_groups(job.groups, groups)
+    else:
+        _build(job, setup, args, survivors[0].parameter_keys)
+    job.groups = groups
+    if stood.stage not in lost and stood.committed == until - 1:
+        assert job.sparse is not None
+        same = next((one for one in told if one.committed == until and one.replica == stood.replica), reached)
+        job.sparse.commit.follow(until, same.outcome, list(reached.scalers))
+    put_progress(job, reached.progress if is_between else reached.begun_progress or reached.progress)
+    args.iteration, args.num_floating_point_operations_so_far = until, reached.flops
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    if job.begun:
+        assert job.sparse is not None
+        job.sparse.rewire([one.keeps for one in told])
+    else:
+        config = RunConfig.from_args(args).sparse
+        assert config is not None
+        adopted, same_stage = _policy_for(stood.stage, told)
+        job.sparse = sparse.start(job, config, None, adopted, same_stage)
+    prepared = None
+    if lost:
+        try:
+            with restart.waiting_is_right():
+                prepared = job.sparse.prepare(until, lost)
+        except RecoveryError as error:
+            _start_over(str(error))
+            return False
+    if stood.stage not in lost:
+        job.sparse.commit.gather(now=True)
+    job.comeback = Comeback(until, lost, prepared, reached, is_between, usable_at)
+    recorder.go_on_with_record(job, args)
+    return True
+
+
+def _standing(job: Job) -> Standing:
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    replica = min(dist.get_process_group_ranks(parallel_state.get_model_parallel_group()))
+    run = job.sparse
+    if not job.begun or run is None:
+        return Standing(False, stage, replica)
+    mark = run.commit.mark if not run.commit.torn else None
+    here = Standing(
+        True, stage, replica, run.began_at, keeps=run.keeps(), parameter_keys=job.parameter_keys, policy=run.policy()
+    )
+    if mark is None:
+        return replace(here, goal=job.comeback.reached if job.comeback is not None else None)
+    return replace(
+        here,
+        committed=mark.iteration,
+        outcome=mark.outcome,
+        scalers=mark.boundary["loss_scalers"],
+        progress=mark.boundary["progress"],
+        begun_progress=mark.resumed["progress"] if mark.resumed is not None else None,
+        flops=get_args().num_floating_point_operations_so_far,
+    )
+
+
+def _policy_for(stage: int, told: Sequence[Standing]) -> tuple[sparse.Policy, bool]:
+    """What a new rank of ``stage`` adopts, and whether somebody of its own stage said it."""
+    known = [one for one in told if one.policy is not None]
+    own = next((one for one in known if one.stage == stage), None)
+    policy = (own or known[0]).policy
+    assert policy is not None
+    return policy, own is not None
+
+
+def _start_over(why: str) -> None:
+    """Forget everything, on every rank alike."""
+    if dist.get_rank() == 0:
+        print(f"moevement: every rank begins from the start, because {why}", flush=True)
+    if (run := current_job().sparse) is not None:
+        run.disconnect()
+    start_job()
+
+
+def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: Sequence[Any]) -> None:
+    """Model, optimizer and scheduler on a rank that is new, without a word from the others; their state comes later."""
+    load, pretrained = args.load, args.pretrained_checkpoint
+    args.load = args.pretrained_checkpoint = None
+    try:
+        with _parameter_keys(job.parameter_keys, parameter_keys):
+            job.model, job.optimizer, job.scheduler = setup()
+    finally:
+        args.load, args.pretrained_checkpoint = load, pretrained
+    job.config = megatron_state.config_of(job)
+
+
+@contextmanager
+def _parameter_keys(record: list[Any], given: Sequence[Any]) -> Iterator[None]:
+    """Megatron's optimizer asks all ranks for the keys of their parameters: keep the answers, or give those of then.
+
+    They are the same on every rank. A rank that is new in a running job would ask alone.
+    """
+    original, answers = dist.all_gather_object, iter(given)
+
+    def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
+        if given:
+            object_list[:] = next(answers)
+        else:
+            original(object_list, obj, group)
+        record.append(list(object_list))
+
+    dist.all_gather_object = all_gather_object
+    try:
+        yield
+    finally:
+        dist.all_gather_object = original
+
+
+# Inside the training loop
+
+
+def enter_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``train``, before whose first iteration state comes back; its arguments are what a replay runs its steps with."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        job = current_job()
+        job.loop = TrainLoop(
+            *(given.arguments[name] for name in ("forward_step_func", "config", "p2p_communicator", "pg_collection"))
+        )
+        if job.comeback is not None:
+            bring_back(job, given)
+        elif job.sparse is not None:
+            job.sparse.begin_training()
+        job.begun = True
+        return original(*args, **kwargs)
+
+    return train
+
+
+def bring_back(job: Job, train: inspect.BoundArguments) -> None:
+    """Replay what was lost, put every rank at the boundary that was agreed on, and do what was due there.
+
+    Every rank calls it, inside Megatron's training loop, before its first iteration.
+    """
+    comeback, run = job.comeback, job.sparse
+    assert comeback is not None
+    assert run is not None
+    if comeback.prepared is not None:
+        is_lost = run.wiring.stage in comeback.lost
+        if is_lost:
+            run.commit.mark = None  # until it is back
+        with restart.waiting_is_right():
+            last = {comeback.until: {"step": comeback.reached.outcome}}
+            run.carry_out(replace(comeback.prepared, outcomes=last | dict(comeback.prepared.outcomes)))
+        if is_lost:
+            live = boundary_copy(job)
+            run.commit.mark = Mark(comeback.until, live, comeback.reached.outcome, live)
+    mark = run.commit.mark
+    assert mark is not None
+    boundary = mark.boundary if comeback.is_between or mark.resumed is None else mark.resumed
+    put_boundary_state(job, boundary)
+    run.begin_anew(comeback.until)
+    if comeback.is_between:
+        _do_what_is_due(comeback.until, train)
+    job.comeback = None
+
+
+def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
+    """The evaluation and the dense save after ``iteration``, which the failure may have cut off."""
+    from megatron.training import get_args, training
+
+    args, given = get_args(), train.arguments
+    start = args.start_eval_at_iter
+    due = args.eval_interval and args.do_valid and iteration % args.eval_interval == 0
+    if due and iteration < args.train_iters and (start is None or iteration >= start):
+        training.evaluate_and_print_results(
+            f"iteration {iteration}", given["forward_step_func"], given["valid_data_iterator"], given["model"],
+            iteration, given["process_non_loss_data_func"], given["config"], verbose=False, write_to_tensorboard=True,
+            non_loss_data_func=given["non_loss_data_func"], pg_collection=given["pg_collection"],
+            p2p_communicator=given["p2p_communicator"],
+        )  # fmt: skip
+    if args.save and args.save_interval and _overdue(Path(args.save), iteration, args.save_interval):
+        training.save_checkpoint_and_time(
+            iteration, given["model"], given["optimizer"], given["opt_param_scheduler"],
+            args.num_floating_point_operations_so_far, given["checkpointing_context"],
+            train_data_iterator=given["train_data_iterator"],
+        )  # fmt: skip
+
+
+def _overdue(folder: Path, iteration: int, interval: int) -> bool:
+    """Whether the newest save that was due is not there; one answer for all ranks."""
+    tracker = folder / TRACKER
+    text = tracker.read_text().strip() if tracker.exists() else ""
+    saved = int(text) if text.isdigit() else 0
+    return bool(tell_all(saved < iteration - iteration % interval)[0])

@@ -1,0 +1,180 @@
+"""What of Megatron belongs to a generation, and how the objects that outlive it get the next one's process groups."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from types import CellType
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.moevement.runtime.job import Job
+from megatron.moevement.state_digest import members
+from moevement_core.errors import RecoveryError
+
+_CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
+"""What ``train`` puts into the model's configuration."""
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The process groups of a generation, in the order in which they were made, which is the same in every one."""
+
+    groups: tuple[Any, ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def now() -> Groups:
+        """All that there are."""
+        groups = tuple(dist.distributed_c10d._world.pg_map)
+        return Groups(groups, tuple(tuple(dist.get_process_group_ranks(group)) for group in groups))
+
+
+def take_rank(rank: int, is_new: bool) -> None:
+    """Be ``rank`` from now on, in Megatron's global arguments and what was made of them at the start."""
+    from megatron.training import get_args, global_vars
+
+    args = get_args()
+    args.rank = rank
+    if is_new and os.environ.get("RANK") != str(rank) and rank == args.world_size - 1:
+        # The last rank writes what Megatron logs.
+        for name in ("tensorboard", "wandb"):
+            if getattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER") is None:
+                getattr(global_vars, f"_set_{name}_writer")(args)
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """What the configuration of the model holds before ``train`` puts its own into it."""
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config((job.model or [])[0])
+    return {name: getattr(config, name) for name in _CONFIG}
+
+
+def forget_generation(job: Job) -> None:
+    """Put away what an interrupted ``pretrain`` has left, so that it can be entered again; ``job`` is kept."""
+    from megatron.core import parallel_state, rerun_state_machine
+    from megatron.training import async_utils, get_args, global_vars
+
+    args = get_args()
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_global_memory_buffer()
+    rerun_state_machine.destroy_rerun_state_machine()
+    if args.async_save:
+        with suppress(Exception):  # its worker may be gone
+            async_utils.reset_persistent_async_worker(args.async_strategy)
+        async_utils._async_calls_queue = None
+    global_vars._GLOBAL_TIMERS = None
+    global_vars._set_timers(args)
+    job.rooms.close()
+    if job.model is not None:
+        _reset_model(job)
+
+
+def _reset_model(job: Job) -> None:
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.utils import get_model_config
+    from megatron.training import get_timers
+
+    config = get_model_config((job.model or [])[0])
+    for name, value in job.config.items():
+        setattr(config, name, value)
+    config.timers = get_timers()
+    get_moe_metrics_tracker().clear()
+    for optimizer in (job.optimizer, *members(job.optimizer)):
+        # Ranks ask each other once and remember; one that is new would ask alone.
+        optimizer._has_grad_norm_group_cache = None
+    for chunk in job.model or []:
+        chunk.force_all_reduce = False
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            group.param_gather_handle = group.grad_reduce_handle = None
+            group.param_gather_dispatched, group.is_last_microbatch = False, True
+            if group.is_first_batch:
+                group.per_param_grad_ready_counts.clear()
+        if chunk.use_forward_hook and not chunk.remove_forward_pre_hook_handles:
+            chunk.enable_forward_pre_hook()
+
+
+def move_to_groups(old: Groups, new: Groups) -> None:
+    """Replace every reference to a group of ``old``, wherever in this process, by the one of ``new``.
+
+    Raises:
+        RecoveryError: the groups are not the same ones made anew, or a reference cannot be replaced.
+    """
+    if old.ranks != new.ranks[: len(old.ranks)]:
+        raise RecoveryError(
+            f"{len(new.ranks)} process groups were made where there were {len(old.ranks)}, or of other ranks; they "
+            "cannot be told from each other"
+        )
+    replacement = {id(group): other for group, other in zip(old.groups, new.groups, strict=False) if group is not other}
+    gone = [group for group in old.groups if id(group) in replacement]
+    gc.collect()  # frames of the interrupted training, which its exception holds in a circle
+    for find in (_holders, _hidden_holders):
+        for holder in find(gone):
+            _replace_in(holder, replacement)
+        if not _left(gone):
+            return
+    kinds = sorted({type(holder).__name__ for holder in gc.get_referrers(*_left(gone)) if holder is not old.groups})
+    raise RecoveryError(
+        f"{len(_left(gone))} process groups of before the failure are still referred to, by: {', '.join(kinds)}"
+    )
+
+
+def _left(gone: list[Any]) -> list[Any]:
+    """Those that somebody refers to beside ``gone`` itself and the :class:`Groups` that they were in."""
+    return [gone[index] for index in range(len(gone)) if sys.getrefcount(gone[index]) > 3]  # the argument is the third
+
+
+def _holders(gone: list[Any]) -> list[Any]:
+    """What holds one of ``gone``, as far as the garbage collector knows, and Megatron's collections of groups."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    collections = [one for one in gc.get_objects() if type(one) is ProcessGroupCollection]
+    return collections + [
+        holder
+        for holder in gc.get_referrers(*gone)
+        if holder is not gone and type(holder).__name__ not in ("frame", "list_iterator", "tuple_iterator")
+    ]
+
+
+def _hidden_holders(gone: list[Any]) -> list[Any]:
+    """Dictionaries and tuples that hold one of ``gone`` and nothing that the garbage collector would have to know."""
+    wanted = {id(group) for group in gone}
+    hidden = {
+        id(one): one
+        for one in gc.get_referents(*gc.get_objects())
+        if type(one) is dict and not gc.is_tracked(one) and any(id(value) in wanted for value in one.values())
+    }
+    return list(hidden.values())
+
+
+def _replace_in(holder: Any, replacement: dict[int, Any]) -> None:
+    if isinstance(holder, dict):
+        for key, value in list(holder.items()):
+            if id(value) in replacement:
+                holder[key] = replacement[id(value)]
+        for key in [key for key in holder if id(key) in replacement]:
+            holder[replacement[id(key)]] = holder.pop(key)
+    elif isinstance(holder, list):
+        holder[:] = [replacement.get(id(item), item) for item in holder]
+    elif isinstance(holder, set):
+        for item in [item for item in holder if id(item) in replacement]:
+            holder.discard(item)
+            holder.add(replacement[id(item)])
+    elif isinstance(holder, tuple):
+        whole = tuple(replacement.get(id(item), item) for item in holder)
+        for outer in gc.get_referrers(holder):
+            if isinstance(outer, dict | list) or hasattr(outer, "__dict__"):
+                _replace_in(outer, {id(holder): whole})
+    elif isinstance(holder, CellType):
+        if id(holder.cell_contents) in replacement:
+            holder.cell_contents = replacement[id(holder.cell_contents)]
+    elif hasattr(holder, "__dict__"):
+        for name, value in list(vars(holder).items()):
+            if id(value) in replacement:
+                # Not by setattr: what a class does on assignment has been done.
+                vars(holder)[name] = replacement[id(value)]

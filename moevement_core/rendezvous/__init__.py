@@ -1,0 +1,1 @@
+"""Who takes part in a job, and as which rank, through failures."""
