@@ -20,7 +20,6 @@ from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import Roster
 from moevement_core.run_record import RunRecord
 
-
 SAY_S = 5.0
 """How long ranks have to end by themselves after one has found a mistake in the flags."""
 
