@@ -55,3 +55,7 @@ class ProcessGroupError(MoEvementError):
 
 class JobStopped(MoEvementError):
     """The job has ended, or was given up, while this process waited to take part in it."""
+
+
+class InjectedFault(MoEvementError):
+    """What a drill asked for."""

@@ -50,9 +50,10 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
     from megatron.moevement.pipeline_parallel import communicator
-    from megatron.moevement.restart import comeback, in_process, store
+    from megatron.moevement.restart import comeback, in_process, injection, store
     from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, sparse
     from megatron.moevement.transformer import attention, frozen, norm
+    from moevement_core.injection import Phase
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
     return (
@@ -125,6 +126,7 @@ def points() -> tuple[Point, ...]:
             communicator.logging_communicator,
             "schedules make their own; what crosses a stage boundary is logged, and fed to a stage that replays alone",
         ),
+        Point((training,), "finalize_model_grads", injection.around(Phase.REDUCE), "a fault may be injected here"),
         Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),
         Point((training,), "evaluate_and_print_results", recorder.record_evaluation, "which set is evaluated"),
         Point((training,), "evaluate", recorder.record_evaluated, "held-out losses are printed and dropped"),

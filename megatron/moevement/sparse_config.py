@@ -8,10 +8,12 @@ import os
 import socket
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from megatron.moevement.restart.environment import NODE_ENV
 from moevement_core.errors import ConfigError
+from moevement_core.injection import Fault, Phase
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
@@ -61,6 +63,15 @@ class SparseConfig:
     """Iterations after which all state is overwritten and recovered, as a test."""
     wipe_stages: frozenset[int] | None
     """The pipeline stages that this happens to; nothing for all."""
+    faults: tuple[Fault, ...]
+    """That are injected where a rank comes by."""
+    inject_mtbf_s: float | None
+    """Mean time between failures of the job that are drawn; None: none are."""
+    inject_seed: int
+    inject_trace: Path | None
+    """Failures of nodes, by the clock."""
+    inject_speedup: float
+    """How much faster than in the trace."""
 
     def node_of(self, rank: int) -> str:
         """The name of the node that ``rank``, which is this process, is on."""
@@ -99,6 +110,13 @@ class SparseConfig:
             load=args.moevement_load,
             log_memory_bytes=_positive("--moevement-log-memory-gb", args.moevement_log_memory_gb, math.inf) * 1e9,
             wipe_stages=frozenset(args.moevement_wipe_stages) if args.moevement_wipe_stages else None,
+            faults=tuple(Fault.parse(text) for text in args.moevement_inject),
+            inject_mtbf_s=None
+            if args.moevement_inject_mtbf is None
+            else _positive("--moevement-inject-mtbf", args.moevement_inject_mtbf, math.inf),
+            inject_seed=args.moevement_inject_seed,
+            inject_trace=Path(args.moevement_inject_trace) if args.moevement_inject_trace else None,
+            inject_speedup=_positive("--moevement-inject-speedup", args.moevement_inject_speedup, 1.0),
             wipe_at=frozenset(_at_least("--moevement-wipe-at", at, 1) for at in args.moevement_wipe_at),
         )
 
@@ -240,6 +258,32 @@ def add_sparse_arguments(group: Any) -> None:
         metavar="S",
         help="with --moevement-wipe-at: only the ranks of these pipeline stages, which then replay alone while the "
         "others keep their state and wait (default: all)",
+    )
+    add(
+        "--moevement-inject",
+        action="append",
+        default=[],
+        metavar="rank=N,phase=P[,iteration=N][,signal=S]",
+        help=f"a drill: once, let signal (KILL, STOP or EXC) happen to a rank in a phase ({', '.join(Phase)}); may be "
+        "given several times",
+    )
+    add(
+        "--moevement-inject-mtbf",
+        type=float,
+        metavar="S",
+        help="a drill: kill ranks at random, one every so many seconds on average",
+    )
+    add("--moevement-inject-seed", type=int, default=0, metavar="N", help="of the random kills (default: 0)")
+    add(
+        "--moevement-inject-trace",
+        metavar="FILE",
+        help="a drill: kill the ranks of a node when FILE, lines of milliseconds,add|remove,NODE, removes one",
+    )
+    add(
+        "--moevement-inject-speedup",
+        type=float,
+        metavar="X",
+        help="let the trace run X times as fast (default: 1)",
     )
 
 

@@ -237,7 +237,7 @@ class _Products:
 
 def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
     """Train; when state is wiped, ``victim`` finds a bit flipped in each of its own snapshots."""
-    from megatron.moevement.runtime import injection
+    from megatron.moevement.runtime import wipe
 
     wipe = injection.wipe
 

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.moevement.optimizer.frozen_step import outcome_of, step_counts
+from megatron.moevement.restart import injection
 from megatron.moevement.state_digest import loss_scaler, members
+from moevement_core.injection import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class CommitPoint:
             result = self._step()
             self._set_mark(iteration, result)
         self._section = None
+        injection.at(Phase.GATHER, iteration)
         if result[0]:
             self.gather()
         return result
@@ -89,10 +92,12 @@ class CommitPoint:
         def reduction() -> Any:
             result = original() if self._told is None else self._as_told(name)
             if is_last and self._section is not None:
+                injection.at(Phase.COMMIT)
                 if self._vote is not None and self._told is None:
                     self._vote()
                 self._section.enter_context(self._atomic())
                 self.torn = True
+                injection.at(Phase.STEP)
             return result
 
         return reduction

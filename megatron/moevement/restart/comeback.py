@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.moevement.arguments import RunConfig
 from megatron.moevement.optimizer.commit import Mark
 from megatron.moevement.restart import in_process as restart
-from megatron.moevement.restart import megatron_state
+from megatron.moevement.restart import injection, megatron_state
 from megatron.moevement.runtime import recorder, sparse
 from megatron.moevement.runtime.boundary import boundary_copy, put_boundary_state, put_progress
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
@@ -31,6 +31,7 @@ from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.recovery import Prepared
 from megatron.moevement.runtime.replay import TrainLoop
 from moevement_core.errors import RecoveryError
+from moevement_core.injection import Phase
 
 Setup = Callable[[], tuple[list[Any], Any, Any]]
 """Megatron's own way to model, optimizer and scheduler."""
@@ -126,6 +127,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     if until is None or until == survivors[0].began_at:
         _start_over("nothing was committed yet")
         return False
+    injection.at(Phase.RECOVER, until)
     lost = frozenset(one.stage for one in told if one.committed is None)
     is_between = not told[-1].begun or not all(
         one.committed == until and one.begun_progress for one in told if one.stage not in lost

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.restart import injection
 from megatron.moevement.runtime.job import current_job
+from moevement_core.injection import Phase
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -91,6 +93,7 @@ def save_or_report(original: Callable[..., Any]) -> Callable[..., Any]:
         if save and (problem := _from_rank_zero(lambda: _unwritable(Path(save)))):
             _report(iteration, problem)
             return None
+        injection.at(Phase.SAVE, iteration)
         with _Reported(iteration) as outcome:
             original(iteration, *args, **kwargs)
         if outcome.succeeded and not get_args().async_save:

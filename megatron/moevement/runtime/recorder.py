@@ -19,10 +19,12 @@ from typing import Any
 import torch
 
 from megatron.moevement.arguments import RunConfig
+from megatron.moevement.restart import injection
 from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.runtime import persisted, sparse
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.state_digest import job_digest
+from moevement_core.injection import Phase
 from moevement_core.run_record import RunRecord
 from moevement_core.snapshot.cost import cost_line
 
@@ -123,6 +125,7 @@ def record_evaluated(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def evaluate(*args: Any, **kwargs: Any) -> Any:
+        injection.at(Phase.EVAL, current_job().iteration)
         result = original(*args, **kwargs)
         job, losses = current_job(), result[0]
         if losses and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:

@@ -12,12 +12,14 @@ from megatron.moevement.optimizer.frozen_step import FrozenStep
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.pipeline_parallel.communicator import Feeds
+from megatron.moevement.restart import injection
 from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.rooms import Rooms
 from megatron.moevement.state_digest import members, progress
 from megatron.moevement.transformer.frozen import FrozenMode
 from moevement_core.boundary_log import Direction
+from moevement_core.injection import Phase
 from moevement_core.operators import EMBEDDING
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.feed import Feed
@@ -124,6 +126,7 @@ class MegatronTrainer(Trainer):
         from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
         from megatron.training import get_args
 
+        injection.at(Phase.REPLAY, iteration)
         args = get_args()
         args.curr_iteration = iteration - 1
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)

@@ -26,11 +26,13 @@ from megatron.moevement.optimizer.commit import CommitPoint, Mark
 from megatron.moevement.optimizer.frozen_step import check_supported
 from megatron.moevement.optimizer.views import operator_views
 from megatron.moevement.restart import in_process as restart
-from megatron.moevement.runtime import injection, recovery
+from megatron.moevement.restart import injection
+from megatron.moevement.runtime import recovery
 from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.ranks import tell_all
+from megatron.moevement.runtime.wipe import wipe
 from megatron.moevement.runtime.wiring import wire
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
 from megatron.moevement.transformer.popularity import RouterCounts
@@ -38,6 +40,7 @@ from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.digest import digest
 from moevement_core.errors import ConfigError, RecoveryError
+from moevement_core.injection import Phase
 from moevement_core.operators import OperatorTable
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.popularity import Popularity
@@ -168,6 +171,8 @@ class SparseRun:
         self._is_first = adopted is None
         self._replaying = False
         self.recoveries: list[Recovery] = []
+        injection.begin(config.faults)
+        self._start_clock()
 
     # Once
 
@@ -282,6 +287,14 @@ class SparseRun:
         self.checkpointer.rewire(self._senders, [*keepers, *others], self.wiring.agreement, has)
         self._writer = self._start_writer(self.config.persist_dir) if self.config.persist_dir else None
         self._silent.clear()
+        self._start_clock()
+
+    def _start_clock(self) -> None:
+        config = self.config
+        injection.start_clock(
+            config.inject_mtbf_s, config.inject_seed, config.inject_trace, config.inject_speedup,
+            list(self.wiring.nodes),
+        )  # fmt: skip
 
     def _mark_begun(self, committed: int, boundary: Mapping[str, Any]) -> None:
         mark = self.commit.mark
@@ -352,6 +365,7 @@ class SparseRun:
     def begin_iteration(self, committed: int) -> None:
         """Before an iteration: ``state@committed`` is live and nothing of the next iteration has happened."""
         observer.before_iteration(self, committed)
+        injection.at(Phase.START)
         if committed in self.config.wipe_at and committed != self.began_at:
             self.wipe_and_recover(committed, self.config.wipe_stages)
         began = time.perf_counter()
@@ -379,6 +393,7 @@ class SparseRun:
         self._is_first = False
         for iteration in range(first, committed + 1):
             self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))
+        injection.at(Phase.SNAPSHOT)
         self._watch_peers()
         self._announce()
         self.last_begin_s = time.perf_counter() - began
@@ -541,7 +556,7 @@ class SparseRun:
         self.checkpointer.wait()
         self.checkpointer.settle()
         if stages is None or self.wiring.stage in stages:
-            injection.wipe(self.job, self.views)
+            wipe(self.job, self.views)
         done = self.recover(committed, stages)
         after = self._everything_digest()
         wrong = [part for part in before if before[part] != after[part]]
@@ -695,6 +710,7 @@ class SparseRun:
 
     def finish(self) -> dict[str, Any]:
         """Bring what is under way to the peers and say what checkpointing cost; every rank calls it."""
+        injection.at(Phase.EXIT, self.job.iteration)
         if not self.checkpointer.close(timeout_s=self.config.peer_timeout_s):
             self._report("not all peers took the last snapshots in time")
         if self._writer is not None:
@@ -767,13 +783,15 @@ def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]
         if job.sparse is None:
             return original(*args, **kwargs)
         # Megatron's own count: it moves over iterations that are left out, too.
-        given = signature.bind(*args, **kwargs).arguments.get("iteration")
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get("iteration")
+        bound.arguments["forward_step_func"] = injection.forward_and_backward(bound.arguments["forward_step_func"])
         committed = job.iteration = job.iteration if given is None else int(given)
         job.sparse.begin_iteration(committed)
         began = time.perf_counter()
         if job.boundary_log is not None:
             job.boundary_log.begin(committed + 1)
-        result = original(*args, **kwargs)
+        result = original(*bound.args, **bound.kwargs)
         if job.boundary_log is not None:
             job.boundary_log.end()
         losses, skipped, grad_norm = result[0], result[1], result[5]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.views import operators_of
+from megatron.moevement.restart.injection import InjectingTransport
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import Neighbour, Neighbours
 from megatron.moevement.sparse_config import SparseConfig
@@ -43,6 +44,8 @@ class Wiring:
     stage: int
     stages: tuple[int, ...]
     """The pipeline stage of every rank."""
+    nodes: tuple[str, ...]
+    """The node of every rank."""
     table: OperatorTable
     """Of this rank's stage."""
     most_operators: int
@@ -99,18 +102,26 @@ def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wirin
         world=world,
         stage=stage,
         stages=stages,
+        nodes=tuple(one.node for one in told),
         table=OperatorTable(ranks=[one.operators for one in told if one.stage == stage]),
         most_operators=max(len(one.operators) for one in told),
         peers=_place(config, told),
         job_group=dist.new_group(backend="gloo"),
         stage_group=_make_stage_groups(stages, stage),
         agreement=GroupAgreement() if world > 1 else Alone(),
-        snapshots=GlooTransport() if config.replicas else None,
+        snapshots=_for_snapshots(config),
         fetches=GlooTransport() if world > 1 else None,
         feeds=GlooTransport() if pipeline.stages > 1 else None,
         pipeline=pipeline,
         neighbours=neighbours,
     )
+
+
+def _for_snapshots(config: SparseConfig) -> Transport | None:
+    if not config.replicas:
+        return None
+    transport = GlooTransport()
+    return InjectingTransport(transport) if config.faults else transport
 
 
 def _make_stage_groups(stages: tuple[int, ...], mine: int) -> Any:

@@ -1,0 +1,124 @@
+"""Faults that are injected for drills: where and when, told from flags."""
+
+from __future__ import annotations
+
+import csv
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from moevement_core.errors import ConfigError
+
+
+class Phase(StrEnum):
+    """Where in an iteration, or beside it."""
+
+    START = "start"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    REDUCE = "reduce"
+    COMMIT = "commit"
+    """After every reduction, before the update."""
+    STEP = "step"
+    """In the update, which then is torn."""
+    GATHER = "gather"
+    SNAPSHOT = "snapshot"
+    REPLICATE = "replicate"
+    """While a snapshot is on its way to a peer."""
+    EVAL = "eval"
+    SAVE = "save"
+    RECOVER = "recover"
+    """Where ranks meet after a failure; the iteration is the one that they come back to."""
+    REPLAY = "replay"
+    EXIT = "exit"
+
+
+class Signal(StrEnum):
+    """What happens to the rank."""
+
+    KILL = "KILL"
+    STOP = "STOP"
+    """It hangs."""
+    EXC = "EXC"
+    """It raises an exception."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, which happens once in a job."""
+
+    rank: int
+    phase: Phase
+    signal: Signal
+    iteration: int | None = None
+    """None: the first time that the rank is in the phase."""
+
+    @staticmethod
+    def parse(text: str) -> Fault:
+        """From ``rank=2,iteration=17,phase=forward,signal=KILL``; ``signal`` is KILL if it is left out.
+
+        Raises:
+            ConfigError: it says something else.
+        """
+        flag = f"--moevement-inject {text}"
+        words = dict(word.partition("=")[::2] for word in text.split(","))
+        if unknown := words.keys() - {"rank", "iteration", "phase", "signal"}:
+            raise ConfigError(f"{flag}: {sorted(unknown)[0]!r} is none of rank, iteration, phase, signal")
+        for name in ("rank", "phase"):
+            if name not in words:
+                raise ConfigError(f"{flag}: needs rank=N,phase=P; {name} is missing")
+        for name in ("rank", "iteration"):
+            if name in words and not words[name].isdecimal():
+                raise ConfigError(f"{flag}: {name}={words[name]}; needs a number")
+        for name, known in (("phase", Phase), ("signal", Signal)):
+            if name in words and words[name] not in list(known):
+                raise ConfigError(f"{flag}: {name}={words[name]}; needs one of {', '.join(known)}")
+        iteration = int(words["iteration"]) if "iteration" in words else None
+        return Fault(int(words["rank"]), Phase(words["phase"]), Signal(words.get("signal", Signal.KILL)), iteration)
+
+
+def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) -> Iterator[float]:
+    """When a rank is killed, in seconds after it began, so that the job sees a failure every ``mtbf_s`` on average.
+
+    Args:
+        mtbf_s: mean time between failures of the job.
+        ranks: of the job.
+        rank: which.
+        seed: equal seeds give equal times.
+        life: how often the job has been formed; processes have no memory, so every one has times of its own.
+    """
+    draws = random.Random(f"{seed}/{rank}/{life}")
+    at = 0.0
+    while True:
+        at += draws.expovariate(1.0 / (mtbf_s * ranks))
+        yield at
+
+
+def removals(trace: Path, nodes: int, speedup: float) -> list[tuple[float, int]]:
+    """When nodes of a job fail by a trace: seconds after the trace's beginning, and which.
+
+    Args:
+        trace: lines of ``milliseconds,add|remove,name``.
+        nodes: of the job, onto which those of the trace are laid by turns.
+        speedup: how much faster than in the trace.
+
+    Raises:
+        ConfigError: it is no trace.
+    """
+    found, places = [], dict[str, int]()
+    try:
+        with trace.open(newline="") as file:
+            for number, row in enumerate(csv.reader(file), start=1):
+                if len(row) != 3 or row[1] not in ("add", "remove"):
+                    raise ConfigError(
+                        f"--moevement-inject-trace {trace}, line {number}: {','.join(row)[:60]!r}; needs "
+                        "milliseconds,add,NODE or milliseconds,remove,NODE"
+                    )
+                node = places.setdefault(row[2], len(places)) % nodes
+                if row[1] == "remove":
+                    found.append((float(row[0]) / 1e3 / speedup, node))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--moevement-inject-trace {trace}: {error}") from None
+    return sorted(found)
