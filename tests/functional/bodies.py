@@ -249,8 +249,8 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
                 entry = snapshot.header.entries[0]
                 snapshot.bytes_of(entry)[entry.nbytes // 2] ^= 4
 
-    injection.wipe = wipe_and_damage
+    wipe.wipe = wipe_and_damage
     try:
         run_rank(argv)
     finally:
-        injection.wipe = wipe
+        wipe.wipe = original

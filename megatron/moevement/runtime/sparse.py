@@ -27,12 +27,11 @@ from megatron.moevement.optimizer.frozen_step import check_supported
 from megatron.moevement.optimizer.views import operator_views
 from megatron.moevement.restart import in_process as restart
 from megatron.moevement.restart import injection
-from megatron.moevement.runtime import recovery
+from megatron.moevement.runtime import recovery, wipe
 from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.ranks import tell_all
-from megatron.moevement.runtime.wipe import wipe
 from megatron.moevement.runtime.wiring import wire
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
 from megatron.moevement.transformer.popularity import RouterCounts
@@ -556,7 +555,7 @@ class SparseRun:
         self.checkpointer.wait()
         self.checkpointer.settle()
         if stages is None or self.wiring.stage in stages:
-            wipe(self.job, self.views)
+            wipe.wipe(self.job, self.views)
         done = self.recover(committed, stages)
         after = self._everything_digest()
         wrong = [part for part in before if before[part] != after[part]]
