@@ -239,10 +239,10 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
     """Train; when state is wiped, ``victim`` finds a bit flipped in each of its own snapshots."""
     from megatron.moevement.runtime import wipe
 
-    wipe = injection.wipe
+    original = wipe.wipe
 
     def wipe_and_damage(job: Any, views: Any) -> None:
-        wipe(job, views)
+        original(job, views)
         checkpointer = job.sparse.checkpointer
         if checkpointer.rank == victim:
             for snapshot in checkpointer.snapshots().values():
