@@ -315,6 +315,9 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser("report", help="summary and plot of finished or running runs")
     report.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
     report.add_argument("--plot", metavar="FILE", type=Path, help="draw loss and gradient norm (.png, .svg or .pdf)")
+    report.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write failures and recoveries as a timeline for ui.perfetto.dev"
+    )
     report.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     report.set_defaults(run=_report)
 
@@ -322,7 +325,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 def _report(arguments: argparse.Namespace) -> int:
     from moevement_core.cli import report
 
-    return report.report(arguments.runs, arguments.plot, as_json=arguments.json)
+    return report.report(arguments.runs, arguments.plot, arguments.trace, as_json=arguments.json)
 
 
 if __name__ == "__main__":

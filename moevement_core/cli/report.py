@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_core.errors import ConfigError, RunRecordError
+from moevement_core.recovery.account import trace_events
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.run_record import RunRecord
 from moevement_core.snapshot.cost import cost_line
 
 
-def report(runs: list[Path], plot: Path | None, *, as_json: bool) -> int:
+def report(runs: list[Path], plot: Path | None, trace: Path | None, *, as_json: bool) -> int:
     """Print a table of ``runs``, draw them to ``plot`` if given; returns the exit code."""
     rows = [_row(RunRecord(folder)) for folder in runs]
     table = Table("run", "iterations", "loss", "validation", "test", "tokens/s", "state digest")
@@ -34,9 +35,27 @@ def report(runs: list[Path], plot: Path | None, *, as_json: bool) -> int:
     if plot is not None:
         draw([RunRecord(folder) for folder in runs], plot)
         print(f"plot: {plot}")
+    if trace is not None:
+        write_trace([RunRecord(folder) for folder in runs], trace)
+        print(f"trace: {trace} (open it in ui.perfetto.dev)")
     if as_json:
         print(json.dumps({"runs": rows}))
     return 0
+
+
+def write_trace(records: list[RunRecord], path: Path) -> None:
+    """Failures and recoveries of runs, one process of the trace each."""
+    timeline: dict[str, Any] = {"traceEvents": [], "displayTimeUnit": "ms"}
+    for number, record in enumerate(records):
+        events = trace_events(record.events())["traceEvents"]
+        timeline["traceEvents"] += [{**event, "pid": number} for event in events]
+        name = {"name": record.folder.name}
+        timeline["traceEvents"].append({"name": "process_name", "ph": "M", "pid": number, "args": name})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(timeline), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}; give a file that can be written") from None
 
 
 def _row(record: RunRecord) -> dict[str, Any]:

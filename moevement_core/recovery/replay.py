@@ -62,6 +62,7 @@ def replay(
     check: StateCheck,
     tell: Callable[[int, int], None],
     outcomes: Mapping[int, Any] | None = None,
+    dense: Callable[[int, Mapping[str, Any]], None] = lambda iteration, record: None,
 ) -> None:
     """Turn ``snapshots`` into the dense state of iteration ``plan.until``; what differs is in ``check``.
 
@@ -74,8 +75,10 @@ def replay(
         check: compares what comes out with what was.
         tell: told the iteration that comes next, and how many operators are frozen in it.
         outcomes: records of iterations that no snapshot here has, from ranks that remember them.
+        dense: told every iteration before the last whose dense state is live, and the record of it.
     """
     run = plan.runs[stage]
+    came_of: Mapping[str, Any] = {}
     for iteration in range(plan.first, plan.until + 1):
         snapshot = snapshots.get(iteration)
         if iteration <= run.last:
@@ -85,6 +88,8 @@ def replay(
             trainer.put_boundary(snapshot.record()[BOUNDARY])
         if iteration == plan.until:
             return
+        if iteration >= run.last:
+            dense(iteration, came_of if snapshot is None else snapshot.record()[ITERATION])
         if snapshot is not None and snapshot.header.state > iteration:
             continue  # taken before the run began: nothing was run from here to the next
         frozen = frozenset(_chosen(names, ~run.active_in(iteration + 1)))
@@ -93,7 +98,9 @@ def replay(
         following = snapshots.get(iteration + 1)
         outcome = following.record()[ITERATION] if following is not None else (outcomes or {}).get(iteration + 1)
         outcome = outcome or None
-        check.compare_losses(iteration + 1, trainer.run(iteration + 1, outcome), outcome)
+        losses = trainer.run(iteration + 1, outcome)
+        check.compare_losses(iteration + 1, losses, outcome)
+        came_of = {"iteration": iteration + 1, "losses": losses, **(outcome or {})}
 
 
 def _by_name(names: Sequence[str], loads: np.ndarray) -> dict[str, Saved]:

@@ -131,10 +131,11 @@ class Coordinator:
             dict(sorted(ranks.items())),
             tuple(self._new_deaths),
             tuple(reasons),
-            time.time(),
-            left_at,
-            len(spares) - len(missing),
-            {rank: self.cards[member].node for rank, member in ranks.items()},
+            formed_at=time.time(),
+            first_formed_at=self.roster.first_formed_at or time.time(),
+            left_at=left_at,
+            spares=len(spares) - len(missing),
+            nodes={rank: self.cards[member].node for rank, member in ranks.items()},
         )
         self._new_deaths.clear()
         self._store.set(ROSTER.format(generation), self.roster.encode())

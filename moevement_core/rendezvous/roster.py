@@ -64,6 +64,8 @@ class Roster:
     """Why ranks that live had to begin anew, in their words."""
     formed_at: float = 0.0
     """Seconds since the epoch."""
+    first_formed_at: float = 0.0
+    """Likewise, of the first generation."""
     left_at: float = 0.0
     """When the last survivor had stopped what it did."""
     spares: int = 0

@@ -34,6 +34,7 @@ from moevement_core.snapshot.snapshot import (
     StateTensor,
     aligned_bytes,
     as_bytes,
+    contents_of,
     contents_text,
     offsets,
 )
@@ -133,6 +134,7 @@ class Checkpointer:
         record_bytes: the most that a boundary record's tensors take.
         report: told, in words, what an operator should know.
         to_disk: whether there are to be buffers for windows that are being written to disk; see :meth:`write_to`.
+        has: by peer, the iterations of this rank's snapshots that it has from before, taken by another process.
     """
 
     def __init__(
@@ -148,6 +150,7 @@ class Checkpointer:
         report: Report,
         *,
         to_disk: bool = False,
+        has: Mapping[int, Collection[int]] | None = None,
     ) -> None:
         self.rank = rank
         self.history = history
@@ -158,6 +161,7 @@ class Checkpointer:
         self._states = states
         self._device = device
         self._senders = senders
+        self._has = has or {}
         self._agreement = agreement
         self._record_bytes = record_bytes
         self._report = report
@@ -230,13 +234,17 @@ class Checkpointer:
         self._capture = None
         if iteration in self._held:
             return  # taken before a failure that the job has come back from to here
-        schedule = self.history.at(iteration)
-        if self._paused and not self._has_room(iteration, schedule):
+        if self._paused and not self._has_room(iteration, self.history.at(iteration)):
             return
         self._paused = False
-        if (buffer := self._pool.acquire()) is None:
+        if not self.take(iteration, record, state=state, whole=whole):
             self._abandon(iteration)
-            return
+
+    def take(self, iteration: int, record: Any, *, state: int | None = None, whole: bool = False) -> bool:
+        """Begin ``SS_iteration`` and say nothing to other ranks; whether a buffer was free. See :meth:`capture`."""
+        if (buffer := self._pool.acquire()) is None:
+            return False
+        schedule = self.history.at(iteration)
         slot = schedule.slot(iteration)
         layout = self._layout(schedule, slot)
         marked, tensors = plain.flatten(record)
@@ -268,6 +276,20 @@ class Checkpointer:
         self._capture = self._engine.start(
             pairs[count:], pairs[:count], everything, captured, lambda: self._lose(iteration)
         )
+        return True
+
+    def adopt(self, snapshot: Snapshot) -> bool:
+        """Keep a copy of ``snapshot``, which this rank's number took in another process; whether a buffer was free."""
+        if snapshot.iteration in self._held or snapshot.buffer.numel() > self._pool.nbytes:
+            return snapshot.iteration in self._held
+        if (buffer := self._pool.acquire()) is None:
+            return False
+        buffer[: snapshot.buffer.numel()].copy_(snapshot.buffer)
+        held = _Held(buffer, self._pool, contents_of(snapshot.header.contents))
+        with self._lock:
+            self._held[snapshot.iteration] = held
+        self._captured(held, Snapshot(snapshot.header, buffer))
+        return True
 
     def _everything(self) -> dict[str, list[Any]]:
         """All live tensors of every operator that has some here."""
@@ -304,7 +326,7 @@ class Checkpointer:
             broken = [iteration for iteration, held in self._held.items() if held.snapshot is None]
         for iteration in broken:  # the failure came between the buffer and the copy
             self._lose(iteration)
-        self._senders, self.keepers, self._agreement = senders, keepers, agreement
+        self._senders, self.keepers, self._agreement, self._has = senders, keepers, agreement, has
         self._capture, self._sent_before, self._paused = None, 0, False
         with self._lock:
             kept = sorted(self._held.items())
@@ -352,10 +374,12 @@ class Checkpointer:
         """On the capture thread: hand the snapshot to the senders."""
         if not self.replicating:
             snapshot.acknowledged.update(sender.peer for sender in self._senders)
+        snapshot.acknowledged.update(peer for peer, its in self._has.items() if snapshot.iteration in its)
         with self._lock:
             held.snapshot = snapshot
         for sender in self._senders if self.replicating else ():
-            self._deliver(sender, held, snapshot)
+            if sender.peer not in snapshot.acknowledged:
+                self._deliver(sender, held, snapshot)
         self._end_use(held)
 
     def _lose(self, iteration: int) -> None:

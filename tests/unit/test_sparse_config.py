@@ -20,7 +20,8 @@ FLAGS = {
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
     "--moevement-reorder-threshold", "--moevement-replicas", "--moevement-replicas-on-same-node",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
-    "--moevement-wipe-at", "--moevement-wipe-stages",
+    "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-mtbf",
+    "--moevement-inject-seed", "--moevement-inject-trace", "--moevement-inject-speedup", "--moevement-wipe-stages",
 }  # fmt: skip
 MEGATRONS: dict[str, Any] = {
     "num_experts": 4, "optimizer": "adam", "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,

@@ -32,6 +32,9 @@ from megatron.moevement.runtime.recovery import Prepared
 from megatron.moevement.runtime.replay import TrainLoop
 from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
+from moevement_core.recovery.account import Account
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.rendezvous.roster import Death
 
 Setup = Callable[[], tuple[list[Any], Any, Any]]
 """Megatron's own way to model, optimizer and scheduler."""
@@ -78,6 +81,8 @@ class Comeback:
     """Whether what is due between ``until`` and the next iteration (evaluation, dense save) may be undone yet."""
     usable_at: float
     """When process groups were usable again, seconds since the epoch."""
+    prepared_at: float
+    """When everything was prepared here."""
 
 
 def record_setup(original: Callable[..., Any], begin: Callable[[Job, Setup], None]) -> Callable[..., Any]:
@@ -144,9 +149,6 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         assert job.sparse is not None
         same = next((one for one in told if one.committed == until and one.replica == stood.replica), reached)
         job.sparse.commit.follow(until, same.outcome, list(reached.scalers))
-    put_progress(job, reached.progress if is_between else reached.begun_progress or reached.progress)
-    args.iteration, args.num_floating_point_operations_so_far = until, reached.flops
-    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     if job.begun:
         assert job.sparse is not None
         job.sparse.rewire([one.keeps for one in told])
@@ -154,7 +156,14 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         config = RunConfig.from_args(args).sparse
         assert config is not None
         adopted, same_stage = _policy_for(stood.stage, told)
-        job.sparse = sparse.start(job, config, None, adopted, same_stage)
+        job.sparse = sparse.start(
+            job, config, None, adopted=adopted, same_stage=same_stage, kept=[one.keeps for one in told]
+        )
+        job.sparse.take_start()
+    put_progress(job, reached.progress if is_between else reached.begun_progress or reached.progress)
+    args.iteration, args.num_floating_point_operations_so_far = until, reached.flops
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    job.sparse.start_writer()
     prepared = None
     if lost:
         try:
@@ -165,7 +174,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
             return False
     if stood.stage not in lost:
         job.sparse.commit.gather(now=True)
-    job.comeback = Comeback(until, lost, prepared, reached, is_between, usable_at)
+    job.comeback = Comeback(until, lost, prepared, reached, is_between, usable_at, time.time())
     recorder.go_on_with_record(job, args)
     return True
 
@@ -281,13 +290,14 @@ def bring_back(job: Job, train: inspect.BoundArguments) -> None:
     comeback, run = job.comeback, job.sparse
     assert comeback is not None
     assert run is not None
+    replay_at, recovery = time.time(), None
     if comeback.prepared is not None:
         is_lost = run.wiring.stage in comeback.lost
         if is_lost:
             run.commit.mark = None  # until it is back
         with restart.waiting_is_right():
             last = {comeback.until: {"step": comeback.reached.outcome}}
-            run.carry_out(replace(comeback.prepared, outcomes=last | dict(comeback.prepared.outcomes)))
+            recovery = run.carry_out(replace(comeback.prepared, outcomes=last | dict(comeback.prepared.outcomes)))
         if is_lost:
             live = boundary_copy(job)
             run.commit.mark = Mark(comeback.until, live, comeback.reached.outcome, live)
@@ -296,9 +306,66 @@ def bring_back(job: Job, train: inspect.BoundArguments) -> None:
     boundary = mark.boundary if comeback.is_between or mark.resumed is None else mark.resumed
     put_boundary_state(job, boundary)
     run.begin_anew(comeback.until)
+    recorder.complete_metrics(job, comeback.until)
+    job.losses.clear()
+    _tell(job, comeback, recovery, replay_at)
     if comeback.is_between:
         _do_what_is_due(comeback.until, train)
     job.comeback = None
+
+
+def _tell(job: Job, comeback: Comeback, recovery: Recovery | None, replay_at: float) -> None:
+    """What the operator of the job sees; every rank calls it."""
+    now, run = restart.generation(), job.sparse
+    assert now is not None
+    assert run is not None
+    mine = (
+        now.interrupted_at, comeback.usable_at, comeback.prepared_at, replay_at, time.time(), run.iteration_s,
+        run.copies_missing,
+    )  # fmt: skip
+    *times, iteration_s, missing = zip(*tell_all(mine), strict=True)
+    interrupted_at, usable_at, prepared_at, began_at, resumed_at = (max(its) for its in times)
+    roster = now.roster
+    failed_at = min((death.at for death in roster.deaths), default=interrupted_at)
+    iterations_s = max(iteration_s) * (comeback.until - run.began_at)
+    account = Account(
+        generation=roster.generation,
+        failures=[_failure(death) for death in roster.deaths] or list(roster.reasons),
+        noticed_by="the launcher saw the process end" if roster.deaths else "the rank, or a timeout of the wrapper",
+        failed_at=failed_at,
+        interrupted_at=max(interrupted_at, failed_at),
+        left_at=max(roster.left_at, interrupted_at),
+        formed_at=roster.formed_at,
+        usable_at=usable_at,
+        prepared_at=prepared_at,
+        replay_at=began_at,
+        resumed_at=resumed_at,
+        scope=_scope(comeback, run, recovery),
+        recovery=recovery.as_dict() if recovery is not None else None,
+        effective=iterations_s / (resumed_at - roster.first_formed_at) if iterations_s else None,
+        spares=roster.spares,
+        copies=f"{sum(missing)} snapshots are being brought to peers again" if sum(missing) else "all are there",
+    )
+    if dist.get_rank() == 0:
+        for line in account.lines():
+            print(f"moevement: {line}", flush=True)
+    job.event("failure", **account.as_dict())
+
+
+def _failure(death: Death) -> str:
+    who = f"rank {death.rank}" if death.rank is not None else "a spare"
+    return f"{who} (pid {death.pid}) {death.how}"
+
+
+def _scope(comeback: Comeback, run: sparse.SparseRun, recovery: Recovery | None) -> str:
+    stages = run.wiring.pipeline.stages
+    if recovery is None:
+        return f"none of {stages} stages lost its state"
+    lost = ", ".join(str(stage) for stage in sorted(comeback.lost))
+    replayed = [stage for stage, count in recovery.replayed_by_stage.items() if count]
+    if len(replayed) == stages and len(comeback.lost) < stages:
+        return f"stage {lost} of {stages} lost its state; all stages rolled back"
+    return f"stage {lost} of {stages} lost its state; {'all' if len(replayed) == stages else 'only it'} rolled back"
 
 
 def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:

@@ -40,6 +40,9 @@ from moevement_core.errors import JobStopped
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import Card, Roster
 
+NOTICED_S = 1.0
+"""How long the death of a process takes to be noticed at most; its broken connections are seen at once."""
+
 
 class Leave(BaseException):
     """Out of the wrapper, after everything was aborted; not an error, so that nothing on the way catches it."""
@@ -58,6 +61,8 @@ class Generation:
     aborting: bool = False
     """Whatever fails now fails because everything is being aborted."""
     interrupted_at: float = 0.0
+    """When this process was interrupted in the generation before; 0 if it was not in it."""
+    aborted_at: float = 0.0
     call: Any = None
     """The wrapper's handle, for sections that must not be interrupted."""
 
@@ -73,6 +78,14 @@ def generation() -> Generation | None:
 def is_aborting() -> bool:
     """Whether errors of communication are those of an abort, and nothing to report."""
     return _generation is not None and _generation.aborting
+
+
+def is_fault_of_others() -> bool:
+    """Whether an error of communication came from a failure somewhere else; waits a moment for that to be noticed."""
+    deadline = time.monotonic() + NOTICED_S
+    while _generation is not None and not _generation.aborting and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_aborting()
 
 
 def atomic() -> Any:
@@ -125,8 +138,11 @@ class _Restarts:
                 roster, rank = self._member.wait_for_rank()
             except JobStopped as stopped:
                 sys.exit(str(stopped) or None)
-            is_new = _generation is None
-            _generation = Generation(roster, rank, time.time(), is_new)
+            before = _generation
+            is_new = before is None
+            _generation = Generation(
+                roster, rank, time.time(), is_new, interrupted_at=before.aborted_at if before is not None else 0.0
+            )
             megatron_state.take_rank(rank, is_new)
             try:
                 ended = self._enter()
@@ -161,7 +177,7 @@ class _Restarts:
                     return exit_  # a planned exit is no failure: the wrapper lets all ranks come to it
                 raise
             except Exception as error:
-                if not now.aborting:
+                if not is_fault_of_others():
                     self._reason = f"rank {now.rank}: {type(error).__name__}: {_first_line(error)}"
                     traceback.print_exc()
                 raise
@@ -182,7 +198,7 @@ class _Restarts:
 
         def aborting() -> None:
             now.aborting = True
-            now.interrupted_at = time.time()
+            now.aborted_at = time.time()
 
         def seconds(flag: str) -> timedelta:
             return timedelta(seconds=getattr(args, f"inprocess_{flag}"))

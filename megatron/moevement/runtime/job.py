@@ -33,6 +33,8 @@ class Job:
     last_step_s: float | None = None
     """Seconds that the last training step of this rank took."""
     last_loss: float | str | None = None
+    losses: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Of recent iterations, by their number, on the last pipeline stage: for metrics whose writer was interrupted."""
     held_out: dict[str, Any] = field(default_factory=dict)
     """The last loss on the validation and on the test set."""
     evaluated_set: str = "validation"

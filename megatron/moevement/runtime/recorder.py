@@ -175,6 +175,21 @@ def go_on_with_record(job: Job, args: Namespace) -> None:
         job.record.begin(_plain_config(args), first_iteration=job.iteration + 1)
 
 
+def complete_metrics(job: Job, until: int) -> None:
+    """Write the lines that a failure has kept from being written, up to ``until``; on the rank that keeps the record.
+
+    Losses are those of the replay. A rank that was interrupted between its step and its line has lost them.
+    """
+    if job.record is None:
+        return
+    newest = job.record.newest_metric()
+    for iteration in range(newest["iteration"] + 1 if newest else 1, until + 1):
+        losses = {name: _number(value) for name, value in job.losses.get(iteration, {}).items()}
+        job.last_loss = losses.get("lm loss", job.last_loss)
+        loss = losses.pop("lm loss", None)
+        job.record.metric(iteration=iteration, loss=loss, **losses, recovered=True, time=time.time())
+
+
 def begin_record(job: Job, args: Namespace) -> None:
     """Every rank calls it; the last one writes from now on."""
     config = RunConfig.from_args(args)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megatron.moevement.optimizer.views import OperatorViews
+from megatron.moevement.runtime.boundary import boundary_copy
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import Alone, MegatronTrainer
@@ -208,6 +209,20 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
             active = f"{operators - frozen} of {operators} operators of stage {parts.wiring.stage} active"
             print(f"moevement: replaying iteration {iteration} of {plan.until}, {active}", flush=True)
 
+    def keep(iteration: int, record: Mapping[str, Any]) -> None:
+        """Take the snapshots again that died with a rank, and those of windows that were under way."""
+        checkpointer = parts.checkpointer
+        if iteration in checkpointer.snapshots():
+            return
+        if iteration in prepared.snapshots:
+            checkpointer.adopt(prepared.snapshots[iteration])
+        elif "step" in record and iteration >= checkpointer.history.oldest.start:
+            checkpointer.take(iteration, {"boundary": boundary_copy(parts.job), "iteration": record})
+            checkpointer.wait()
+
+    if plan is not None:
+        for iteration in range(plan.first, plan.runs[parts.wiring.stage].last):
+            parts.checkpointer.adopt(prepared.snapshots[iteration])
     feeders = [] if everywhere else _start_feeders(parts, prepared)
     if plan is not None:
         alone = None if everywhere else Alone(parts.wiring.neighbours, frozenset(plan.runs), parts.wiring.feeds)
@@ -215,7 +230,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
         with trainer.replaying():
             replay(
                 plan, parts.wiring.stage, parts.wiring.table.names, prepared.snapshots, trainer, check, tell,
-                prepared.outcomes,
+                prepared.outcomes, keep,
             )  # fmt: skip
         replicas = trainer.replica_digests()
     for feeder in feeders:

@@ -143,6 +143,7 @@ class MegatronTrainer(Trainer):
                 self._job.boundary_log.end()
         args.consumed_train_samples += samples
         self._job.iteration = iteration
+        self._job.losses[iteration] = dict(losses)
         return losses
 
     def _begin_log(self, iteration: int) -> None:

@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import statistics
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -128,6 +129,7 @@ class SparseRun:
         adopted: Policy | None = None,
         *,
         same_stage: bool = True,
+        kept: Sequence[Mapping[int, Collection[int]]] = (),
     ) -> None:
         from megatron.core.utils import unwrap_model
 
@@ -160,9 +162,11 @@ class SparseRun:
         if adopted is not None:
             adopted = adopted if same_stage else adopted.for_table(self.table, self.popularity, self.trigger)
             self._adopt(adopted)
-        self.checkpointer = self._start_checkpointer(adopted)
+        self.checkpointer = self._start_checkpointer(adopted, kept)
         self._loaded = loaded
-        self._writer = self._start_writer(config.persist_dir) if config.persist_dir else None
+        self._writer: WindowWriter | None = None
+        if adopted is None:
+            self.start_writer()
         if self.wiring.pipeline.stages > 1:
             job.boundary_log = BoundaryLog(self._device, config.log_memory_bytes, self._report)
         self._last_record: dict[str, Any] = {}
@@ -175,10 +179,12 @@ class SparseRun:
 
     # Once
 
-    def _start_writer(self, template: str) -> WindowWriter:
-        """Write windows that begin with this run's first iteration or later; before it, all hold the same state."""
+    def start_writer(self) -> None:
+        """Write windows that begin with the next iteration or later, where that is wanted; every rank calls it."""
         from megatron.training import get_args
 
+        if (template := self.config.persist_dir) is None:
+            return
         place = find_place("--moevement-persist-dir", template, self.config.node_of(self.wiring.rank))
         if not self._disk_job:
             refuse_foreign_windows(place, self.config.load, self.config.node_of(self.wiring.rank))
@@ -186,7 +192,7 @@ class SparseRun:
             dist.broadcast_object_list(name)
             self._disk_job = name[0]
         elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
-        writer = WindowWriter(
+        self._writer = WindowWriter(
             Folder(place.folder, place.is_first),
             self._disk_job,
             settings_of(get_args()),
@@ -194,8 +200,7 @@ class SparseRun:
             lambda snapshot: snapshot.record()["boundary"]["progress"],
             self._report,
         )
-        self.checkpointer.write_to(writer, self.job.iteration)
-        return writer
+        self.checkpointer.write_to(self._writer, self.job.iteration)
 
     def _adopt(self, policy: Policy) -> None:
         self.popularity, self.trigger, self._decided = policy.popularity, policy.trigger, policy.decided
@@ -209,7 +214,9 @@ class SparseRun:
             self._window_start, self.began_at, self._disk_job,
         )  # fmt: skip
 
-    def _start_checkpointer(self, adopted: Policy | None) -> Checkpointer:
+    def _start_checkpointer(
+        self, adopted: Policy | None, kept: Sequence[Mapping[int, Collection[int]]]
+    ) -> Checkpointer:
         history = ScheduleHistory(*adopted.schedules) if adopted is not None else self._first_schedule()
         own_bytes = self._slots(history.newest.size) * buffer_bytes(history.newest, self._states, self._record_bytes)
         self._senders, keepers = self._connect(own_bytes, {})
@@ -224,7 +231,13 @@ class SparseRun:
             self._record_bytes,
             self._report,
             to_disk=self.config.persist_dir is not None,
+            has=self._peers_have(kept),
         )
+
+    def _peers_have(self, kept: Sequence[Mapping[int, Collection[int]]]) -> dict[int, Collection[int]]:
+        """By peer, the iterations of this rank's snapshots that it keeps, from what every rank said."""
+        rank = self.wiring.rank
+        return {peer: kept[peer].get(rank, ()) for peer in self.wiring.peers[rank]} if kept else {}
 
     def _first_schedule(self) -> ScheduleHistory:
         size = self._first_size(self.wiring.most_operators)
@@ -281,10 +294,8 @@ class SparseRun:
         own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
         self._senders, keepers = self._connect(own_bytes, before)
         others = [keeper for source, keeper in before.items() if source not in self.wiring.sources]
-        has = {peer: kept[peer].get(self.wiring.rank, ()) for peer in self.wiring.peers[self.wiring.rank]}
         # What is kept for ranks that have other peers now is of use until they have brought it there.
-        self.checkpointer.rewire(self._senders, [*keepers, *others], self.wiring.agreement, has)
-        self._writer = self._start_writer(self.config.persist_dir) if self.config.persist_dir else None
+        self.checkpointer.rewire(self._senders, [*keepers, *others], self.wiring.agreement, self._peers_have(kept))
         self._silent.clear()
         self._start_clock()
 
@@ -300,6 +311,34 @@ class SparseRun:
         if mark is None or mark.iteration != committed:  # the first iteration, or one after some that were left out
             mark = Mark(committed, boundary, {})
         self.commit.mark = replace(mark, resumed=boundary)
+
+    def take_start(self) -> None:
+        """Snapshots of the state that the job began from, which this new rank was just built with.
+
+        So a rank that dies before anything of it has reached a peer is recovered like any other.
+        """
+        schedule = self.checkpointer.history.oldest
+        if schedule.start >= self.began_at or self.began_at > 0:
+            return  # windows have been persisted since; or the state was loaded, and is not what was built
+        record = {"boundary": boundary_copy(self.job), "iteration": {}}
+        for iteration in range(schedule.start, self.began_at + 1):
+            whole = self._digests_whole(iteration)
+            self.checkpointer.take(iteration, record, state=self.began_at, whole=whole)
+            self.checkpointer.wait()
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds that an iteration takes, the middle one of those of this process; 0 before any."""
+        return statistics.median(self._steps_s) if self._steps_s else 0.0
+
+    @property
+    def copies_missing(self) -> int:
+        """Snapshots of this rank, each as often as a peer does not have it yet."""
+        return sum(
+            peer not in snapshot.acknowledged
+            for snapshot in self.checkpointer.snapshots().values()
+            for peer in self.wiring.peers[self.wiring.rank]
+        )
 
     def begin_anew(self, committed: int) -> None:
         """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
@@ -414,6 +453,8 @@ class SparseRun:
         if self._replaying:
             return type(self.job.optimizer).step(self.job.optimizer)
         self.totals.stall_s += self.checkpointer.wait()
+        if self.job.boundary_log is not None:
+            self.job.boundary_log.end()  # here, so that a rank that is interrupted after its step has the whole of it
         return self.commit.step(self.job.iteration + 1)
 
     def end_iteration(self, committed: int, step_s: float, outcome: dict[str, Any]) -> None:
@@ -531,7 +572,7 @@ class SparseRun:
         with self.replaying():
             done = way(parts)
         self.recoveries.append(done)
-        if self.wiring.rank == 0:
+        if self.wiring.rank == 0 and self.job.comeback is None:  # else it is told with everything around it
             print(f"moevement: {done.sentence()}", flush=True)
         self.job.event("recovery", **done.as_dict())
         return done
@@ -669,8 +710,8 @@ class SparseRun:
         self.checkpointer.undelivered(snapshot)
 
     def _report(self, text: str) -> None:
-        if restart.is_aborting():
-            return  # what ends now ends because everything was aborted
+        if threading.current_thread() is not threading.main_thread() and restart.is_fault_of_others():
+            return  # what ends now ends because a rank died, which is told elsewhere
         print(f"moevement: rank {self.wiring.rank}: {text}", flush=True)
 
     def _watch_peers(self) -> None:
@@ -749,19 +790,16 @@ def _model_replica() -> Any:
     return parallel_state.get_model_parallel_group()
 
 
-def start(
-    job: Job, config: SparseConfig, loaded: Loaded | None, adopted: Policy | None = None, same_stage: bool = True
-) -> SparseRun:
+def start(job: Job, config: SparseConfig, loaded: Loaded | None, **joining: Any) -> SparseRun:
     """Begin sparse checkpointing of ``job`` and put the wait in front of its optimizer step.
 
     Args:
         job: this rank's.
         config: the flags.
         loaded: the window that the job starts from, if it starts from one.
-        adopted: what other ranks have decided, where this one joins a running job.
-        same_stage: whether those are of this rank's stage.
+        joining: what a rank knows that joins a running job: ``adopted``, ``same_stage``, ``kept``.
     """
-    run = SparseRun(job, config, loaded, adopted, same_stage=same_stage)
+    run = SparseRun(job, config, loaded, **joining)
     step = job.optimizer.step
 
     @functools.wraps(step)
@@ -791,8 +829,6 @@ def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]
         if job.boundary_log is not None:
             job.boundary_log.begin(committed + 1)
         result = original(*bound.args, **bound.kwargs)
-        if job.boundary_log is not None:
-            job.boundary_log.end()
         losses, skipped, grad_norm = result[0], result[1], result[5]
         outcome = {
             "skipped": bool(skipped),

@@ -1,0 +1,135 @@
+"""What an operator of the job is told of a recovery: one block in the log, one event, and a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from moevement_core.recovery.outcome import Recovery
+
+
+@dataclass(frozen=True)
+class Account:
+    """One recovery, from the failure to the first new iteration. Times are seconds since the epoch, of all ranks the
+    latest; the same on every rank.
+    """
+
+    generation: int
+    failures: Sequence[str]
+    """Who failed and how, in words."""
+    noticed_by: str
+    failed_at: float
+    """When the failure was seen by whoever watches the processes."""
+    interrupted_at: float
+    """When ranks were interrupted and their communication was aborted."""
+    left_at: float
+    """When the last one had stopped what it did."""
+    formed_at: float
+    """When every rank was given out again."""
+    usable_at: float
+    """When process groups were there again."""
+    prepared_at: float
+    """When state was found and fetched, and new ranks were built."""
+    replay_at: float
+    """When the training loop had been entered and the replay began."""
+    resumed_at: float
+    """When all of the state was there."""
+    scope: str
+    recovery: Mapping[str, Any] | None
+    """What was replayed; None if nothing was lost."""
+    effective: float | None
+    """Effective training time ratio so far: iterations committed, each once, over the time since the job was formed."""
+    spares: int
+    copies: str
+    """Whether everything is kept as often as it should be."""
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def parts(self) -> dict[str, float]:
+        """Seconds by part, in order."""
+        times = (
+            ("detect", self.failed_at), ("abort", self.interrupted_at), ("regroup", self.left_at),
+            ("set up and fetch", self.usable_at), ("enter the loop", self.prepared_at), ("replay", self.replay_at),
+            ("", self.resumed_at),
+        )  # fmt: skip
+        return {name: max(0.0, end - begin) for (name, begin), (_, end) in pairwise(times)}
+
+    @property
+    def total_s(self) -> float:
+        """From the failure to the resumption."""
+        return max(0.0, self.resumed_at - self.failed_at)
+
+    def lines(self) -> list[str]:
+        """The block."""
+        parts = "  ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts().items())
+        found = Recovery(**self.recovery) if self.recovery is not None else None
+        rows = [
+            ("failed", "; ".join(self.failures) or "nobody; all ranks began anew"),
+            ("noticed", self.noticed_by),
+            ("scope", self.scope),
+            ("plan", _plan(found)),
+            ("seconds", f"{parts}  = {self.total_s:.2f}"),
+            ("verified", _verified(found)),
+            ("copies", self.copies),
+            ("so far", f"{_effective(self.effective)}; {self.spares} spares are left"),
+        ]
+        rows += [("note", note) for note in self.notes]
+        return [f"recovery {self.generation}", *(f"  {name:<9} {text}" for name, text in rows)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For events."""
+        return {**asdict(self), "parts": self.parts(), "total_s": self.total_s}
+
+
+def _plan(found: Recovery | None) -> str:
+    if found is None:
+        return "no state was lost"
+    came = ", ".join(f"{count} from {name}" for name, count in found.sources.items() if count)
+    stages = ", ".join(f"{stage}: {count}" for stage, count in found.replayed_by_stage.items())
+    return (
+        f"from the snapshots of iteration {found.first} on ({came}) to iteration {found.until}; iterations replayed by "
+        f"stage {stages}; {found.fed_bytes / 1e6:.1f} MB fed from logs"
+    )
+
+
+def _verified(found: Recovery | None) -> str:
+    if found is None:
+        return "nothing to verify"
+    return f"up to iteration {found.verified_until}" if found.verified_until is not None else "not verified"
+
+
+def _effective(ratio: float | None) -> str:
+    return (
+        "effective training time ratio not known yet" if ratio is None else f"effective training time ratio {ratio:.3f}"
+    )
+
+
+def trace_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """A timeline in the trace event format that Perfetto opens, from the events of a run."""
+    begun: float | None = None
+    shown: list[dict[str, Any]] = []
+    for event in events:
+        begun = event["time"] if begun is None else begun
+        if event["event"] != "failure":
+            shown.append(
+                {"name": event["event"], "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": _us(event["time"], begun)}
+            )
+            continue
+        at = event["failed_at"]
+        shown.append(_slice(f"recovery {event['generation']}", at, event["total_s"], begun, 0, event["failures"]))
+        for name, seconds in event["parts"].items():
+            shown.append(_slice(name, at, seconds, begun, 1, None))
+            at += seconds
+    return {"traceEvents": shown, "displayTimeUnit": "ms"}
+
+
+def _slice(name: str, at: float, seconds: float, begun: float, row: int, about: Any) -> dict[str, Any]:
+    return {
+        "name": name, "ph": "X", "pid": 0, "tid": row, "ts": _us(at, begun), "dur": seconds * 1e6,
+        "args": {"failures": about} if about else {},
+    }  # fmt: skip
+
+
+def _us(at: float, begun: float) -> float:
+    return (at - begun) * 1e6
