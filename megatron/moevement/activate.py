@@ -135,6 +135,12 @@ def points() -> tuple[Point, ...]:
         ),
         Point(
             (training,),
+            "build_train_valid_test_data_loaders",
+            loaders.from_known_samples,
+            "guesses a number of consumed samples that is zero",
+        ),
+        Point(
+            (training,),
             "build_pretraining_data_loader",
             loaders.with_own_generator,
             "opening an iterator must not move the generator that training draws from",

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.job import Job, current_job
 
 
 def with_own_generator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,6 +32,29 @@ def with_own_generator(original: Callable[..., Any]) -> Callable[..., Any]:
         return loader
 
     return build_pretraining_data_loader
+
+
+def from_known_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``build_train_valid_test_data_loaders`` that begins where the job says.
+
+    In a job that goes on and has consumed no validation samples Megatron takes the number for one that an old
+    checkpoint did not have, and guesses it.
+    """
+
+    @functools.wraps(original)
+    def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        settings = get_args()
+        iteration = settings.iteration
+        if current_job().samples_are_known and not settings.phase_transition_iterations:
+            settings.iteration = 0
+        try:
+            return original(*args, **kwargs)
+        finally:
+            settings.iteration = iteration
+
+    return build_train_valid_test_data_loaders
 
 
 def train_batches_from(job: Job, consumed_train_samples: int) -> list[Iterator[dict[str, torch.Tensor]] | None]:

@@ -99,6 +99,7 @@ def put_progress(job: Job, state: Mapping[str, int]) -> None:
     from megatron.training import get_args
 
     args = get_args()
+    job.samples_are_known = True
     for name, value in state.items():
         if name == "iteration":
             job.iteration = value

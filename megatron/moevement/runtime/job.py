@@ -28,6 +28,8 @@ class Job:
     model: list[Any] | None = None
     optimizer: Any = None
     scheduler: Any = None
+    samples_are_known: bool = False
+    """Whether the numbers of consumed samples were put back, and a zero among them is one."""
     iteration: int = 0
     """The last committed iteration; 0 before the first."""
     last_step_s: float | None = None
