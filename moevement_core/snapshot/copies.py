@@ -100,8 +100,7 @@ class CopyEngine(ABC):
         self.error: BaseException | None = None
         """The first thing that went wrong in the background; shown at the next call."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="moevement-capture", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def start(
         self,
@@ -126,20 +125,27 @@ class CopyEngine(ABC):
         if self.error is not None:
             failed()
             raise self.error
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="moevement-capture", daemon=True)
+            self._thread.start()
         capture = Capture(at_once, beside, whole, done, failed)
         self._jobs.put((capture, self._issue(capture)))
         return capture
 
     def settle(self) -> None:
         """Block until everything that was started is complete, or has failed."""
+        if self._thread is None:
+            return
         over = threading.Event()
         self._jobs.put(over)
         over.wait()
 
     def close(self) -> None:
-        """Finish what was started and end the thread."""
-        self._jobs.put(None)
-        self._thread.join()
+        """Finish what was started and end the thread; the next start begins another."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
 
     @abstractmethod
     def _issue(self, capture: Capture) -> Any:

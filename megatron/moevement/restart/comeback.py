@@ -116,8 +116,11 @@ def record_setup(original: Callable[..., Any], begin: Callable[[Job, Setup], Non
 def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     """Meet the others after a failure and find the way back; whether there is one. Every rank calls it.
 
-    Without a way (nothing was committed, or nobody has what is needed) ``job`` is a new one, to be set up from its
-    start: from persisted windows, from a dense checkpoint, or from the seed.
+    Where nothing was committed ``job`` is a new one, to be set up from its start.
+
+    Raises:
+        RecoveryError: nobody has what is needed. When ranks meet next they set up the job from its start: from windows
+            on disk, from a dense checkpoint, or from the seed.
     """
     from megatron.core.num_microbatches_calculator import update_num_microbatches
     from megatron.training import get_args
@@ -169,9 +172,10 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         try:
             with restart.waiting_is_right():
                 prepared = job.sparse.prepare(until, lost)
-        except RecoveryError as error:
-            _start_over(str(error))
-            return False
+        except RecoveryError:
+            # What was wired for coming back is of no use: ranks meet once more, and then nobody has begun.
+            job.begun = False
+            raise
     if stood.stage not in lost:
         job.sparse.commit.gather(now=True)
     job.comeback = Comeback(until, lost, prepared, reached, is_between, usable_at, time.time())
@@ -218,8 +222,6 @@ def _start_over(why: str) -> None:
     """Forget everything, on every rank alike."""
     if dist.get_rank() == 0:
         print(f"moevement: every rank begins from the start, because {why}", flush=True)
-    if (run := current_job().sparse) is not None:
-        run.disconnect()
     start_job()
 
 

@@ -35,7 +35,7 @@ from megatron.moevement.restart import megatron_state
 from megatron.moevement.restart.abort import AbortAll
 from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV
 from megatron.moevement.restart.store import GenerationStore, connect, store_address
-from megatron.moevement.runtime.job import current_job
+from megatron.moevement.runtime.job import current_job, start_job
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import Card, Roster
@@ -231,7 +231,12 @@ class _Restarts:
         if dist.is_initialized():  # it was being made when everything else was destroyed
             with suppress(Exception):
                 dist.destroy_process_group()
-        megatron_state.forget_generation(current_job())
+        job = current_job()
+        if job.sparse is not None:
+            job.sparse.disconnect()
+        megatron_state.forget_generation(job)
+        if not job.begun:  # nothing that could be kept
+            start_job()
 
 
 class _Leaving(Finalize):

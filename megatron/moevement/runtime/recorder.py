@@ -34,15 +34,16 @@ def record_pretrain(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def pretrain(*args: Any, **kwargs: Any) -> Any:
-        job = current_job() if current_job().begun else start_job()
+        if not current_job().begun:
+            start_job()
         started_s = time.time()
         try:
             result = original(*args, **kwargs)
         except SystemExit as exit_:
             if exit_.code in (0, None):
-                _write_summary(job, started_s)
+                _write_summary(current_job(), started_s)
             raise
-        _write_summary(job, started_s)
+        _write_summary(current_job(), started_s)
         return result
 
     return pretrain
