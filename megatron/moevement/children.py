@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import psutil
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that ask a process to end."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,8 @@ class Child:
                     target=_run, args=(program, dict(environment), streams), name=label
                 )
                 sys.stdout.flush()
-                forked.start()
+                with _signals_held():  # the launcher's handlers are not for the new process
+                    forked.start()
                 self._poll: Any = lambda: forked.exitcode
                 self.pid = int(forked.pid or 0)
             else:
@@ -77,8 +82,20 @@ class Child:
         return path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+
+
 def _run(program: Program, environment: dict[str, str], streams: list[TextIO]) -> None:
     """In the forked process."""
+    for number in ASKING:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     for stream, target in zip(streams, (1, 2), strict=False):
         os.dup2(stream.fileno(), target)
     os.environ.update(environment)

@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from megatron.moevement import config_file
-from megatron.moevement.children import Child, Program, end_all
+from megatron.moevement.children import ASKING, Child, Program, end_all
 from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
 from megatron.moevement.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.cli.progress import Progress
@@ -133,8 +133,7 @@ def _signals_raised() -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise _Stopped(number)
 
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.signal(number, stop) for number in asking}
+    before = {number: signal.signal(number, stop) for number in ASKING}
     try:
         yield
     finally:

@@ -6,28 +6,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from moevement_core.cli.main import main
 from moevement_core.run_record import RunRecord
-from tests.training import ROOT, SCRIPT, flags
-
-
-def launch(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "moevement_core.cli.main", "launch", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
-
-
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=180)
-    return process.returncode, out, err
+from tests.launching import finished, launch
+from tests.training import SCRIPT, flags
 
 
 def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:

@@ -1,0 +1,235 @@
+"""Ranks are killed, and the run ends with the bits of one that was never hurt.
+
+Real processes, real SIGKILLs, from inside at a named phase or from outside at any moment; several in one job. Who was
+outside the scope of a failure has replayed nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_core.cli.main import main
+from moevement_core.run_record import RunRecord
+from tests.launching import Survived, finished, launch, logs, survive
+from tests.training import SCRIPT, flags, train
+
+SPARSE: dict[str, Any] = {
+    "moevement_sparse_ckpt": True,
+    "moevement_window": 3,
+    "moevement_replicas_on_same_node": True,
+    "train_iters": 20,
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "PP2xEP2": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "use_distributed_optimizer": True,
+            "bf16": True,
+        },
+    ),
+    "PP4": (4, {"pipeline_model_parallel_size": 4}),
+    "VPP2": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1, "moevement_replicas": 1,
+            "fp16": True, "initial_loss_scale": 2**16,
+        },
+    ),
+    "PP2xDP2": (
+        4,
+        {
+            "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
+            "overlap_param_gather": True, "hidden_dropout": 0.1,
+        },
+    ),
+    "TP2xPP2": (
+        4, {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    ),
+}  # fmt: skip
+
+
+def reference(nproc: int, folder: Path, **overrides: Any) -> str:
+    """The digest of a run that is never hurt."""
+    return str(train(nproc, folder, **overrides).summary()["state_digest"]["all"])
+
+
+def stage_of(rank: int, nproc: int, layout: dict[str, Any]) -> int:
+    """With Megatron's order of ranks stages are runs of ranks."""
+    return rank // (nproc // layout["pipeline_model_parallel_size"])
+
+
+def evaluations(record: RunRecord) -> dict[tuple[str, int], float]:
+    events = (event for event in record.events() if event["event"] == "evaluation")
+    return {(event["set"], event["iteration"]): event["loss"] for event in events}
+
+
+def assert_alone(survived: Survived, stages: int) -> None:
+    """Stages that lost nothing have replayed nothing."""
+    for failure in survived.failures():
+        if failure["recovery"] is None:
+            continue
+        replayed = {stage for stage, count in failure["recovery"]["replayed_by_stage"].items() if count}
+        assert len(replayed) < stages, failure["scope"]
+
+
+def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
+    nproc, layout = LAYOUTS["PP2xEP2"]
+    wanted = reference(nproc, tmp_path / "unhurt", **SPARSE | layout | {"train_iters": 30})
+    faults = (
+        "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
+        "rank=2,iteration=14,phase=commit", "rank=1,iteration=17,phase=step", "rank=3,iteration=20,phase=gather",
+        "rank=0,iteration=23,phase=snapshot", "rank=2,iteration=26,phase=replicate",
+    )  # fmt: skip
+    survived = survive(nproc, 2, tmp_path / "hurt", inject=faults, **SPARSE | layout | {"train_iters": 30})
+    assert survived.digest == wanted
+    survived.check_metrics(30)
+    assert len(survived.failures()) == len(faults)
+    assert_alone(survived, 2)
+    assert main(["verify", str(tmp_path / "unhurt"), str(tmp_path / "hurt"), "--json"]) == 0
+    # Everyone who died was replaced, by a process that is there and waits.
+    roles = [one["role"] for one in survived.ranks()]
+    assert roles.count("active") == nproc
+    assert "recovery 8" in survived.out
+    assert main(["report", str(tmp_path / "hurt"), "--trace", str(tmp_path / "trace.json")]) == 0
+    names = [one["name"] for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert names.count("replay") == len(faults)
+
+
+def test_failures_during_a_recovery(tmp_path: Path) -> None:
+    """Of a recovering rank, of the spare just promoted, of a feeder, and of a rank that only waits."""
+    nproc, layout = LAYOUTS["PP4"]
+    flags_ = SPARSE | layout
+    wanted = reference(nproc, tmp_path / "unhurt", **flags_)
+    faults = (
+        "rank=1,iteration=7,phase=forward", "rank=1,phase=replay", "rank=0,phase=recover", "rank=3,phase=recover",
+        "rank=2,iteration=15,phase=gather", "rank=0,iteration=15,phase=recover,signal=EXC",
+    )  # fmt: skip
+    survived = survive(nproc, 2, tmp_path / "hurt", inject=faults, **flags_)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+
+
+def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
+    """Adjacent stages at once, which replay together; all copies are on the other node."""
+    nproc, layout = LAYOUTS["PP4"]
+    flags_ = SPARSE | layout | {"moevement_replicas": 1, "moevement_replicas_on_same_node": False}
+    wanted = reference(nproc, tmp_path / "unhurt", **flags_, moevement_ranks_per_node=2)
+    faults = tuple(
+        f"rank={rank},iteration={at},phase=start" for at, ranks in ((8, (0, 1)), (14, (2, 3))) for rank in ranks
+    )
+    survived = survive(nproc, 4, tmp_path / "hurt", options=("--ranks-per-node", "2"), inject=faults, **flags_)
+    assert survived.digest == wanted
+    for failure in survived.failures():
+        assert failure["recovery"] is None or len(failure["failures"]) in (1, 2)
+    assert {one["node"] for one in survived.ranks() if one["role"] == "active"}.isdisjoint({"0", "1"})
+
+
+def test_around_the_training_loop(tmp_path: Path) -> None:
+    """In the first iteration, in an evaluation, in a dense save, in the last step and in the exit."""
+    flags_ = SPARSE | {
+        "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16, "eval_interval": 4,
+        "eval_iters": 2, "save_interval": 8,
+    }  # fmt: skip
+    wanted = train(2, tmp_path / "unhurt", **flags_, save=str(tmp_path / "saved"))
+    faults = (
+        "rank=1,iteration=1,phase=forward", "rank=0,iteration=2,phase=backward", "rank=1,iteration=4,phase=eval",
+        "rank=0,iteration=8,phase=save", "rank=1,iteration=16,phase=gather", "rank=0,phase=exit",
+    )  # fmt: skip
+    survived = survive(2, 1, tmp_path / "hurt", inject=faults, **flags_, save=str(tmp_path / "saved_hurt"))
+    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    survived.check_metrics(16)
+    losses = [
+        {
+            (event["set"], event["iteration"]): event["loss"]
+            for event in record.events()
+            if event["event"] == "evaluation"
+        }
+        for record in (wanted, survived.record)
+    ]
+    assert losses[0] == losses[1]
+    for folder in ("saved", "saved_hurt"):
+        assert (tmp_path / folder / "latest_checkpointed_iteration.txt").read_text() == "16"
+        assert (tmp_path / folder / "iter_0000008" / ".metadata").exists()
+
+
+def test_a_rank_that_hangs_or_raises(tmp_path: Path) -> None:
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16}
+    wanted = reference(2, tmp_path / "unhurt", **flags_)
+    faults = (
+        "rank=0,iteration=5,phase=forward,signal=EXC", "rank=1,iteration=8,phase=step,signal=EXC",
+        "rank=1,iteration=11,phase=forward,signal=STOP",
+    )  # fmt: skip
+    survived = survive(
+        2, 1, tmp_path / "hurt", inject=faults, **flags_, inprocess_soft_timeout=6, inprocess_hard_timeout=9,
+        inprocess_heartbeat_interval=1, inprocess_termination_grace_time=0.1,
+    )  # fmt: skip
+    assert survived.digest == wanted
+    raised, torn, *_ = survived.failures()
+    assert raised["recovery"] is None, "who raised has lost nothing"
+    assert raised["failures"] == ["rank 0: InjectedFault: injected at forward of iteration 5"]
+    assert torn["recovery"]["replayed_by_stage"] == {"0": 0, "1": torn["recovery"]["replayed"]}
+
+
+def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_path: Path) -> None:
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16}
+    wanted = reference(2, tmp_path / "unhurt", **flags_)
+    windows: dict[str, Any] = {
+        "moevement_persist_dir": str(tmp_path / "windows"),
+        "moevement_load": str(tmp_path / "windows"),
+    }
+    words = flags(**flags_, **windows, moevement_inject="rank=1,iteration=12,phase=forward")
+    run = ("--run-dir", str(tmp_path / "hurt"))
+    code, out, err = finished(
+        launch("--nproc", "2", "--spares", "0", "--spare-timeout", "0.1", str(SCRIPT), *words, *run)
+    )
+    assert code == 1, logs(tmp_path / "hurt")
+    assert "waiting up to 0.1 s for 1 to start" in out
+    assert "moevement: the job is stopped: no spare came within 0.1 s for 1 of 2 ranks" in err
+    survived = survive(2, 0, tmp_path / "hurt", **flags_, **windows)
+    assert survived.digest == wanted
+    assert "starting from fresh weights" not in survived.out
+    assert survived.events("start")[-1]["iteration"] >= 6
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize(
+    "phase", ["start", "forward", "backward", "reduce", "commit", "step", "gather", "snapshot", "replicate"]
+)
+def test_each_rank_in_turn_in_each_phase(layout: str, phase: str, tmp_path: Path) -> None:
+    nproc, its = LAYOUTS[layout]
+    iterations = 6 + 5 * nproc
+    flags_ = SPARSE | its | {"train_iters": iterations}
+    wanted = reference(nproc, tmp_path / "unhurt", **flags_)
+    faults = tuple(f"rank={rank},iteration={6 + 5 * rank},phase={phase}" for rank in range(nproc))
+    survived = survive(nproc, 2, tmp_path / "hurt", inject=faults, **flags_)
+    assert survived.digest == wanted
+    survived.check_metrics(iterations)
+    assert_alone(survived, its["pipeline_model_parallel_size"])
+    assert len(survived.failures()) == nproc
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(12))
+def test_random_faults(seed: int, tmp_path: Path) -> None:
+    """Any layout, several at once or after each other, during recoveries too."""
+    draw = random.Random(seed)
+    nproc, its = LAYOUTS[draw.choice(list(LAYOUTS))]
+    flags_ = SPARSE | its | {"moevement_window": draw.randint(1, 5), "train_iters": 24}
+    flags_["moevement_window_kind"] = draw.choice(["aligned", "rolling"])
+    phases = ["start", "forward", "backward", "reduce", "commit", "step", "gather", "snapshot", "replay", "recover"]
+    faults = []
+    for _ in range(draw.randint(2, 4)):
+        phase, rank = draw.choice(phases), draw.randrange(nproc)
+        when = "" if phase in ("replay", "recover") else f",iteration={draw.randint(3, 22)}"
+        faults.append(f"rank={rank},phase={phase}{when}")
+    print("seed", seed, faults)
+    wanted = reference(nproc, tmp_path / "unhurt", **flags_)
+    survived = survive(nproc, 2, tmp_path / "hurt", inject=tuple(faults), **flags_)
+    assert survived.digest == wanted
+    survived.check_metrics(24)
