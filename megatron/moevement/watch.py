@@ -112,9 +112,12 @@ class ReplaceWhoDies(Watch):
         record: RunRecord | None,
         progress: Progress,
     ) -> None:
-        self._children, self._start, self._store, self._address = children, start, store, address
+        self._children, self._start, self._store = children, start, store
         self._ranks, self._record, self._progress = ranks, record, progress
-        self._coordinator = Coordinator(store, ranks, spare_timeout_s, progress.say)
+        from megatron.moevement.restart.store import InProcessWrapper
+
+        wrapper = InProcessWrapper(store, address, ranks)
+        self._coordinator = Coordinator(store, ranks, spare_timeout_s, progress.say, wrapper)
         self._roster = self._coordinator.roster
         self._seen: dict[int, int] = {}
         self._told: Any = None
@@ -151,10 +154,6 @@ class ReplaceWhoDies(Watch):
             self._failed = child  # a mistake in the flags, or in the script: it would be made again
             return
         rank = self._coordinator.died(member, child.pid, child.how)
-        if rank is not None:
-            from megatron.moevement.restart.store import stand_in_for
-
-            stand_in_for(self._store, self._address, self._roster.generation, rank, self._ranks)
         who = f"rank {rank}" if rank is not None else "a spare"
         new = self._start()
         self._children.append(new)

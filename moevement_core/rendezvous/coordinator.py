@@ -9,11 +9,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any
 
-from moevement_core.rendezvous.roster import DONE, JOINED, LEFT, MEMBER, NEWEST, ROSTER, STOP, Card, Death, Roster
+from moevement_core.rendezvous.roster import (
+    DEATH,
+    DEATHS,
+    DONE,
+    JOINED,
+    LEFT,
+    MEMBER,
+    NEWEST,
+    ROSTER,
+    STOP,
+    Card,
+    Death,
+    Roster,
+)
 
 NO_PROGRESS = 4
 """How often in a row a rank may fail by itself at the same iteration before the job is given up."""
@@ -30,6 +43,17 @@ class State(Enum):
     """Every rank has come to the end."""
 
 
+class Wrapper:
+    """What ranks run in, as far as the coordinator has to do with it; this one knows of nothing."""
+
+    def lost(self, generation: int) -> Iterable[int]:
+        """Ranks of a generation that others have found to be gone."""
+        return ()
+
+    def stand_in_for(self, generation: int, rank: int) -> None:
+        """Do for a rank that is gone what others wait for."""
+
+
 class Coordinator:
     """To be asked to :meth:`step` often.
 
@@ -38,15 +62,24 @@ class Coordinator:
         ranks: of the job.
         spare_timeout_s: how long to wait for a spare where none is left.
         report: told, in words, what an operator should know.
+        wrapper: what ranks themselves have noticed, and what others must be told in place of one that is gone.
     """
 
-    def __init__(self, store: Any, ranks: int, spare_timeout_s: float, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        ranks: int,
+        spare_timeout_s: float,
+        report: Callable[[str], None],
+        wrapper: Wrapper | None = None,
+    ) -> None:
         self.state = State.FORMING
         self.cards: dict[int, Card] = {}
         """Of everyone who has joined and lives."""
         self.roster = Roster(-1, {})
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
-        self._joined = 0
+        self._wrapper = wrapper or Wrapper()
+        self._joined = self._heard = 0
         self._dead: dict[int, Death] = {}
         self._new_deaths: list[Death] = []
         self._told_waiting = False
@@ -61,6 +94,7 @@ class Coordinator:
         self._dead[member] = death
         self.cards.pop(member, None)
         if rank is not None:
+            self._wrapper.stand_in_for(self.roster.generation, rank)
             self._new_deaths.append(death)
             self._interrupted()
         return rank
@@ -73,6 +107,7 @@ class Coordinator:
     def step(self) -> None:
         """Look at the store and do what is to be done; never waits."""
         self._welcome()
+        self._hear_of_deaths()
         if self.state in (State.STOPPED, State.DONE):
             return
         # Ranks come to the end together, so what dies after one of them did has nothing left to do.
@@ -83,6 +118,20 @@ class Coordinator:
             self._interrupted()
         elif self.state is State.FORMING:
             self._form()
+
+    def _hear_of_deaths(self) -> None:
+        told = int(self._store.add(DEATHS, 0))
+        while self._heard < told and self._store.check([DEATH.format(self._heard)]):
+            death = json.loads(self._store.get(DEATH.format(self._heard)))
+            self._heard += 1
+            if death["member"] not in self._dead:
+                self.died(**death)
+        if self.state is State.FORMING and self.roster.generation >= 0:
+            # A node that is lost tells nothing. Its ranks have stopped to answer the others.
+            for rank in self._wrapper.lost(self.roster.generation):
+                member = self.roster.ranks.get(rank)
+                if member is not None and member not in self._dead and not self._has_left(member):
+                    self.died(member, self.cards[member].pid if member in self.cards else 0, "does not answer")
 
     def waiting(self) -> list[int]:
         """Members that could take a rank, those of the roster not among them; in the order in which they came."""

@@ -105,7 +105,7 @@ def record_setup(original: Callable[..., Any], begin: Callable[[Job, Setup], Non
             job = current_job()
             with _parameter_keys(job.parameter_keys, ()):
                 begin(job, setup)
-            job.groups = groups
+            job.groups = [groups] if groups is not None else []
             job.config = megatron_state.config_of(job)
         job = current_job()
         return job.model, job.optimizer, job.scheduler
@@ -143,11 +143,13 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     reached = next(one for one in known if one.committed == until and (is_between or one.begun_progress))
     stood = told[dist.get_rank()]
     if job.begun:
-        assert job.groups is not None
-        megatron_state.move_to_groups(job.groups, groups)
+        # A further failure may have come while references were being replaced; then there are some to each.
+        job.groups.append(groups)
+        for old in job.groups[:-1]:
+            megatron_state.move_to_groups(old, groups)
     else:
         _build(job, setup, args, survivors[0].parameter_keys)
-    job.groups = groups
+    job.groups = [groups]
     if stood.stage not in lost and stood.committed == until - 1:
         assert job.sparse is not None
         same = next((one for one in told if one.committed == until and one.replica == stood.replica), reached)

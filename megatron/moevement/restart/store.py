@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +13,7 @@ from nvidia_resiliency_ext.inprocess.attribution import Interruption, Interrupti
 from nvidia_resiliency_ext.inprocess.store import PrefixStore, StoreMixin
 
 from megatron.moevement.restart.environment import STORE_ENV
+from moevement_core.rendezvous.coordinator import Wrapper
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -55,24 +56,35 @@ class GenerationStore(torch.distributed.PrefixStore, StoreMixin):
         super().__init__(f"generation/{generation}/inprocess", base if base is not None else connect(address))
 
 
-def stand_in_for(base: Any, address: tuple[str, int], generation: int, rank: int, world: int) -> None:
-    """Do what the monitor of a rank does when the rank is gone: tell the others, and let no barrier wait for it.
-
-    Its own monitor does this too where it still lives; everything here may be done twice.
+class InProcessWrapper(Wrapper):
+    """The restart wrapper of nvidia-resiliency-ext, as the coordinator knows it.
 
     Args:
         base: a client of the store.
         address: where the store is.
-        generation: the one that the rank was in.
-        rank: who is gone.
         world: ranks of the job.
     """
-    store = GenerationStore(address, generation, base)
-    arrived = f"{store.BARRIER_PREFIX}:barrier:{store.INITIAL_BARRIER}:arrived"
-    store.append(arrived, "")
-    if str(rank) not in store.get(arrived).decode().split(","):
-        store.initial_barrier(ranks=[rank], rendezvous_count=world, timeout=timedelta(0))
-    now = PrefixStore(0, store)
-    now.record_interrupted([InterruptionRecord(rank, Interruption.TERMINATED)])
-    now.record_terminated_ranks([rank])
-    now.iteration_barrier(ranks=[rank], rendezvous_count=world, timeout=timedelta(0))
+
+    def __init__(self, base: Any, address: tuple[str, int], world: int) -> None:
+        self._base, self._address, self._world = base, address, world
+
+    def _iteration(self, generation: int) -> Any:
+        """A wrapper is left after every failure, so it has one iteration."""
+        return PrefixStore(0, GenerationStore(self._address, generation, self._base))
+
+    def lost(self, generation: int) -> Iterable[int]:
+        """Ranks whose monitors, or those of others, have recorded that they ended."""
+        now = self._iteration(generation)
+        return now.get_terminated_ranks() if now.check([now.TERMINATED_RANKS]) else ()
+
+    def stand_in_for(self, generation: int, rank: int) -> None:
+        """What a rank's own monitor does too, where it still lives; everything here may be done twice."""
+        store = GenerationStore(self._address, generation, self._base)
+        arrived = f"{store.BARRIER_PREFIX}:barrier:{store.INITIAL_BARRIER}:arrived"
+        store.append(arrived, "")
+        if str(rank) not in store.get(arrived).decode().split(","):
+            store.initial_barrier(ranks=[rank], rendezvous_count=self._world, timeout=timedelta(0))
+        now = self._iteration(generation)
+        now.record_interrupted([InterruptionRecord(rank, Interruption.TERMINATED)])
+        now.record_terminated_ranks([rank])
+        now.iteration_barrier(ranks=[rank], rendezvous_count=self._world, timeout=timedelta(0))

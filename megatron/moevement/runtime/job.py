@@ -50,8 +50,8 @@ class Job:
     """Sparse checkpointing of this rank, where it is on."""
     begun: bool = False
     """Whether training has begun, so that there is something to keep through a failure."""
-    groups: Groups | None = None
-    """The process groups that the live objects refer to; None in a job that ends with its first failure."""
+    groups: list[Groups] = field(default_factory=list)
+    """The process groups that the live objects refer to; of several generations only while they are replaced."""
     config: dict[str, Any] = field(default_factory=dict)
     """What the model's configuration held before training put its own into it."""
     parameter_keys: list[Any] = field(default_factory=list)
