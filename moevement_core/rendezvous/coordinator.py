@@ -30,6 +30,8 @@ from moevement_core.rendezvous.roster import (
 
 NO_PROGRESS = 4
 """How often in a row a rank may fail by itself at the same iteration before the job is given up."""
+LOST_S = 30.0
+"""How long a rank that others have found to be gone has to prove the contrary."""
 
 
 class State(Enum):
@@ -83,6 +85,7 @@ class Coordinator:
         self._dead: dict[int, Death] = {}
         self._new_deaths: list[Death] = []
         self._told_waiting = False
+        self._missed: dict[int, float] = {}
         self._short_since = time.monotonic()
         self._failures = (0, -1)
         store.set(NEWEST, "-1")
@@ -127,11 +130,19 @@ class Coordinator:
             if death["member"] not in self._dead:
                 self.died(**death)
         if self.state is State.FORMING and self.roster.generation >= 0:
-            # A node that is lost tells nothing. Its ranks have stopped to answer the others.
-            for rank in self._wrapper.lost(self.roster.generation):
-                member = self.roster.ranks.get(rank)
-                if member is not None and member not in self._dead and not self._has_left(member):
-                    self.died(member, self.cards[member].pid if member in self.cards else 0, "does not answer")
+            self._find_lost()
+
+    def _find_lost(self) -> None:
+        """A node that is lost tells nothing; its ranks have stopped to answer the others.
+
+        Ranks that leave are counted as ended too, by themselves, and then say so here.
+        """
+        for rank in self._wrapper.lost(self.roster.generation):
+            member = self.roster.ranks.get(rank)
+            if member is None or member in self._dead or self._has_left(member):
+                continue
+            if time.monotonic() - self._missed.setdefault(member, time.monotonic()) > LOST_S:
+                self.died(member, self.cards[member].pid if member in self.cards else 0, "does not answer")
 
     def waiting(self) -> list[int]:
         """Members that could take a rank, those of the roster not among them; in the order in which they came."""
