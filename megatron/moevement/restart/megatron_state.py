@@ -173,6 +173,10 @@ def _replace_in(holder: Any, replacement: dict[int, Any]) -> None:
     elif isinstance(holder, CellType):
         if id(holder.cell_contents) in replacement:
             holder.cell_contents = replacement[id(holder.cell_contents)]
+    elif slots := [name for kind in type(holder).__mro__ for name in getattr(kind, "__slots__", ())]:
+        for name in slots:
+            if id(getattr(holder, name, None)) in replacement:
+                object.__setattr__(holder, name, replacement[id(getattr(holder, name))])
     elif hasattr(holder, "__dict__"):
         for name, value in list(vars(holder).items()):
             if id(value) in replacement:
