@@ -137,8 +137,9 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         return False
     injection.at(Phase.RECOVER, until)
     lost = frozenset(one.stage for one in told if one.committed is None)
-    is_between = not told[-1].begun or not all(
-        one.committed == until and one.begun_progress for one in told if one.stage not in lost
+    holders = [one for one in told if one.committed is not None]
+    is_between = not (
+        told[-1].begun and holders and all(one.committed == until and one.begun_progress for one in holders)
     )
     reached = next(one for one in known if one.committed == until and (is_between or one.begun_progress))
     stood = told[dist.get_rank()]
