@@ -188,7 +188,10 @@ def complete_metrics(job: Job, until: int) -> None:
         losses = {name: _number(value) for name, value in job.losses.get(iteration, {}).items()}
         job.last_loss = losses.get("lm loss", job.last_loss)
         loss = losses.pop("lm loss", None)
-        job.record.metric(iteration=iteration, loss=loss, **losses, recovered=True, time=time.time())
+        unknown = ("grad_norm", "learning_rate", "loss_scale", "skipped", "tokens_per_s", "iteration_s")
+        job.record.metric(
+            iteration=iteration, loss=loss, **losses, **dict.fromkeys(unknown), recovered=True, time=time.time()
+        )
 
 
 def begin_record(job: Job, args: Namespace) -> None:
