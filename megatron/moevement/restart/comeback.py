@@ -149,7 +149,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         for old in job.groups[:-1]:
             megatron_state.move_to_groups(old, groups)
     else:
-        _build(job, setup, args, survivors[0].parameter_keys)
+        is_as_then = _build(job, setup, args, survivors[0].parameter_keys)
     job.groups = [groups]
     if stood.stage not in lost and stood.committed == until - 1:
         assert job.sparse is not None
@@ -165,7 +165,8 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         job.sparse = sparse.start(
             job, config, None, adopted=adopted, same_stage=same_stage, kept=[one.keeps for one in told]
         )
-        job.sparse.take_start()
+        if is_as_then:
+            job.sparse.take_start()
     put_progress(job, reached.progress if is_between else reached.begun_progress or reached.progress)
     args.iteration, args.num_floating_point_operations_so_far = until, reached.flops
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
@@ -228,16 +229,39 @@ def _start_over(why: str) -> None:
     start_job()
 
 
-def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: Sequence[Any]) -> None:
-    """Model, optimizer and scheduler on a rank that is new, without a word from the others; their state comes later."""
+def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: Sequence[Any]) -> bool:
+    """Model, optimizer and scheduler on a rank that is new, without a word from the others; their state comes later.
+
+    Returns:
+        Whether they are what they were when the job began. Not if weights would have come from other ranks.
+    """
     load, pretrained = args.load, args.pretrained_checkpoint
     args.load = args.pretrained_checkpoint = None
     try:
-        with _parameter_keys(job.parameter_keys, parameter_keys):
+        with _parameter_keys(job.parameter_keys, parameter_keys), _asking_nobody() as asked:
             job.model, job.optimizer, job.scheduler = setup()
     finally:
         args.load, args.pretrained_checkpoint = load, pretrained
     job.config = megatron_state.config_of(job)
+    return not asked and load is None and pretrained is None
+
+
+@contextmanager
+def _asking_nobody() -> Iterator[list[str]]:
+    """Reductions and broadcasts do nothing: tied embeddings, say, are summed over two stages when a model is built.
+
+    Yields the names of those that were called.
+    """
+    names = ("all_reduce", "broadcast")
+    originals = {name: getattr(dist, name) for name in names}
+    asked: list[str] = []
+    for name in names:
+        setattr(dist, name, lambda *args, name=name, **kwargs: asked.append(name))
+    try:
+        yield asked
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 @contextmanager
@@ -311,8 +335,8 @@ def bring_back(job: Job, train: inspect.BoundArguments) -> None:
     boundary = mark.boundary if comeback.is_between or mark.resumed is None else mark.resumed
     put_boundary_state(job, boundary)
     run.begin_anew(comeback.until)
-    recorder.complete_metrics(job, comeback.until)
-    job.losses.clear()
+    recorder.complete_metrics(job, comeback.until, mark.outcome)
+    job.replayed_lines.clear()
     _tell(job, comeback, recovery, replay_at)
     if comeback.is_between:
         _do_what_is_due(comeback.until, train)

@@ -35,8 +35,10 @@ class Job:
     last_step_s: float | None = None
     """Seconds that the last training step of this rank took."""
     last_loss: float | str | None = None
-    losses: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Of recent iterations, by their number, on the last pipeline stage: for metrics whose writer was interrupted."""
+    micro_batch_losses: tuple[int, Any] = (0, None)
+    """The iteration that ran forward and backward last, and what Megatron's schedule gave for it."""
+    replayed_lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """What metrics say of replayed iterations, by their number: for lines whose writer died or was interrupted."""
     held_out: dict[str, Any] = field(default_factory=dict)
     """The last loss on the validation and on the test set."""
     evaluated_set: str = "validation"

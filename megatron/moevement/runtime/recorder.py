@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,8 @@ from megatron.moevement.restart import injection
 from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.runtime import persisted, sparse
 from megatron.moevement.runtime.job import Job, current_job, start_job
+from megatron.moevement.runtime.ranks import tell_all
+from megatron.moevement.runtime.replay import line_of
 from megatron.moevement.state_digest import job_digest
 from moevement_core.injection import Phase
 from moevement_core.run_record import RunRecord
@@ -176,22 +178,56 @@ def go_on_with_record(job: Job, args: Namespace) -> None:
         job.record.begin(_plain_config(args), first_iteration=job.iteration + 1)
 
 
-def complete_metrics(job: Job, until: int) -> None:
-    """Write the lines that a failure has kept from being written, up to ``until``; on the rank that keeps the record.
+def complete_metrics(job: Job, until: int, outcome: Mapping[str, Any]) -> None:
+    """Write the lines up to ``until`` that a failure has kept from being written; every rank calls it.
 
-    Losses are those of the replay. A rank that was interrupted between its step and its line has lost them.
+    Args:
+        job: whose state is that of ``until``.
+        until: the last committed iteration.
+        outcome: of its step.
     """
+    newest = job.record.newest_metric() if job.record is not None else None
+    written = tell_all(newest["iteration"] if newest else 0)[-1]  # the last rank writes
+    if written >= until:
+        return
+    lines = dict(job.replayed_lines)
+    if until not in lines and job.micro_batch_losses[0] == until and job.micro_batch_losses[1]:
+        norm = outcome.get("clip_norm")
+        norm = None if norm is None else torch.tensor([norm], dtype=torch.float32).item()
+        lines[until] = line_of(job, _averaged(job.micro_batch_losses[1]), bool(outcome.get("overflow")), norm)
     if job.record is None:
         return
-    newest = job.record.newest_metric()
-    for iteration in range(newest["iteration"] + 1 if newest else 1, until + 1):
-        losses = {name: _number(value) for name, value in job.losses.get(iteration, {}).items()}
+    for iteration in range(written + 1, until + 1):
+        line = lines.get(iteration, {})
+        losses = {name: _number(value) for name, value in line.pop("losses", {}).items()}
         job.last_loss = losses.get("lm loss", job.last_loss)
         loss = losses.pop("lm loss", None)
-        unknown = ("grad_norm", "learning_rate", "loss_scale", "skipped", "tokens_per_s", "iteration_s")
+        grad_norm, unknown = _number(line.pop("grad_norm", None)), dict.fromkeys(("tokens_per_s", "iteration_s"))
         job.record.metric(
-            iteration=iteration, loss=loss, **losses, **dict.fromkeys(unknown), recovered=True, time=time.time()
-        )
+            iteration=iteration, loss=loss, **losses, grad_norm=grad_norm, **line, **unknown, recovered=True,
+            time=time.time(),
+        )  # fmt: skip
+
+
+def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Losses of an iteration from those of its micro-batches; the ranks of the last stage call it together.
+
+    Megatron's schedule gives sums over tokens and numbers of tokens, or, in old scripts, means.
+    """
+    from megatron.core import parallel_state
+
+    losses = {}
+    for name in micro_batches[0]:
+        values = [one[name].view(-1) for one in micro_batches]
+        if values[0].numel() == 2:
+            total = torch.vstack(values).sum(dim=0)
+            torch.distributed.all_reduce(
+                total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
+            losses[name] = total[0] / total[1]
+        else:
+            losses[name] = torch.cat(values).mean()
+    return losses
 
 
 def begin_record(job: Job, args: Namespace) -> None:

@@ -143,7 +143,6 @@ class MegatronTrainer(Trainer):
                 self._job.boundary_log.end()
         args.consumed_train_samples += samples
         self._job.iteration = iteration
-        self._job.losses[iteration] = dict(losses)
         return losses
 
     def _begin_log(self, iteration: int) -> None:
@@ -159,11 +158,12 @@ class MegatronTrainer(Trainer):
 
         loop = self._loop
         schedule = get_forward_backward_func(schedule_pg_collection=loop.pg_collection)
-        losses, *_ = megatrons_own(training.train_step)(
+        losses, skipped, *_, grad_norm, _, _ = megatrons_own(training.train_step)(
             loop.forward_step_func, batches, self._chunks, self._job.optimizer, self._job.scheduler, loop.config,
             schedule, iteration=iteration - 1, pg_collection=loop.pg_collection,
             p2p_communicator=loop.p2p_communicator,
         )  # fmt: skip
+        self._job.replayed_lines[iteration] = line_of(self._job, losses, skipped, grad_norm)
         return dict(losses)
 
     def _batches_from(self, consumed: int) -> Any:
@@ -310,6 +310,20 @@ class MegatronTrainer(Trainer):
             "param_sync_func": None,
         }.items():
             rooms.put(config, name, value)
+
+
+def line_of(job: Job, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> dict[str, Any]:
+    """What metrics say of an iteration right after it, as Megatron's trainer logs it."""
+    from megatron.training.utils import get_canonical_lr_for_logging
+
+    optimizer = job.optimizer
+    return {
+        "losses": dict(losses),
+        "grad_norm": grad_norm,
+        "learning_rate": get_canonical_lr_for_logging(optimizer.param_groups),
+        "loss_scale": optimizer.get_loss_scale().item(),
+        "skipped": bool(skipped),
+    }
 
 
 def megatrons_own(function: Any) -> Any:

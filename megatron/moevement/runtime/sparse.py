@@ -810,6 +810,17 @@ def start(job: Job, config: SparseConfig, loaded: Loaded | None, **joining: Any)
     return run
 
 
+def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's schedule, whose losses a rank that is interrupted after its step would lose."""
+
+    def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        result = schedule(*args, **kwargs)
+        job.micro_batch_losses = (job.iteration + 1, result)
+        return result
+
+    return forward_backward_func
+
+
 def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
     """``train_step`` between the beginning and the end of an iteration."""
     signature = inspect.signature(original)
@@ -822,6 +833,7 @@ def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]
         # Megatron's own count: it moves over iterations that are left out, too.
         bound = signature.bind(*args, **kwargs)
         given = bound.arguments.get("iteration")
+        bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
         bound.arguments["forward_step_func"] = injection.forward_and_backward(bound.arguments["forward_step_func"])
         committed = job.iteration = job.iteration if given is None else int(given)
         job.sparse.begin_iteration(committed)
