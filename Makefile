@@ -1,4 +1,4 @@
-# make demo    train a small GPT-MoE on four ranks of this machine
+# make demo    train a small GPT-MoE on four ranks of this machine, kill one, compare
 # make test    lint is separate: make lint
 SHELL := bash
 PYTHON_BIN := .venv/bin/python
@@ -14,10 +14,17 @@ help: ## list the targets
 setup: ## make .venv with the pinned dependencies (quick when nothing changed)
 	@scripts/bootstrap.sh
 
-demo: setup ## train a small GPT-MoE for two minutes: pipeline 2 x expert/data 2, on real text
-	@.venv/bin/moevement launch --nproc $(NPROC) examples/pretrain_moe/pretrain_gpt.py \
-	    --config examples/pretrain_moe/configs/laptop.yaml --run-dir $(RUN_DIR)
-	@.venv/bin/moevement report $(RUN_DIR) --plot $(RUN_DIR)/loss.png
+LAPTOP = examples/pretrain_moe/pretrain_gpt.py --config examples/pretrain_moe/configs/laptop.yaml
+
+demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, and compare the two: three minutes
+	@echo "== four ranks, pipeline 2 x expert/data 2, never hurt"
+	@.venv/bin/moevement launch --nproc $(NPROC) $(LAPTOP) --run-dir $(RUN_DIR)/unhurt
+	@echo "== the same with one spare; rank 2 is killed in iteration 75"
+	@.venv/bin/moevement launch --nproc $(NPROC) --spares 1 $(LAPTOP) --run-dir $(RUN_DIR)/hurt \
+	    --moevement-inject rank=2,iteration=75,phase=backward
+	@echo "== are they the same?"
+	@.venv/bin/moevement verify $(RUN_DIR)/unhurt $(RUN_DIR)/hurt
+	@.venv/bin/moevement report $(RUN_DIR)/unhurt $(RUN_DIR)/hurt --plot $(RUN_DIR)/loss.png --trace $(RUN_DIR)/trace.json
 
 test: setup ## the whole test suite
 	@$(PYTHON_BIN) -m pytest

@@ -1,0 +1,1 @@
+"""Long runs under random kills; not part of the test suite."""

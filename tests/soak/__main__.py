@@ -1,0 +1,166 @@
+"""Kill random ranks of the laptop model at random moments, from outside, hundreds of times, and compare every run.
+
+``python -m tests.soak --kills 200 --folder runs/soak``: job after job until so many kills are done, each job compared
+with one that was never hurt. What is done is in ``FOLDER/jobs.jsonl``; started again, it goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from moevement_core.run_record import RunRecord
+
+ROOT = Path(__file__).parents[2]
+LAPTOP = [
+    str(ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"), "--config",
+    str(ROOT / "examples" / "pretrain_moe" / "configs" / "laptop.yaml"),
+]  # fmt: skip
+LAYOUTS: dict[str, list[str]] = {
+    "PP2xEP2": [],
+    "PP4": ["--pipeline-model-parallel-size", "4", "--expert-model-parallel-size", "1"],
+    "PP2xDP2": ["--expert-model-parallel-size", "1"],
+}
+
+
+def run(words: list[str], options: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
+    """Start a job; its console goes to a file beside its folder."""
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    with run_dir.with_suffix(".console").open("wb") as console:
+        return subprocess.Popen(
+            [sys.executable, "-m", "moevement_core.cli.main", "launch", "--nproc", "4", *options, *LAPTOP, *words,
+             "--run-dir", str(run_dir)],
+            stdout=console, stderr=console, cwd=ROOT,
+        )  # fmt: skip
+
+
+def digest(run_dir: Path) -> str | None:
+    """Of the final state; nothing if the run did not come to its end."""
+    record = RunRecord(run_dir)
+    return record.summary()["state_digest"]["all"] if record.summary_path.exists() else None
+
+
+def unhurt(name: str, words: list[str], folder: Path) -> str:
+    """The digest of a run that is never hurt, made once."""
+    run_dir = folder / f"unhurt_{name}"
+    if digest(run_dir) is None:
+        run(words, [], run_dir).wait()
+    found = digest(run_dir)
+    assert found is not None, f"the run without kills failed: {run_dir}.console"
+    return found
+
+
+def hurt(words: list[str], run_dir: Path, draw: random.Random, most: int, mean_s: float) -> dict[str, Any]:
+    """One job in which ranks are killed; how it went."""
+    process, kills = run(words, ["--spares", "2"], run_dir), 0
+    record, moments = RunRecord(run_dir), list[str]()
+    next_at = None
+    while process.poll() is None:
+        time.sleep(0.02)
+        if next_at is None:
+            if record.metrics_path.exists() and record.newest_metric():
+                next_at = time.monotonic() + draw.expovariate(1 / mean_s)
+            continue
+        if kills >= most or time.monotonic() < next_at:
+            continue
+        ranks = [one for one in json.loads(record.ranks_path.read_text()) if one["role"] == "active"]
+        chosen = draw.sample(ranks, 2 if draw.random() < 0.15 else 1)
+        for one in chosen:
+            try:
+                os.kill(one["pid"], signal.SIGKILL)
+                kills += 1
+                moments.append(f"{one['rank']}")
+            except ProcessLookupError:
+                pass  # killed a moment ago, and not yet replaced
+        next_at = time.monotonic() + draw.expovariate(1 / mean_s)
+    failures = [event for event in record.events() if event["event"] == "failure"]
+    return {
+        "kills": kills, "rc": process.returncode, "digest": digest(run_dir), "recoveries": len(failures),
+        "by_kind": dict(Counter(kind(event) for event in failures)),
+        "starts": sum(event["event"] == "start" for event in record.events()),
+        "total_s": [event["total_s"] for event in failures],
+        "parts": [event["parts"] for event in failures],
+    }  # fmt: skip
+
+
+def kind(event: dict[str, Any]) -> str:
+    """Of a recovery, in words."""
+    found = event["recovery"]
+    if found is None:
+        return "no state lost"
+    replayed = [stage for stage, count in found["replayed_by_stage"].items() if count]
+    stages = len(found["replayed_by_stage"])
+    if len(replayed) == stages:
+        return "all stages"
+    return f"{len(replayed)} of {stages} stages"
+
+
+def main() -> int:
+    """Kill, compare, count."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--folder", type=Path, default=Path("runs/soak"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=200, help="of each job (default: 200)")
+    parser.add_argument("--mean-s", type=float, default=5.0, help="between kills (default: 5)")
+    given = parser.parse_args()
+    folder = given.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "jobs.jsonl"
+    jobs = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    while (done := sum(job["kills"] for job in jobs)) < given.kills:
+        number = len(jobs)
+        draw = random.Random(f"{given.seed}/{number}")
+        name, layout = list(LAYOUTS.items())[number % len(LAYOUTS)]
+        words = [*layout, "--train-iters", str(given.iterations), "--lr-decay-iters", "1000"]
+        wanted = unhurt(name, words, folder)
+        found = hurt(words, folder / f"job_{number}", draw, given.kills - done, given.mean_s)
+        job = {
+            "job": number,
+            "layout": name,
+            "seed": f"{given.seed}/{number}",
+            **found,
+            "equal": found["digest"] == wanted,
+        }
+        jobs.append(job)
+        with log.open("a") as file:
+            file.write(json.dumps(job) + "\n")
+        print(
+            f"job {number} ({name}): {job['kills']} kills, {job['recoveries']} recoveries, equal: {job['equal']}",
+            flush=True,
+        )
+    print(summary(jobs))
+    return 0 if all(job["equal"] for job in jobs) else 1
+
+
+def summary(jobs: list[dict[str, Any]]) -> str:
+    """The counts, as a table."""
+    kinds = sum((Counter(job["by_kind"]) for job in jobs), Counter())
+    times = sorted(seconds for job in jobs for seconds in job["total_s"])
+    rows: list[tuple[str, Any]] = [
+        ("jobs", len(jobs)),
+        ("kills", sum(job["kills"] for job in jobs)),
+        ("recoveries", sum(job["recoveries"] for job in jobs)),
+        *((f"... {name}", count) for name, count in sorted(kinds.items())),
+        ("jobs begun anew, by failures before the first commit", sum(job["starts"] - 1 for job in jobs)),
+        ("jobs that did not come to their end", sum(job["digest"] is None for job in jobs)),
+        ("jobs whose digest equals the unhurt run's", sum(job["equal"] for job in jobs)),
+    ]
+    if times:
+        rows.append(("seconds from failure to resumption, median", f"{times[len(times) // 2]:.2f}"))
+        rows.append(("... largest", f"{times[-1]:.2f}"))
+    lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
