@@ -234,7 +234,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
             )  # fmt: skip
         replicas = trainer.replica_digests()
     for feeder in feeders:
-        feeder.join()
+        feeder.finish()
     first, until = min(one.first for one in prepared.plans), max(one.until for one in prepared.plans)
     recovery = Recovery(
         first, until, len(replayed), check.verified_until if plan is not None else until, check.losses_until,
@@ -255,6 +255,7 @@ class _Feeder(threading.Thread):
     def __init__(self, parts: Parts, peer: int, direction: Direction, iterations: Sequence[int]) -> None:
         super().__init__(name=f"moevement-feed-{peer}-{direction.name.lower()}", daemon=True)
         self.fed_bytes = 0
+        self._error: Exception | None = None
         self._parts, self._peer, self._direction, self._iterations = parts, peer, direction, iterations
         self.start()
 
@@ -262,7 +263,22 @@ class _Feeder(threading.Thread):
         log, transport = self._parts.job.boundary_log, self._parts.wiring.feeds
         assert log is not None
         assert transport is not None
-        self.fed_bytes = feed(self._parts.wiring.rank, self._peer, self._direction, self._iterations, log, transport)
+        try:
+            self.fed_bytes = feed(
+                self._parts.wiring.rank, self._peer, self._direction, self._iterations, log, transport
+            )
+        except Exception as error:  # shown on the training thread
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait until everything is fed.
+
+        Raises:
+            Exception: it could not be; the one that is fed has died, maybe.
+        """
+        self.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _start_feeders(parts: Parts, prepared: Prepared) -> list[_Feeder]:

@@ -314,7 +314,7 @@ class MegatronTrainer(Trainer):
 
 def line_of(job: Job, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> dict[str, Any]:
     """What metrics say of an iteration right after it, as Megatron's trainer logs it."""
-    from megatron.training.utils import get_canonical_lr_for_logging
+    from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
     optimizer = job.optimizer
     return {
