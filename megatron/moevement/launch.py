@@ -277,8 +277,11 @@ def _make_logs(run_dir: Path) -> Path:
     return logs
 
 
-def slurm_environment() -> dict[str, str]:
+def slurm_environment(*, meets_at_master: bool) -> dict[str, str]:
     """Torch's variables for the task of Slurm that this process is.
+
+    Args:
+        meets_at_master: whether ranks meet at MASTER_ADDR and MASTER_PORT, and not in a store that is named.
 
     Raises:
         ConfigError: not inside a task that ``srun`` started.
@@ -292,6 +295,6 @@ def slurm_environment() -> dict[str, str]:
         raise ConfigError("no --nproc and not started by srun; say how many ranks this host runs with --nproc N")
     environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
     for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if world_size > 1 and not os.environ.get(name):
+        if meets_at_master and world_size > 1 and not os.environ.get(name):
             raise ConfigError(f"{name} is not set; the job script sets it for all tasks (examples/pretrain_moe/slurm)")
     return environment

@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_launch(commands)
+    _add_coordinate(commands)
     _add_data(commands)
     _add_plan(commands)
     _add_bench(commands)
@@ -96,7 +97,12 @@ def _launch(arguments: argparse.Namespace) -> int:
 
     argv = [arguments.script, *arguments.arguments]
     if arguments.nproc is None:
-        environment = launch.slurm_environment()
+        environment = launch.slurm_environment(meets_at_master=arguments.spares is None)
+        if arguments.spares is not None:
+            from megatron.moevement.supervise import Task, watch_one
+
+            task = Task(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
+            return watch_one(argv, task, arguments.spares, environment)
         os.environ.update(environment)
         worker.run_rank(argv)
         return 0
@@ -111,6 +117,32 @@ def _launch(arguments: argparse.Namespace) -> int:
             spare_timeout_s=arguments.spare_timeout,
         )
     )
+
+
+def _add_coordinate(commands: argparse._SubParsersAction) -> None:
+    coordinate = commands.add_parser(
+        "coordinate",
+        help="hold the store of a job over several hosts and give out its ranks",
+        description="One for each job, where it outlives every rank: in the job script, beside srun. The tasks run "
+        "`moevement launch --spares S SCRIPT`, with MOEVEMENT_STORE=HOST:PORT of this one.",
+    )
+    coordinate.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the job, without spares")
+    coordinate.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    coordinate.add_argument("--port", type=int, default=0, metavar="P", help="port (default: any that is free)")
+    coordinate.add_argument(
+        "--spare-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that the job waits for a spare where none is left (default: 600)",
+    )
+    coordinate.set_defaults(run=_coordinate)
+
+
+def _coordinate(arguments: argparse.Namespace) -> int:
+    from megatron.moevement.supervise import coordinate
+
+    return coordinate(arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout)
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:

@@ -7,7 +7,10 @@ outside the scope of a failure has replayed nothing.
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 from moevement_core.cli.main import main
 from moevement_core.run_record import RunRecord
 from tests.launching import Survived, finished, launch, logs, survive
-from tests.training import SCRIPT, flags, train
+from tests.training import ROOT, SCRIPT, flags, train
 
 SPARSE: dict[str, Any] = {
     "moevement_sparse_ckpt": True,
@@ -233,3 +236,32 @@ def test_random_faults(seed: int, tmp_path: Path) -> None:
     survived = survive(nproc, 2, tmp_path / "hurt", inject=tuple(faults), **flags_)
     assert survived.digest == wanted
     survived.check_metrics(24)
+
+
+def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
+    """As under srun: nothing is started again but by the tasks themselves."""
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
+    wanted = reference(2, tmp_path / "unhurt", **flags_)
+    run_dir = tmp_path / "hurt"
+    words = [*flags(**flags_, moevement_inject="rank=1,iteration=8,phase=forward"), "--run-dir", str(run_dir)]
+    command = [sys.executable, "-W", "ignore", "-m", "moevement_core.cli.main"]
+    coordinator = subprocess.Popen(
+        [*command, "coordinate", "--ranks", "2"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert coordinator.stdout is not None
+    address = coordinator.stdout.readline().split()[1].partition("=")[2]
+    common = {**os.environ, "MOEVEMENT_STORE": address, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    tasks = [
+        subprocess.Popen(
+            [*command, "launch", "--spares", "1", str(SCRIPT), *words], cwd=ROOT, stdout=subprocess.DEVNULL,
+            env={**common, "SLURM_PROCID": str(number), "SLURM_NTASKS": "3", "SLURM_LOCALID": str(number)},
+        )
+        for number in range(3)
+    ]  # fmt: skip
+    assert coordinator.wait(timeout=200) == 0
+    assert "rank 1 (pid " in coordinator.stdout.read()
+    for task in tasks:
+        assert task.wait(timeout=30) == 0
+    survived = Survived(run_dir, "")
+    assert survived.digest == wanted
+    assert len(survived.failures()) == 1
