@@ -158,6 +158,7 @@ def _plans(reports: Sequence[Report], until: int | None, scope: Scope | None) ->
             plans = [plan_recovery(reports, until, segment) for segment in segments(scope.pipeline, scope.lost)]
             for plan in plans:
                 _check_logs(reports, plan, scope)
+                _check_outcomes(reports, plan, scope)
             return tuple(plans)
         except RecoveryError as error:
             if dist.get_rank() == 0:
@@ -174,6 +175,20 @@ def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> 
             raise RecoveryError(
                 f"rank {report.rank} has no log of what it sent in iteration {min(gone)}, which stage "
                 f"{', '.join(map(str, sorted(plan.runs)))} needs to replay alone"
+            )
+
+
+def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
+    """What came of every step is known: a stage alone cannot work out norms and overflows, which span all stages."""
+    needed = set(plan.iterations) - set(scope.left_out)
+    for report in reports:
+        if report.stage not in plan.runs:
+            continue
+        records = {fetch.iteration for fetch in plan.fetches if fetch.owner == report.rank}
+        if gone := needed - records - _outcomes(reports, report).keys():
+            raise RecoveryError(
+                f"nobody of rank {report.rank}'s model replica remembers what came of iteration {min(gone)}, which "
+                f"stage {report.stage} needs to replay alone"
             )
 
 

@@ -170,6 +170,8 @@ class SparseRun:
         if self.wiring.pipeline.stages > 1:
             job.boundary_log = BoundaryLog(self._device, config.log_memory_bytes, self._report)
         self._last_record: dict[str, Any] = {}
+        self._recent: dict[int, Mapping[str, Any]] = {}
+        """What came of the steps that a replay may come by; kept as long as logs are."""
         self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote())
         self._is_first = adopted is None
         self._replaying = False
@@ -422,8 +424,10 @@ class SparseRun:
         boundary = boundary_copy(self.job)
         self._mark_begun(committed, boundary)
         record = {"boundary": boundary, "iteration": outcome}
+        persisted = self.checkpointer.progress.persisted
+        self._recent = {iteration: outcome for iteration, outcome in self._recent.items() if iteration >= persisted}
         if self.job.boundary_log is not None:
-            self.job.boundary_log.free_before(self.checkpointer.progress.persisted)
+            self.job.boundary_log.free_before(persisted)
         history = self.checkpointer.history
         # Before the first iteration a whole window, so that a run has something to come back to from its start on.
         schedule = history.at(committed)
@@ -455,7 +459,9 @@ class SparseRun:
         self.totals.stall_s += self.checkpointer.wait()
         if self.job.boundary_log is not None:
             self.job.boundary_log.end()  # here, so that a rank that is interrupted after its step has the whole of it
-        return self.commit.step(self.job.iteration + 1)
+        result = self.commit.step(self.job.iteration + 1)
+        self._recent[self.job.iteration + 1] = self._outcome_of(self.job.iteration + 1)
+        return result
 
     def end_iteration(self, committed: int, step_s: float, outcome: dict[str, Any]) -> None:
         """After an iteration.
@@ -529,6 +535,7 @@ class SparseRun:
         """What came of the iterations that this rank's snapshots have a record of, and of the last one."""
         records = (snapshot.record()["iteration"] for snapshot in self.checkpointer.snapshots().values())
         outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
+        outcomes |= {iteration: {"step": outcome} for iteration, outcome in self._recent.items() if outcome}
         if last := self._outcome_of(until):
             outcomes[until] = {"step": last}
         return outcomes
