@@ -175,6 +175,10 @@ class Coordinator:
             return
         left_at = time.time()
         missing = [rank for rank in range(self._ranks) if rank not in survivors]
+        if self.roster.generation < 0 and any(
+            member not in self.cards and member not in self._dead for member in range(self._ranks)
+        ):
+            return  # the first ones are the ranks, in their order, however long they take to start
         spares = sorted(self.waiting()) if self.roster.generation < 0 else self.waiting()
         if len(spares) < len(missing):
             self._wait_for_spares(len(missing) - len(spares))

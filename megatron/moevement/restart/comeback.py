@@ -103,6 +103,7 @@ def record_setup(original: Callable[..., Any], begin: Callable[[Job, Setup], Non
         groups = megatron_state.Groups.now() if now is not None else None
         if now is None or now.roster.generation == 0 or not rejoin(job, setup, groups):
             job = current_job()
+            _put_progress_of_start()
             with _parameter_keys(job.parameter_keys, ()):
                 begin(job, setup)
             job.groups = [groups] if groups is not None else []
@@ -111,6 +112,25 @@ def record_setup(original: Callable[..., Any], begin: Callable[[Job, Setup], Non
         return job.model, job.optimizer, job.scheduler
 
     return setup_model_and_optimizer
+
+
+_START: dict[str, Any] = {}
+"""What Megatron's arguments said of progress before the first start of this process."""
+
+
+def _put_progress_of_start() -> None:
+    """A start is the first one again, however far the job had come before."""
+    from megatron.core.num_microbatches_calculator import update_num_microbatches
+    from megatron.training import get_args
+
+    args = get_args()
+    if not _START:
+        names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "iteration")
+        _START.update({name: getattr(args, name) for name in names if hasattr(args, name)})
+        return
+    for name, value in _START.items():
+        setattr(args, name, value)
+    update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
 
 def rejoin(job: Job, setup: Setup, groups: Any) -> bool:

@@ -50,12 +50,19 @@ class Job:
 
 def test_the_first_to_join_are_the_ranks_and_the_others_wait(store: Any) -> None:
     job = Job(store, 3, 2)
-    assert job.coordinator.state is State.FORMING
     job.join(3)
-    assert job.coordinator.roster.ranks == {0: 0, 1: 1, 2: 3}, "by number, whatever is missing"
+    assert job.coordinator.state is State.FORMING, "member 2 is to be rank 2"
     job.join(2)
-    assert (job.coordinator.waiting(), job.coordinator.roster.nodes) == ([2], {0: "node0", 1: "node0", 2: "node1"})
-    assert [job.rank_of(number) for number in (0, 1, 3)] == [0, 1, 2]
+    assert (job.coordinator.waiting(), job.coordinator.roster.nodes) == ([3], {0: "node0", 1: "node0", 2: "node1"})
+    assert [job.rank_of(number) for number in (0, 1, 2)] == [0, 1, 2]
+
+
+def test_a_member_that_dies_before_it_joins_is_not_waited_for(store: Any) -> None:
+    job = Job(store, 2, 1)
+    job.join(2)
+    job.coordinator.died(1, 1001, "was killed by signal 9")
+    job.coordinator.step()
+    assert job.coordinator.roster.ranks == {0: 0, 1: 2}
 
 
 def test_survivors_keep_their_ranks_and_a_spare_takes_the_one_that_is_free(store: Any) -> None:
