@@ -419,7 +419,7 @@ def _scope(comeback: Comeback, run: sparse.SparseRun, recovery: Recovery | None)
 
 def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
     """The evaluation and the dense save after ``iteration``, which the failure may have cut off."""
-    from megatron.training import get_args, training
+    from megatron.training import get_args, get_timers, training
 
     args, given = get_args(), train.arguments
     start = args.start_eval_at_iter
@@ -432,11 +432,14 @@ def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
             p2p_communicator=given["p2p_communicator"],
         )  # fmt: skip
     if args.save and args.save_interval and _overdue(Path(args.save), iteration, args.save_interval):
+        interval = get_timers()("interval-time", log_level=0)
+        interval.start(barrier=True)  # the save interrupts it, and Megatron's loop has not begun it yet
         training.save_checkpoint_and_time(
             iteration, given["model"], given["optimizer"], given["opt_param_scheduler"],
             args.num_floating_point_operations_so_far, given["checkpointing_context"],
             train_data_iterator=given["train_data_iterator"],
         )  # fmt: skip
+        interval.stop()
 
 
 def _overdue(folder: Path, iteration: int, interval: int) -> bool:

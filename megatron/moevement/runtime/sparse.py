@@ -542,6 +542,9 @@ class SparseRun:
 
     def carry_out(self, prepared: recovery.Prepared) -> Recovery:
         """Replay what :meth:`prepare` has prepared; every rank calls it, inside Megatron's training loop."""
+        records = (snapshot.record()["iteration"] for snapshot in prepared.snapshots.values())
+        told = {record["iteration"]: record for record in records if record} | dict(prepared.outcomes)
+        self._recent = {iteration: one["step"] for iteration, one in told.items()} | self._recent
         return self._replay(lambda parts: recovery.carry_out(parts, prepared))
 
     def _scope(self, lost: frozenset[int]) -> recovery.Scope | None:
