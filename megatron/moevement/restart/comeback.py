@@ -424,7 +424,7 @@ def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
     args, given = get_args(), train.arguments
     start = args.start_eval_at_iter
     due = args.eval_interval and args.do_valid and iteration % args.eval_interval == 0
-    if due and iteration < args.train_iters and (start is None or iteration >= start):
+    if due and (start is None or iteration >= start):
         training.evaluate_and_print_results(
             f"iteration {iteration}", given["forward_step_func"], given["valid_data_iterator"], given["model"],
             iteration, given["process_non_loss_data_func"], given["config"], verbose=False, write_to_tensorboard=True,
