@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from moevement_core.run_record import RunRecord
@@ -158,6 +159,8 @@ def summary(jobs: list[dict[str, Any]]) -> str:
     if times:
         rows.append(("seconds from failure to resumption, median", f"{times[len(times) // 2]:.2f}"))
         rows.append(("... largest", f"{times[-1]:.2f}"))
+        parts = [parts for job in jobs for parts in job["parts"]]
+        rows += [(f"... {name}, median", f"{median(one[name] for one in parts):.2f}") for name in parts[0]]
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
     return "\n".join(lines)
 
