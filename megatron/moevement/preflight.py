@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import linecache
+import os
 import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement import platform
+from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.sparse_config import SparseConfig
 from moevement_core.errors import ConfigError
+from moevement_core.injection import Fault
 
 Check = Callable[[Namespace], Iterator[str]]
 
@@ -400,10 +403,26 @@ def without_gpu(args: Namespace) -> Iterator[str]:
         )
 
 
+def _with_spares(args: Namespace) -> Iterator[str]:
+    """What cannot be interrupted and entered again."""
+    for text in args.moevement_inject:
+        if (rank := Fault.parse(text).rank) >= args.world_size:
+            yield f"--moevement-inject {text}: the job has ranks 0 to {args.world_size - 1}, not {rank}"
+    if MEMBER_ENV not in os.environ:
+        return
+    if args.log_num_zeros_in_grad:
+        yield (
+            "--log-num-zeros-in-grad with --spares: its reduction comes after gradients are clipped, where a failure "
+            "would leave a step half made; leave the flag out"
+        )
+    if args.inprocess_restart:
+        yield "--inprocess-restart with --spares: both would restart the job; leave the flag out"
+
+
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     """What sparse snapshots cannot see or cannot keep apart."""
     if SparseConfig.from_args(args) is None:
-        for flag in ("persist_dir", "load", "wipe_at", "wipe_stages"):
+        for flag in ("persist_dir", "load", "wipe_at", "wipe_stages", "inject", "inject_mtbf", "inject_trace"):
             if getattr(args, f"moevement_{flag}"):
                 yield f"--moevement-{flag.replace('_', '-')} without --moevement-sparse-ckpt; give both"
         return
@@ -427,6 +446,7 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
         "--fp8-recipe delayed": args.fp8 is not None and args.fp8_recipe == "delayed",
         "--fp8-recipe mxfp8": args.fp8 is not None and args.fp8_recipe == "mxfp8" and args.fp8_param_gather,
     }
+    yield from _with_spares(args)
     pp = args.pipeline_model_parallel_size
     if beyond := [stage for stage in args.moevement_wipe_stages or () if not 0 <= stage < pp]:
         yield f"--moevement-wipe-stages {beyond[0]}: --pipeline-model-parallel-size {pp} has stages 0 to {pp - 1}"

@@ -30,7 +30,8 @@ MEGATRONS: dict[str, Any] = {
     "defer_embedding_wgrad_compute": False, "overlap_param_gather_with_optimizer_step": False,
     "pipeline_model_parallel_size": 2,
     "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
-    "fp8_recipe": "delayed", "fp8_param_gather": False,
+    "fp8_recipe": "delayed", "fp8_param_gather": False, "world_size": 4, "log_num_zeros_in_grad": False,
+    "inprocess_restart": False,
 }  # fmt: skip
 
 
@@ -116,3 +117,18 @@ def test_what_snapshots_cannot_see_or_a_replay_cannot_repeat_is_refused(megatron
     assert not list(sparse_checkpoints(parsed()))
     (complaint,) = sparse_checkpoints(parsed(**megatrons))
     assert next(iter(megatrons)).replace("_", "-") in complaint
+
+
+def test_drills_are_for_ranks_that_there_are() -> None:
+    assert list(sparse_checkpoints(parsed("--moevement-inject", "rank=3,phase=step"))) == []
+    (complaint,) = sparse_checkpoints(parsed("--moevement-inject", "rank=4,phase=step"))
+    assert complaint == "--moevement-inject rank=4,phase=step: the job has ranks 0 to 3, not 4"
+
+
+def test_what_cannot_be_interrupted_is_refused_with_spares(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(sparse_checkpoints(parsed(log_num_zeros_in_grad=True))) == []
+    monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
+    (complaint,) = sparse_checkpoints(parsed(log_num_zeros_in_grad=True))
+    assert complaint.startswith("--log-num-zeros-in-grad with --spares: ")
+    (complaint,) = sparse_checkpoints(parsed(inprocess_restart=True))
+    assert complaint.startswith("--inprocess-restart with --spares: ")

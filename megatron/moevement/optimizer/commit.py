@@ -64,6 +64,9 @@ class CommitPoint:
         self._section: ExitStack | None = None
         self._told: Mapping[str, Any] | None = None
         self._clips = any(member.config.clip_grad > 0.0 for member in members(optimizer) if hasattr(member, "config"))
+        for member in members(optimizer):
+            if hasattr(member, "config"):  # a barrier of the timers would wait for others inside the update
+                member.config.barrier_with_L1_time = False
         last = "_compute_grad_norms_by_group" if self._clips else "get_grad_norm"
         for name in ("prepare_grads", "get_grad_norm", "_compute_grad_norms_by_group"):
             vars(optimizer)[name] = self._around(getattr(optimizer, name), name, is_last=name == last)
