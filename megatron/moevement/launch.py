@@ -131,6 +131,8 @@ def _signals_raised() -> Iterator[None]:
     """Signals that ask to end are raised as exceptions, here and not in processes forked from here."""
 
     def stop(number: int, frame: Any) -> None:
+        for one in ASKING:  # once is enough: what comes now is the end
+            signal.signal(one, signal.SIG_IGN)
         raise _Stopped(number)
 
     before = {number: signal.signal(number, stop) for number in ASKING}

@@ -169,6 +169,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         for old in job.groups[:-1]:
             megatron_state.move_to_groups(old, groups)
     else:
+        _put_progress_of_start()  # this process may have been on its way before
         is_as_then = _build(job, setup, args, survivors[0].parameter_keys)
     job.groups = [groups]
     if stood.stage not in lost and stood.committed == until - 1:
@@ -349,7 +350,8 @@ def bring_back(job: Job, train: inspect.BoundArguments) -> None:
             recovery = run.carry_out(replace(comeback.prepared, outcomes=last | dict(comeback.prepared.outcomes)))
         if is_lost:
             live = boundary_copy(job)
-            run.commit.mark = Mark(comeback.until, live, comeback.reached.outcome, live)
+            resumed = None if comeback.is_between else live
+            run.commit.mark = Mark(comeback.until, live, comeback.reached.outcome, resumed)
     mark = run.commit.mark
     assert mark is not None
     boundary = mark.boundary if comeback.is_between or mark.resumed is None else mark.resumed
