@@ -24,6 +24,10 @@ from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import DEATH, DEATHS, STOP
 
 POLL_S = 0.05
+LOOK_S = 0.5
+"""How often a task asks whether the job has ended."""
+GRACE_S = 5.0
+"""How long processes have to end by themselves then, and the store is there for them."""
 
 
 def coordinate(ranks: int, host: str, port: int, spare_timeout_s: float) -> int:
@@ -65,7 +69,7 @@ def coordinate(ranks: int, host: str, port: int, spare_timeout_s: float) -> int:
         time.sleep(POLL_S)
     if coordinator.state is State.STOPPED:
         print(f"moevement: the job is stopped: {store.get(STOP).decode()}", file=sys.stderr, flush=True)
-    time.sleep(2.0)  # for those who still read from the store
+    time.sleep(GRACE_S + 2 * LOOK_S)
     return 0 if coordinator.state is State.DONE else 1
 
 
@@ -93,6 +97,7 @@ def watch_one(argv: list[str], task: Task, spares: int, environment: dict[str, s
     Raises:
         ConfigError: there is no coordinator.
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron.moevement import worker
     from megatron.moevement.restart.store import connect, store_address
 
@@ -109,12 +114,17 @@ def watch_one(argv: list[str], task: Task, spares: int, environment: dict[str, s
         own = {**common, "RANK": str(member), MEMBER_ENV: str(member)}
         child = Child(f"member_{member}", Program(command=[sys.executable, "-m", worker.__name__, *argv]), own, None)
         try:
-            while child.poll() is None:
+            while child.poll() is None and not store.check([STOP]):
+                time.sleep(LOOK_S)
+            deadline = time.monotonic() + GRACE_S
+            while child.poll() is None and time.monotonic() < deadline:
                 time.sleep(POLL_S)
         finally:
             end_all([child])
-        if child.code == 0 or store.check([STOP]):
-            return 0 if child.code == 0 or not store.get(STOP) else 1
+        if store.check([STOP]):
+            return 0 if not store.get(STOP) else 1
+        if child.code == 0:
+            return 0
         if child.code == USAGE_ERROR:
             store.set(STOP, f"member {member} found a mistake in the flags")
             return USAGE_ERROR
