@@ -61,6 +61,7 @@ def forget_generation(job: Job) -> None:
     from megatron.training import async_utils, get_args, global_vars
 
     args = get_args()
+    _end_data_workers()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
     rerun_state_machine.destroy_rerun_state_machine()
@@ -73,6 +74,19 @@ def forget_generation(job: Job) -> None:
     job.rooms.close()
     if job.model is not None:
         _reset_model(job)
+
+
+def _end_data_workers() -> None:
+    """Kill the processes of data loaders; new ones are opened. Asked to end, each would take its five seconds."""
+    from torch.utils.data import _utils
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    for iterator in [one for one in gc.get_objects() if type(one) is _MultiProcessingDataLoaderIter]:
+        if iterator._worker_pids_set:  # torch raises for a worker that dies, unless it has been told
+            _utils.signal_handling._remove_worker_pids(id(iterator))
+            iterator._worker_pids_set = False
+        for worker in iterator._workers:
+            worker.kill()
 
 
 def _reset_model(job: Job) -> None:
