@@ -112,6 +112,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("runs/soak"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=200, help="of each job (default: 200)")
+    parser.add_argument("--kills-per-job", type=int, default=20, help="at most (default: 20)")
     parser.add_argument("--mean-s", type=float, default=5.0, help="between kills (default: 5)")
     given = parser.parse_args()
     folder = given.folder.absolute()
@@ -124,7 +125,8 @@ def main() -> int:
         name, layout = list(LAYOUTS.items())[number % len(LAYOUTS)]
         words = [*layout, "--train-iters", str(given.iterations), "--lr-decay-iters", "1000"]
         wanted = unhurt(name, words, folder)
-        found = hurt(words, folder / f"job_{number}", draw, given.kills - done, given.mean_s)
+        most = min(given.kills_per_job, given.kills - done)
+        found = hurt(words, folder / f"job_{number}", draw, most, given.mean_s)
         job = {
             "job": number,
             "layout": name,
