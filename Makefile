@@ -16,7 +16,7 @@ setup: ## make .venv with the pinned dependencies (quick when nothing changed)
 
 LAPTOP = examples/pretrain_moe/pretrain_gpt.py --config examples/pretrain_moe/configs/laptop.yaml
 
-demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, and compare the two: three minutes
+demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, and compare the two: four minutes
 	@echo "== four ranks, pipeline 2 x expert/data 2, never hurt"
 	@.venv/bin/moevement launch --nproc $(NPROC) $(LAPTOP) --run-dir $(RUN_DIR)/unhurt
 	@echo "== the same with one spare; rank 2 is killed in iteration 75"
