@@ -135,6 +135,8 @@ class Checkpointer:
         report: told, in words, what an operator should know.
         to_disk: whether there are to be buffers for windows that are being written to disk; see :meth:`write_to`.
         has: by peer, the iterations of this rank's snapshots that it has from before, taken by another process.
+        needed: first and last snapshot of the run that is persisted on every rank, where the job has one already: peers
+            keep their copies of it until there is a newer one.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class Checkpointer:
         *,
         to_disk: bool = False,
         has: Mapping[int, Collection[int]] | None = None,
+        needed: tuple[int, int] = (NONE, NONE),
     ) -> None:
         self.rank = rank
         self.history = history
@@ -171,7 +174,7 @@ class Checkpointer:
         self._capture: Capture | None = None
         self._persisted_runs: dict[int, int] = {}
         """Runs of this rank that were said to be persisted: last snapshot by first. They may become the job's."""
-        self._last_needed = NONE
+        self.progress.persisted, self._last_needed = needed
         """The last snapshot of the run that is persisted on every rank."""
         self._layouts: dict[int, _Layout] = {}
         self._laid_out = ""
@@ -299,6 +302,11 @@ class Checkpointer:
     def whole_now(self) -> dict[str, str]:
         """The digest of every operator's whole live state, as a snapshot has it that was asked for it."""
         return begin_whole(self._everything())()
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """First and last snapshot of the run that is persisted on every rank; ``NONE`` if there is none."""
+        return self.progress.persisted, self._last_needed
 
     def settle(self) -> None:
         """Block until what is being captured is."""

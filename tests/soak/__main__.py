@@ -50,9 +50,9 @@ def digest(run_dir: Path) -> str | None:
     return record.summary()["state_digest"]["all"] if record.summary_path.exists() else None
 
 
-def unhurt(name: str, words: list[str], folder: Path) -> str:
+def unhurt(name: str, words: list[str], iterations: int, folder: Path) -> str:
     """The digest of a run that is never hurt, made once."""
-    run_dir = folder / f"unhurt_{name}"
+    run_dir = folder / f"unhurt_{name}_{iterations}"
     if digest(run_dir) is None:
         run(words, [], run_dir).wait()
     found = digest(run_dir)
@@ -124,7 +124,7 @@ def main() -> int:
         draw = random.Random(f"{given.seed}/{number}")
         name, layout = list(LAYOUTS.items())[number % len(LAYOUTS)]
         words = [*layout, "--train-iters", str(given.iterations), "--lr-decay-iters", "1000"]
-        wanted = unhurt(name, words, folder)
+        wanted = unhurt(name, words, given.iterations, folder)
         most = min(given.kills_per_job, given.kills - done)
         found = hurt(words, folder / f"job_{number}", draw, most, given.mean_s)
         job = {

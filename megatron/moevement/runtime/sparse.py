@@ -96,6 +96,7 @@ class Policy:
     window_start: int
     began_at: int
     disk_job: str
+    needed: tuple[int, int]
 
     def for_table(self, table: OperatorTable, fresh: Popularity, trigger: ReorderTrigger) -> Policy:
         """The same windows, for a stage of which nobody is left who knew its order; a new one comes by and by."""
@@ -213,7 +214,7 @@ class SparseRun:
         """What a new rank of this stage needs to know."""
         return Policy(
             self.checkpointer.history.all, self.popularity, self.trigger, self._decided, self._announced,
-            self._window_start, self.began_at, self._disk_job,
+            self._window_start, self.began_at, self._disk_job, self.checkpointer.needed,
         )  # fmt: skip
 
     def _start_checkpointer(
@@ -234,6 +235,7 @@ class SparseRun:
             self._report,
             to_disk=self.config.persist_dir is not None,
             has=self._peers_have(kept),
+            needed=adopted.needed if adopted is not None else (NONE, NONE),
         )
 
     def _peers_have(self, kept: Sequence[Mapping[int, Collection[int]]]) -> dict[int, Collection[int]]:
