@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -99,11 +98,7 @@ def _run(program: Program, environment: dict[str, str], streams: list[TextIO]) -
     for stream, target in zip(streams, (1, 2), strict=False):
         os.dup2(stream.fileno(), target)
     os.environ.update(environment)
-    try:
-        program.function(*program.arguments)
-    except Exception:
-        traceback.print_exc()
-        raise SystemExit(1) from None
+    program.function(*program.arguments)  # what it raises multiprocessing prints, and the process ends with 1
 
 
 def end_all(children: Sequence[Child], timeout_s: float = 10.0) -> None:

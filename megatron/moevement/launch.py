@@ -154,10 +154,10 @@ def _check(launch: Launch) -> None:
         raise ConfigError(f"{script}: no such training script; give its path after the options of moevement launch")
     for flag, value, least in (
         ("--nproc", launch.nproc, 1),
-        ("--spares", launch.spares or 0, 0),
-        ("--ranks-per-node", launch.ranks_per_node or 1, 1),
+        ("--spares", launch.spares, 0),
+        ("--ranks-per-node", launch.ranks_per_node, 1),
     ):
-        if value < least:
+        if value is not None and value < least:
             raise ConfigError(f"{flag} {value}: needs {least} or more")
     if launch.spares is not None and "--moevement-sparse-ckpt" not in config_file.expand(launch.argv[1:]):
         raise ConfigError(

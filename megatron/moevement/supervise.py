@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from megatron.moevement import config_file
@@ -22,6 +23,7 @@ from moevement_core.cli.exit_codes import USAGE_ERROR
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import DEATH, DEATHS, STOP
+from moevement_core.run_record import RunRecord
 
 POLL_S = 0.05
 LOOK_S = 0.5
@@ -30,8 +32,15 @@ GRACE_S = 5.0
 """How long processes have to end by themselves then, and the store is there for them."""
 
 
-def coordinate(ranks: int, host: str, port: int, spare_timeout_s: float) -> int:
+def coordinate(ranks: int, host: str, port: int, spare_timeout_s: float, run_dir: Path | None) -> int:
     """Hold the store and give out ranks until the job has ended; returns the exit code.
+
+    Args:
+        ranks: of the job, without spares.
+        host: address to listen at.
+        port: likewise; 0 for any that is free.
+        spare_timeout_s: how long to wait for a spare where none is left.
+        run_dir: where ``ranks.json`` is kept; nothing keeps it nowhere.
 
     Raises:
         ConfigError: nothing can listen there.
@@ -58,7 +67,7 @@ def coordinate(ranks: int, host: str, port: int, spare_timeout_s: float) -> int:
 
     say(f"{STORE_ENV}={address[0]}:{address[1]} is the store of a job of {ranks} ranks")
     coordinator = Coordinator(store, ranks, spare_timeout_s, say, InProcessWrapper(store, address, ranks))
-    generation = -1
+    generation, told = -1, list[dict[str, Any]]()
     while coordinator.state not in (State.DONE, State.STOPPED):
         coordinator.step()
         if coordinator.roster.generation != generation:
@@ -66,6 +75,10 @@ def coordinate(ranks: int, host: str, port: int, spare_timeout_s: float) -> int:
             for death in coordinator.roster.deaths:
                 say(f"rank {death.rank} (pid {death.pid}) {death.how}")
             say(f"generation {generation} is formed; {coordinator.roster.spares} spares are left")
+        if run_dir is not None and generation >= 0 and (who := coordinator.who()) != told:
+            told = who
+            run_dir.mkdir(parents=True, exist_ok=True)
+            RunRecord(run_dir).write_ranks(who)
         time.sleep(POLL_S)
     if coordinator.state is State.STOPPED:
         print(f"moevement: the job is stopped: {store.get(STOP).decode()}", file=sys.stderr, flush=True)

@@ -169,24 +169,10 @@ class ReplaceWhoDies(Watch):
             leader = self._children[roster.ranks[0]]
             if leader.logs is not None:
                 self._progress.follow(leader.logs / f"{leader.label}.out")
-        standing = (roster.generation, tuple(self._coordinator.cards))
-        if self._record is not None and standing != self._told and roster.generation >= 0:
-            self._told = standing
-            self._record.write_ranks(self._ranks_json(roster))
-
-    def _ranks_json(self, roster: Roster) -> list[dict[str, Any]]:
-        def of(member: int, rank: int | None) -> dict[str, Any]:
-            card = self._coordinator.cards.get(member)
-            return {
-                "rank": rank,
-                "pid": self._children[member].pid,
-                "host": card.host if card else None,
-                "node": card.node if card else None,
-                "role": "spare" if rank is None else "active",
-            }
-
-        active = [of(member, rank) for rank, member in sorted(roster.ranks.items())]
-        return active + [of(member, None) for member in self._coordinator.waiting()]
+        who = self._coordinator.who()
+        if self._record is not None and who != self._told and roster.generation >= 0:
+            self._told = who
+            self._record.write_ranks(who)
 
     def verdict(self) -> int:
         """Say why the job has ended, if it did not come to its end."""

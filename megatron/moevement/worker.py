@@ -13,7 +13,6 @@ import signal
 import stat
 import sys
 import tempfile
-import traceback
 from contextlib import suppress
 from types import CodeType, ModuleType
 
@@ -49,7 +48,7 @@ def run_rank(argv: list[str]) -> None:
 
 
 def run_forked_rank(argv: list[str]) -> None:
-    """:func:`run_rank` in a process that was forked; its traceback goes where its other output goes."""
+    """:func:`run_rank` in a process that was forked."""
     # The launcher turns signals into exceptions; a rank that is ended must simply end.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
@@ -57,11 +56,7 @@ def run_forked_rank(argv: list[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tempfile.tempdir = None  # TMPDIR is this rank's own now
     _close_sockets()
-    try:
-        run_rank(argv)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(1)
+    run_rank(argv)
 
 
 def _close_sockets() -> None:

@@ -136,13 +136,14 @@ def _add_coordinate(commands: argparse._SubParsersAction) -> None:
         metavar="S",
         help="seconds that the job waits for a spare where none is left (default: 600)",
     )
+    coordinate.add_argument("--run-dir", type=Path, metavar="DIR", help="the job's, in which ranks.json is kept")
     coordinate.set_defaults(run=_coordinate)
 
 
 def _coordinate(arguments: argparse.Namespace) -> int:
     from megatron.moevement.supervise import coordinate
 
-    return coordinate(arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout)
+    return coordinate(arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout, arguments.run_dir)
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:

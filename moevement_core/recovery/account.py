@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -44,7 +44,6 @@ class Account:
     spares: int
     copies: str
     """Whether everything is kept as often as it should be."""
-    notes: Sequence[str] = field(default_factory=tuple)
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, in order."""
@@ -74,7 +73,6 @@ class Account:
             ("copies", self.copies),
             ("so far", f"{_effective(self.effective)}; {self.spares} spares are left"),
         ]
-        rows += [("note", note) for note in self.notes]
         return [f"recovery {self.generation}", *(f"  {name:<9} {text}" for name, text in rows)]
 
     def as_dict(self) -> dict[str, Any]:

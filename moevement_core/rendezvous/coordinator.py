@@ -84,9 +84,9 @@ class Coordinator:
         self._joined = self._heard = 0
         self._dead: dict[int, Death] = {}
         self._new_deaths: list[Death] = []
-        self._told_waiting = False
         self._missed: dict[int, float] = {}
-        self._short_since = time.monotonic()
+        self._short_since: float | None = None
+        """Since when everyone else is there and only spares are missing."""
         self._failures = (0, -1)
         store.set(NEWEST, "-1")
 
@@ -148,13 +148,27 @@ class Coordinator:
         """Members that could take a rank, those of the roster not among them; in the order in which they came."""
         return [member for member in self.cards if member not in self._members()]
 
+    def who(self) -> list[dict[str, Any]]:
+        """Everyone who takes part, as ``ranks.json`` has it: ranks in their order, then spares."""
+        ranks: list[tuple[int | None, int]] = [
+            *sorted(self.roster.ranks.items()),
+            *((None, one) for one in self.waiting()),
+        ]
+        cards = [(rank, self.cards[member]) for rank, member in ranks if member in self.cards]
+        return [
+            {
+                "rank": rank, "pid": card.pid, "host": card.host, "node": card.node,
+                "role": "spare" if rank is None else "active",
+            }
+            for rank, card in cards
+        ]  # fmt: skip
+
     def _members(self) -> list[int]:
         return list(self.roster.ranks.values())
 
     def _interrupted(self) -> None:
         if self.state is State.RUNNING:
-            self.state, self._told_waiting = State.FORMING, False
-            self._short_since = time.monotonic()
+            self.state, self._short_since = State.FORMING, None
 
     def _welcome(self) -> None:
         joined = int(self._store.add(JOINED, 0))
@@ -216,9 +230,8 @@ class Coordinator:
     def _wait_for_spares(self, missing: int) -> None:
         if self.roster.generation < 0:
             return  # the first ones are still starting; who started them knows whether they come
-        waited = time.monotonic() - self._short_since
-        if waited > self._spare_timeout_s:
-            self.stop(f"no spare came within {self._spare_timeout_s:g} s for {missing} of {self._ranks} ranks")
-        elif not self._told_waiting:
-            self._told_waiting = True
+        if self._short_since is None:
+            self._short_since = time.monotonic()
             self._report(f"no spare is left; waiting up to {self._spare_timeout_s:g} s for {missing} to start")
+        elif time.monotonic() - self._short_since > self._spare_timeout_s:
+            self.stop(f"no spare came within {self._spare_timeout_s:g} s for {missing} of {self._ranks} ranks")

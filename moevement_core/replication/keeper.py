@@ -182,7 +182,7 @@ class Keeper:
         try:
             self._say(Kind.GO, message.iteration)
             self._transport.receive(self.source, TO_PEER, buffer[: message.payload_bytes])
-        except Exception:
+        except Exception:  # the source is gone in the middle of it; another generation uses the buffer again
             pool.release(buffer)
             raise
         snapshot = Snapshot(header, buffer)

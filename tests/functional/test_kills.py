@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -190,12 +192,17 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
     }
     words = flags(**flags_, **windows, moevement_inject="rank=1,iteration=12,phase=forward")
     run = ("--run-dir", str(tmp_path / "hurt"))
-    code, out, err = finished(
-        launch("--nproc", "2", "--spares", "0", "--spare-timeout", "0.1", str(SCRIPT), *words, *run)
-    )
+    job = launch("--nproc", "2", "--spares", "0", "--spare-timeout", "0.5", str(SCRIPT), *words, *run)
+    assert job.stdout is not None
+    out = ""
+    for line in job.stdout:
+        out += line
+        if started := re.search(r"started pid (\d+) as a spare", line):  # none lives long enough to take the rank
+            os.kill(int(started[1]), signal.SIGKILL)
+    code, _, err = finished(job)
     assert code == 1, logs(tmp_path / "hurt")
-    assert "waiting up to 0.1 s for 1 to start" in out
-    assert "moevement: the job is stopped: no spare came within 0.1 s for 1 of 2 ranks" in err
+    assert "waiting up to 0.5 s for 1 to start" in out
+    assert "moevement: the job is stopped: no spare came within 0.5 s for 1 of 2 ranks" in err
     survived = survive(2, 0, tmp_path / "hurt", **flags_, **windows)
     assert survived.digest == wanted
     assert "starting from fresh weights" not in survived.out
@@ -250,7 +257,7 @@ def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
     words = [*flags(**flags_, moevement_inject="rank=1,iteration=8,phase=forward"), "--run-dir", str(run_dir)]
     command = [sys.executable, "-W", "ignore", "-m", "moevement_core.cli.main"]
     coordinator = subprocess.Popen(
-        [*command, "coordinate", "--ranks", "2"], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [*command, "coordinate", "--ranks", "2", "--run-dir", str(run_dir)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert coordinator.stdout is not None
     address = coordinator.stdout.readline().split()[1].partition("=")[2]
@@ -268,4 +275,5 @@ def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
         assert task.wait(timeout=30) == 0
     survived = Survived(run_dir, "")
     assert survived.digest == wanted
+    assert [one["rank"] for one in survived.ranks() if one["role"] == "active"] == [0, 1]
     assert len(survived.failures()) == 1

@@ -64,6 +64,9 @@ def test_what_megatrons_own_configuration_refuses_is_one_line_too(tmp_path: Path
     [
         (["--nproc", "2", "no_such_script.py"], "no_such_script.py: no such training script"),
         (["--nproc", "0", str(SCRIPT)], "--nproc 0: needs 1 or more"),
+        (["--nproc", "2", "--spares", "-1", str(SCRIPT)], "--spares -1: needs 0 or more"),
+        (["--nproc", "2", "--spares", "1", str(SCRIPT)], "--spares without --moevement-sparse-ckpt"),
+        (["--nproc", "2", "--ranks-per-node", "0", str(SCRIPT)], "--ranks-per-node 0: needs 1 or more"),
         ([str(SCRIPT)], "no --nproc and not started by srun"),
         (["--nproc", "1", str(SCRIPT), "--config", "none.yaml"], "--config none.yaml: cannot be read"),
         (["--nproc", "1", str(SCRIPT), "--run-dir", __file__], f"--run-dir {__file__}: Not a directory"),

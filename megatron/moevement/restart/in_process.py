@@ -54,15 +54,12 @@ class Generation:
 
     roster: Roster
     rank: int
-    entered_at: float
-    """Seconds since the epoch."""
-    is_new: bool
-    """Whether this process had no rank before."""
     aborting: bool = False
     """Whatever fails now fails because everything is being aborted."""
     interrupted_at: float = 0.0
     """When this process was interrupted in the generation before; 0 if it was not in it."""
     aborted_at: float = 0.0
+    """When this one was; seconds since the epoch, both."""
     call: Any = None
     """The wrapper's handle, for sections that must not be interrupted."""
 
@@ -139,11 +136,8 @@ class _Restarts:
             except JobStopped as stopped:
                 sys.exit(str(stopped) or None)
             before = _generation
-            is_new = before is None
-            _generation = Generation(
-                roster, rank, time.time(), is_new, interrupted_at=before.aborted_at if before is not None else 0.0
-            )
-            megatron_state.take_rank(rank, is_new)
+            _generation = Generation(roster, rank, interrupted_at=before.aborted_at if before is not None else 0.0)
+            megatron_state.take_rank(rank)
             try:
                 ended = self._enter()
             except Leave:

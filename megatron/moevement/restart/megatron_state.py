@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,14 +33,13 @@ class Groups:
         return Groups(groups, tuple(tuple(dist.get_process_group_ranks(group)) for group in groups))
 
 
-def take_rank(rank: int, is_new: bool) -> None:
+def take_rank(rank: int) -> None:
     """Be ``rank`` from now on, in Megatron's global arguments and what was made of them at the start."""
     from megatron.training import get_args, global_vars
 
     args = get_args()
     args.rank = rank
-    if is_new and os.environ.get("RANK") != str(rank) and rank == args.world_size - 1:
-        # The last rank writes what Megatron logs.
+    if rank == args.world_size - 1:  # it writes what Megatron logs
         for name in ("tensorboard", "wandb"):
             if getattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER") is None:
                 getattr(global_vars, f"_set_{name}_writer")(args)

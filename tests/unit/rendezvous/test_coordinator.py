@@ -110,7 +110,10 @@ def test_without_a_spare_in_time_everyone_is_told_that_the_job_stops(store: Any)
     job = Job(store, 2, 2, spare_timeout_s=0.05)
     job.rank_of(0)
     job.coordinator.died(1, 1001, "was killed by signal 9")
+    time.sleep(0.1)
     job.leave(0)
+    assert job.coordinator.state is State.FORMING, "it counts from when only a spare is missing"
+    assert "no spare is left; waiting up to 0.05 s for 1 to start" in job.told
     time.sleep(0.1)
     job.coordinator.step()
     assert job.coordinator.state is State.STOPPED
