@@ -17,6 +17,7 @@ from moevement_core.rendezvous.roster import (
     DEATH,
     DEATHS,
     DONE,
+    GIVEN_UP,
     JOINED,
     LEFT,
     MEMBER,
@@ -85,6 +86,7 @@ class Coordinator:
         self._dead: dict[int, Death] = {}
         self._new_deaths: list[Death] = []
         self._missed: dict[int, float] = {}
+        """Since when members that others found gone have not answered; of this interruption."""
         self._short_since: float | None = None
         """Since when everyone else is there and only spares are missing."""
         self._failures = (0, -1)
@@ -92,6 +94,8 @@ class Coordinator:
 
     def died(self, member: int, pid: int, how: str) -> int | None:
         """A member is gone; returns the rank that it was, nothing if it was none."""
+        if member in self._dead:
+            return None  # given up before its process ended
         rank = self.roster.rank_of(member)
         death = Death(member, rank, pid, how, time.time())
         self._dead[member] = death
@@ -135,7 +139,8 @@ class Coordinator:
     def _find_lost(self) -> None:
         """A node that is lost tells nothing; its ranks have stopped to answer the others.
 
-        Ranks that leave are counted as ended too, by themselves, and then say so here.
+        Ranks that leave are counted as ended too, by themselves, and then say so here. One that says so too late is
+        told to end: it has no rank any more.
         """
         for rank in self._wrapper.lost(self.roster.generation):
             member = self.roster.ranks.get(rank)
@@ -143,6 +148,7 @@ class Coordinator:
                 continue
             if time.monotonic() - self._missed.setdefault(member, time.monotonic()) > LOST_S:
                 self.died(member, self.cards[member].pid if member in self.cards else 0, "does not answer")
+                self._store.set(GIVEN_UP.format(member), "")
 
     def waiting(self) -> list[int]:
         """Members that could take a rank, those of the roster not among them; in the order in which they came."""
@@ -169,6 +175,7 @@ class Coordinator:
     def _interrupted(self) -> None:
         if self.state is State.RUNNING:
             self.state, self._short_since = State.FORMING, None
+            self._missed.clear()
 
     def _welcome(self) -> None:
         joined = int(self._store.add(JOINED, 0))

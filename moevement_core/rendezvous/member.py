@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from moevement_core.errors import JobStopped
-from moevement_core.rendezvous.roster import DONE, JOINED, LEFT, MEMBER, NEWEST, ROSTER, STOP, Card, Roster
+from moevement_core.rendezvous.roster import DONE, GIVEN_UP, JOINED, LEFT, MEMBER, NEWEST, ROSTER, STOP, Card, Roster
 
 POLL = timedelta(seconds=1)
 
@@ -40,7 +40,7 @@ class Member:
         """The next roster that this member is in, and its rank there; a spare may wait for ever.
 
         Raises:
-            JobStopped: the job has ended.
+            JobStopped: the job has ended, or goes on without this member.
         """
         while True:
             roster = self._next_roster()
@@ -57,6 +57,8 @@ class Member:
             except dist.DistStoreError:
                 if self._store.check([STOP]):
                     raise JobStopped(self._store.get(STOP).decode()) from None
+                if self._store.check([GIVEN_UP.format(self._card.member)]):
+                    raise JobStopped("this process did not answer in time, and another is to take its rank") from None
                 time.sleep(sys.getswitchinterval())
                 continue
             return Roster.decode(self._store.get(wanted))

@@ -74,7 +74,7 @@ def hurt(words: list[str], run_dir: Path, draw: random.Random, most: int, mean_s
         if kills >= most or time.monotonic() < next_at:
             continue
         ranks = [one for one in json.loads(record.ranks_path.read_text()) if one["role"] == "active"]
-        chosen = draw.sample(ranks, 2 if draw.random() < 0.15 else 1)
+        chosen = draw.sample(ranks, min(len(ranks), 2 if draw.random() < 0.15 else 1))
         for one in chosen:
             try:
                 os.kill(one["pid"], signal.SIGKILL)

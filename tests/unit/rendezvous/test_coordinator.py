@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from moevement_core.errors import JobStopped
-from moevement_core.rendezvous.coordinator import NO_PROGRESS, Coordinator, State
+from moevement_core.rendezvous import coordinator
+from moevement_core.rendezvous.coordinator import NO_PROGRESS, Coordinator, State, Wrapper
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import Card, Death, Roster
 
@@ -24,9 +26,11 @@ def store() -> Any:
 class Job:
     """A coordinator and its members, without processes."""
 
-    def __init__(self, store: Any, ranks: int, members: int, spare_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, store: Any, ranks: int, members: int, spare_timeout_s: float = 60.0, wrapper: Wrapper | None = None
+    ) -> None:
         self.store, self.told = store, list[str]()
-        self.coordinator = Coordinator(store, ranks, spare_timeout_s, self.told.append)
+        self.coordinator = Coordinator(store, ranks, spare_timeout_s, self.told.append, wrapper)
         self.members: dict[int, Member] = {}
         for number in range(members):
             self.join(number)
@@ -142,6 +146,48 @@ def test_kills_never_end_a_job_that_has_spares(store: Any) -> None:
         job.coordinator.died(gone, 0, "was killed by signal 9")
         job.leave(0, committed=0)
         assert job.coordinator.state is State.RUNNING
+
+
+class FindsAllGone(Wrapper):
+    """Ranks that leave are counted as ended."""
+
+    def lost(self, generation: int) -> Iterable[int]:
+        return (0, 1)
+
+    def stand_in_for(self, generation: int, rank: int) -> None:
+        pass
+
+
+def test_who_answers_later_in_each_failure_is_not_given_up(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds in which somebody was missed do not add up over failures."""
+    monkeypatch.setattr(coordinator, "LOST_S", 0.3)
+    job = Job(store, 2, 2, wrapper=FindsAllGone())
+    for number in range(2, 6):
+        job.join(number)
+        job.coordinator.died(job.coordinator.roster.ranks[1], 0, "was killed by signal 9")
+        job.coordinator.step()
+        time.sleep(0.12)
+        job.coordinator.step()
+        job.leave(0)
+        assert job.coordinator.state is State.RUNNING
+        assert job.coordinator.roster.ranks[0] == 0
+
+
+def test_who_does_not_answer_is_given_up_and_told_so(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordinator, "LOST_S", 0.05)
+    job = Job(store, 2, 4, wrapper=FindsAllGone())
+    job.coordinator.died(1, 1001, "was killed by signal 9")
+    job.coordinator.step()
+    time.sleep(0.1)
+    job.coordinator.step()
+    job.coordinator.step()
+    assert job.coordinator.roster.ranks == {0: 2, 1: 3}
+    assert [death.how for death in job.coordinator.roster.deaths] == ["was killed by signal 9", "does not answer"]
+    job.members[0]._generation = 0
+    with pytest.raises(JobStopped, match="another is to take its rank"):
+        job.rank_of(0)
+    assert job.coordinator.died(0, 1000, "ended with 1") is None
+    assert job.coordinator.state is State.RUNNING
 
 
 def test_after_the_end_nobody_is_missed(store: Any) -> None:
