@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from moevement_core.cli.bench_run import samples_of
 from moevement_core.errors import ConfigError
-
-SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "pretrain_gpt.py"
-MODEL = {
-    "--num-layers": 4, "--hidden-size": 512, "--num-attention-heads": 8, "--ffn-hidden-size": 1024,
-    "--num-experts": 8, "--moe-router-topk": 2, "--moe-ffn-hidden-size": 1024, "--seq-length": 128,
-    "--max-position-embeddings": 128, "--position-embedding-type": "rope", "--normalization": "RMSNorm",
-    "--moe-token-dispatcher-type": "alltoall", "--moe-router-load-balancing-type": "aux_loss",
-    "--moe-aux-loss-coeff": 0.01, "--micro-batch-size": 1, "--lr": 1e-4, "--lr-decay-style": "constant",
-    "--eval-iters": 0, "--eval-interval": 100000, "--log-interval": 1, "--seed": 1234, "--num-workers": 0,
-}  # fmt: skip
-SWITCHES = ("--swiglu", "--disable-bias-linear", "--bf16", "--use-distributed-optimizer")
-"""57 M parameters; over three data-parallel ranks with the distributed optimizer 228 MB of full state a rank."""
 
 
 def overhead(arguments: argparse.Namespace) -> int:
@@ -54,23 +40,16 @@ def overhead(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace, micro_batches: int) -> list[dict[str, Any]]:
     """The samples of rank 0, the others being in step with it."""
-    from megatron.moevement import launch
     from megatron.moevement.bench import overhead as script
 
-    flags = [word for pair in MODEL.items() for word in map(str, pair)]
-    flags += [*SWITCHES, "--global-batch-size", str(micro_batches * arguments.nproc)]
+    flags = ["--use-distributed-optimizer", "--global-batch-size", str(micro_batches * arguments.nproc)]
     flags += ["--train-iters", str(arguments.blocks * len(script.MODES) * arguments.block_iterations + 1)]
     flags += ["--moevement-sparse-ckpt", "--moevement-window", str(arguments.window)]
     flags += ["--moevement-replicas", str(arguments.replicas), "--moevement-ranks-per-node", "1"]
     flags += ["--moevement-verify", arguments.verify]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {script.OUTPUT_ENV: folder, script.BLOCK_ENV: str(arguments.block_iterations)}
-        print(f"{arguments.nproc} ranks, {micro_batches} micro-batches an iteration ...", flush=True)
-        argv = [str(Path(script.__file__)), str(SCRIPT), *flags, "--run-dir", str(Path(folder) / "run")]
-        code = launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, False, False))
-        if code:
-            raise ConfigError(f"the measured run ended with {code}; its output stands above")
-        return list(json.loads((Path(folder) / "rank0.json").read_text(encoding="utf-8")))
+    print(f"{arguments.nproc} ranks, {micro_batches} micro-batches an iteration ...", flush=True)
+    environment = {script.BLOCK_ENV: str(arguments.block_iterations)}
+    return list(samples_of(script, arguments.nproc, flags, environment))
 
 
 def _summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,63 +1,88 @@
-"""``moevement bench recovery``: one stage replays alone, against all stages, on the same loss."""
+"""``moevement bench recovery``: one stage replays alone, against all stages, on the same failure."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moevement_core.cli.bench import MODEL, SCRIPT
+from moevement_core.cli.bench_run import events_of, samples_of
 from moevement_core.errors import ConfigError
 
 Samples = list[dict[str, Any]]
+KINDS = ("normal", "stage", "all")
+NO_LOGS = ("--moevement-log-memory-gb", "1e-9")
+"""What a stage would need to replay alone does not fit, so that all stages roll back."""
 
 
 def recovery(arguments: argparse.Namespace) -> int:
-    """Run, print the table; returns the exit code."""
+    """Run, print the tables; returns the exit code."""
     if arguments.stages < 2 or arguments.micro_batches < 1 or arguments.rounds < 1 or arguments.window < 1:
         raise ConfigError(
             f"--stages {arguments.stages} --micro-batches {arguments.micro_batches} --rounds {arguments.rounds} "
             f"--window {arguments.window}; needs 2 or more stages and 1 or more of the others"
         )
-    samples = _run(arguments)
-    told = {kind: _summarise([one for one in samples if one["kind"] == kind]) for kind in ("normal", "stage", "all")}
+    if arguments.kills < 0:
+        raise ConfigError(f"--kills {arguments.kills}; needs 0 or more")
+    samples = _wiped(arguments)
+    told = {kind: _summarise([one for one in samples if one["kind"] == kind]) for kind in KINDS}
     _print(told, Console())
+    killed = {}
+    if arguments.kills:
+        killed = {"stage": _parts(_killed(arguments, ())), "all": _parts(_killed(arguments, NO_LOGS))}
+        _print_parts(killed, Console())
     if arguments.json:
-        shape = {name: getattr(arguments, name) for name in ("stages", "micro_batches", "window", "rounds")}
-        print(json.dumps({**shape, "measured": told}))
+        shape = {name: getattr(arguments, name) for name in ("stages", "micro_batches", "window", "rounds", "kills")}
+        print(json.dumps({**shape, "measured": told, "killed": killed}))
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> Samples:
-    from megatron.moevement import launch
+def _flags(arguments: argparse.Namespace, iterations: int) -> list[str]:
+    flags = ["--pipeline-model-parallel-size", str(arguments.stages), "--num-layers", str(arguments.stages)]
+    flags += ["--global-batch-size", str(arguments.micro_batches), "--train-iters", str(iterations)]
+    return [*flags, "--moevement-sparse-ckpt", "--moevement-window", str(arguments.window)]
+
+
+def _wiped(arguments: argparse.Namespace) -> Samples:
+    """Memory is lost and processes stay: how long a replay takes, against a normal iteration of the same run."""
     from megatron.moevement.bench import recovery as script
 
     every = arguments.window + 2
-    flags = [word for pair in MODEL.items() for word in map(str, pair)]
-    flags += ["--swiglu", "--disable-bias-linear", "--bf16", "--pipeline-model-parallel-size", str(arguments.stages)]
-    flags += ["--num-layers", str(arguments.stages), "--global-batch-size", str(arguments.micro_batches)]
     # Iterations at which memory is lost are multiples of `every`; one round is a stage and all stages.
     first = -(-script.BEGIN // every) * every
-    flags += ["--train-iters", str(first + (2 * arguments.rounds - 1) * every + 1)]
-    flags += ["--moevement-sparse-ckpt", "--moevement-window", str(arguments.window), "--moevement-replicas", "0"]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {
-            script.OUTPUT_ENV: folder,
-            script.STAGE_ENV: str(arguments.stages // 2),
-            script.EVERY_ENV: str(every),
-        }
-        argv = [str(Path(script.__file__)), str(SCRIPT), *flags, "--run-dir", str(Path(folder) / "run")]
-        code = launch.launch_on_this_host(launch.Launch(arguments.stages, argv, False, False))
-        if code:
-            raise ConfigError(f"the measured run ended with {code}; its output stands above")
-        return list(json.loads((Path(folder) / "samples.json").read_text(encoding="utf-8")))
+    flags = [*_flags(arguments, first + (2 * arguments.rounds - 1) * every + 1), "--moevement-replicas", "0"]
+    environment = {script.STAGE_ENV: str(arguments.stages // 2), script.EVERY_ENV: str(every)}
+    return list(samples_of(script, arguments.stages, flags, environment))
+
+
+def _killed(arguments: argparse.Namespace, more: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A rank in the middle is killed again and again, and a spare takes its place: the account of each time."""
+    every = 2 * arguments.window + 1
+    flags = [*_flags(arguments, (arguments.kills + 1) * every), *more]
+    flags += ["--moevement-replicas", "1", "--moevement-replicas-on-same-node"]
+    for kill in range(1, arguments.kills + 1):
+        flags += ["--moevement-inject", f"rank={arguments.stages // 2},iteration={kill * every},phase=backward"]
+    print(f"{arguments.kills} kills, {'all stages roll back' if more else 'one stage rolls back'} ...", flush=True)
+    return [event for event in events_of(arguments.stages, 1, flags) if event["event"] == "failure"]
+
+
+def _parts(failures: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of each part, in seconds."""
+    parts = {name: statistics.median(one["parts"][name] for one in failures) for name in failures[0]["parts"]}
+    usable = [one["usable_at"] - one["failed_at"] for one in failures]
+    replayed = [one["recovery"]["replayed_by_stage"] for one in failures]
+    return {
+        **parts,
+        "total": statistics.median(one["total_s"] for one in failures),
+        "until groups are usable": statistics.median(usable),
+        "iterations replayed by a stage": statistics.median(max(one.values()) for one in replayed),
+        "stages that replayed": statistics.median(sum(count > 0 for count in one.values()) for one in replayed),
+        "kills": len(failures),
+    }
 
 
 def _summarise(samples: Samples) -> dict[str, float]:
@@ -81,7 +106,7 @@ def _print(told: dict[str, dict[str, float]], console: Console) -> None:
     normal = told["normal"]
 
     def row(label: str, text: Any) -> None:
-        table.add_row(label, *(text(told[kind]) for kind in ("normal", "stage", "all")))
+        table.add_row(label, *(text(told[kind]) for kind in KINDS))
 
     row("seconds an iteration", lambda one: f"{one['wall_s']:.3f}")
     row("over a normal one", lambda one: f"{one['wall_s'] / normal['wall_s']:.2f}")
@@ -91,4 +116,11 @@ def _print(told: dict[str, dict[str, float]], console: Console) -> None:
     row("plan and fetch", lambda one: f"{1e3 * one['fetch_s']:.0f} ms")
     row("fed from logs", lambda one: f"{one['fed_mb']:.1f} MB")
     row("measured", lambda one: f"{one['count']:.0f}")
+    console.print(table)
+
+
+def _print_parts(killed: dict[str, dict[str, float]], console: Console) -> None:
+    table = Table("a rank killed; medians, seconds", "one stage alone", "all stages")
+    for name, value in killed["stage"].items():
+        table.add_row(name, f"{value:.2f}", f"{killed['all'][name]:.2f}")
     console.print(table)

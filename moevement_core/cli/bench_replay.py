@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moevement_core.cli.bench import MODEL, SCRIPT, SWITCHES
+from moevement_core.cli.bench_run import samples_of
 from moevement_core.errors import ConfigError
 
 ROUTINGS = {
@@ -40,27 +37,17 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, routing: str, shares: list[float]) -> Told:
-    from megatron.moevement import launch
     from megatron.moevement.bench import replay as script
 
-    flags = [word for pair in MODEL.items() for word in map(str, pair)]
-    flags += [*SWITCHES, *ROUTINGS[routing], "--global-batch-size", str(arguments.micro_batches * arguments.nproc)]
+    flags = ["--use-distributed-optimizer", *ROUTINGS[routing]]
+    flags += ["--global-batch-size", str(arguments.micro_batches * arguments.nproc)]
     flags += ["--train-iters", str(script.AT + 1), "--expert-model-parallel-size", str(arguments.nproc)]
     # Not checked for NaN: after so many steps on random routing nobody cares for the loss.
     flags += ["--no-check-for-nan-in-loss-and-grad"]
     flags += ["--moevement-sparse-ckpt", "--moevement-window", "4", "--moevement-replicas", "0"]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {
-            script.OUTPUT_ENV: folder,
-            script.SHARES_ENV: json.dumps(shares),
-            script.ROUNDS_ENV: str(arguments.rounds),
-        }
-        print(f"{arguments.nproc} ranks, {routing} routing ...", flush=True)
-        argv = [str(Path(script.__file__)), str(SCRIPT), *flags, "--run-dir", str(Path(folder) / "run")]
-        code = launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, False, False))
-        if code:
-            raise ConfigError(f"the measured run ended with {code}; its output stands above")
-        return dict(json.loads((Path(folder) / "samples.json").read_text(encoding="utf-8")))
+    print(f"{arguments.nproc} ranks, {routing} routing ...", flush=True)
+    environment = {script.SHARES_ENV: json.dumps(shares), script.ROUNDS_ENV: str(arguments.rounds)}
+    return dict(samples_of(script, arguments.nproc, flags, environment))
 
 
 def _summarise(told: Told, shares: list[float]) -> Told:

@@ -279,7 +279,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "recovery",
         help="one stage that replays alone, against all stages",
         description="Train an MoE on a pipeline whose ranks lose their memory: those of one stage and those of all "
-        "stages in turns, in one run. Times are for each replayed iteration, against a normal one.",
+        "stages in turns, in one run. Times are for each replayed iteration, against a normal one. Then kill a rank "
+        "again and again in two jobs, one in which its stage replays alone and one in which all do.",
     )
     recovery.add_argument(
         "--stages", type=int, default=4, metavar="N", help="pipeline stages, a rank each (default: 4)"
@@ -287,6 +288,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     recovery.add_argument("--micro-batches", type=int, default=8, metavar="M", help="of an iteration (default: 8)")
     recovery.add_argument("--window", type=int, default=3, metavar="W", help="iterations of a window (default: 3)")
     recovery.add_argument("--rounds", type=int, default=5, metavar="R", help="losses of each kind (default: 5)")
+    recovery.add_argument("--kills", type=int, default=5, metavar="K", help="in each of the two jobs (default: 5)")
     recovery.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     recovery.set_defaults(run=_bench_recovery)
 

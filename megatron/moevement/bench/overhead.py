@@ -6,18 +6,15 @@ is measured follows this one on the command line; it is run as it is.
 
 from __future__ import annotations
 
-import json
 import os
-import runpy
-import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
+from megatron.moevement.bench.observed import run_observed
 from megatron.moevement.runtime import sparse
 
 MODES = ("off", "capture", "replicate")
-OUTPUT_ENV, BLOCK_ENV = "MOEVEMENT_BENCH_OUTPUT", "MOEVEMENT_BENCH_BLOCK"
+BLOCK_ENV = "MOEVEMENT_BENCH_BLOCK"
 
 
 @dataclass
@@ -72,16 +69,9 @@ class Observer(sparse.Observer):
 
 
 def main() -> None:
-    """Run the script that follows, observed; each rank writes its samples into the folder that the command made."""
+    """Run the script that follows, observed."""
     observer = Observer(int(os.environ[BLOCK_ENV]))
-    sparse.observer = observer
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    finally:
-        output = Path(os.environ[OUTPUT_ENV]) / f"rank{os.environ['RANK']}.json"
-        output.write_text(json.dumps([asdict(sample) for sample in observer.samples]), encoding="utf-8")
+    run_observed(observer, lambda: [asdict(sample) for sample in observer.samples])
 
 
 if __name__ == "__main__":

@@ -5,20 +5,17 @@ The script that is measured follows this one on the command line. Its state come
 
 from __future__ import annotations
 
-import json
 import os
-import runpy
-import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from megatron.moevement.bench.observed import run_observed
 from megatron.moevement.runtime import sparse
 
-OUTPUT_ENV, STAGE_ENV, EVERY_ENV = "MOEVEMENT_BENCH_OUTPUT", "MOEVEMENT_BENCH_STAGE", "MOEVEMENT_BENCH_EVERY"
+STAGE_ENV, EVERY_ENV = "MOEVEMENT_BENCH_STAGE", "MOEVEMENT_BENCH_EVERY"
 BEGIN = 6
 """Iterations before the first loss."""
 
@@ -72,15 +69,9 @@ class Observer(sparse.Observer):
 
 
 def main() -> None:
-    """Run the script that follows, observed; rank 0 writes its samples into the folder that the command made."""
+    """Run the script that follows, observed."""
     observer = Observer(int(os.environ[STAGE_ENV]), int(os.environ[EVERY_ENV]))
-    sparse.observer = observer
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    runpy.run_path(script, run_name="__main__")
-    if os.environ["RANK"] == "0":
-        output = Path(os.environ[OUTPUT_ENV]) / "samples.json"
-        output.write_text(json.dumps([asdict(sample) for sample in observer.samples]), encoding="utf-8")
+    run_observed(observer, lambda: [asdict(sample) for sample in observer.samples])
 
 
 if __name__ == "__main__":

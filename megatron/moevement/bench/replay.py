@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
 
+from megatron.moevement.bench.observed import run_observed
 from megatron.moevement.runtime import sparse
 from megatron.moevement.runtime.replay import MegatronTrainer
 from moevement_core.operators import OperatorKind
 from moevement_core.policy.skew import skewness
 
-OUTPUT_ENV, SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_OUTPUT", "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
+SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
 AT = 8
 """The iteration before which everything is measured; those before it show what is popular."""
 
@@ -82,15 +80,12 @@ def _skewness(run: sparse.SparseRun) -> float:
 
 
 def main() -> None:
-    """Run the script that follows, observed; rank 0 writes its samples into the folder that the command made."""
+    """Run the script that follows, observed."""
     observer = Observer(json.loads(os.environ[SHARES_ENV]), int(os.environ[ROUNDS_ENV]))
-    sparse.observer = observer
-    script = sys.argv[1]
-    sys.argv = sys.argv[1:]
-    runpy.run_path(script, run_name="__main__")
-    if os.environ["RANK"] == "0":
-        told = {"skewness": observer.skewness, "samples": [asdict(sample) for sample in observer.samples]}
-        (Path(os.environ[OUTPUT_ENV]) / "samples.json").write_text(json.dumps(told), encoding="utf-8")
+    run_observed(
+        observer,
+        lambda: {"skewness": observer.skewness, "samples": [asdict(sample) for sample in observer.samples]},
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""The training run that a benchmark measures: one small MoE, on real ranks, in a folder that is gone afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from moevement_core.errors import ConfigError
+from moevement_core.run_record import RunRecord
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "pretrain_gpt.py"
+MODEL = {
+    "--num-layers": 4, "--hidden-size": 512, "--num-attention-heads": 8, "--ffn-hidden-size": 1024,
+    "--num-experts": 8, "--moe-router-topk": 2, "--moe-ffn-hidden-size": 1024, "--seq-length": 128,
+    "--max-position-embeddings": 128, "--position-embedding-type": "rope", "--normalization": "RMSNorm",
+    "--moe-token-dispatcher-type": "alltoall", "--moe-router-load-balancing-type": "aux_loss",
+    "--moe-aux-loss-coeff": 0.01, "--micro-batch-size": 1, "--lr": 1e-4, "--lr-decay-style": "constant",
+    "--eval-iters": 0, "--eval-interval": 100000, "--log-interval": 1, "--seed": 1234, "--num-workers": 0,
+}  # fmt: skip
+SWITCHES = ("--swiglu", "--disable-bias-linear", "--bf16")
+"""57 M parameters; with the distributed optimizer over three data-parallel ranks 228 MB of full state a rank."""
+
+
+def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment: Mapping[str, str]) -> Any:
+    """Run :data:`MODEL` under ``script``, which observes it and leaves ``samples.json``; returns what that holds.
+
+    Args:
+        script: of :mod:`megatron.moevement.bench`.
+        nproc: ranks.
+        flags: of the training, beyond the model's.
+        environment: for ``script``.
+
+    Raises:
+        ConfigError: the run failed.
+    """
+    from megatron.moevement.bench.observed import OUTPUT_ENV
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {OUTPUT_ENV: folder, **environment}
+        _launch(nproc, [str(script.__file__), str(SCRIPT), *_words(flags)], Path(folder, "run"), None)
+        return json.loads(Path(folder, "samples.json").read_text(encoding="utf-8"))
+
+
+def events_of(nproc: int, spares: int, flags: Sequence[str]) -> list[dict[str, Any]]:
+    """Run :data:`MODEL` with spares; returns the events that it leaves.
+
+    Raises:
+        ConfigError: the run failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder, "run")
+        _launch(nproc, [str(SCRIPT), *_words(flags)], run_dir, spares)
+        return RunRecord(run_dir).events()
+
+
+def _words(flags: Sequence[str]) -> list[str]:
+    return [*(word for pair in MODEL.items() for word in map(str, pair)), *SWITCHES, *flags]
+
+
+def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> None:
+    from megatron.moevement import launch
+
+    argv = [*argv, "--run-dir", str(run_dir)]
+    code = launch.launch_on_this_host(launch.Launch(nproc, argv, False, False, spares))
+    if code:
+        raise ConfigError(f"the measured run ended with {code}; its output stands above")
