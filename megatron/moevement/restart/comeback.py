@@ -153,7 +153,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     known = [one for one in (*survivors, *(one.goal for one in survivors if one.goal)) if one.committed is not None]
     until = max((one.committed for one in known if one.committed is not None), default=None)
     if until is None or until == survivors[0].began_at:
-        _start_over("nothing was committed yet")
+        _start_over("nothing was committed yet" if survivors else "no rank that trained is left")
         return False
     injection.at(Phase.RECOVER, until)
     lost = frozenset(one.stage for one in told if one.committed is None)
@@ -244,9 +244,9 @@ def _policy_for(stage: int, told: Sequence[Standing]) -> tuple[sparse.Policy, bo
 
 
 def _start_over(why: str) -> None:
-    """Forget everything, on every rank alike."""
+    """Forget everything, on every rank alike; Megatron then loads what a job that begins would load."""
     if dist.get_rank() == 0:
-        print(f"moevement: every rank begins from the start, because {why}", flush=True)
+        print(f"moevement: every rank begins anew, from what is on disk if anything is, because {why}", flush=True)
     start_job()
 
 

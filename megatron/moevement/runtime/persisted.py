@@ -48,7 +48,10 @@ SETTINGS = (
 
 def settings_of(args: Namespace) -> dict[str, Any]:
     """What the manifest says of this job."""
-    return {name: _plain(getattr(args, name, None)) for name in SETTINGS}
+    settings = {name: _plain(getattr(args, name, None)) for name in SETTINGS}
+    if not getattr(args, "group_query_attention", False):
+        settings["num_query_groups"] = args.num_attention_heads  # as Megatron sets it when it first counts FLOP
+    return settings
 
 
 def _plain(value: Any) -> Any:
