@@ -1,0 +1,52 @@
+"""Activations of an expert and their derivatives, in FP32: the specification."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+import torch
+
+
+class Activation(StrEnum):
+    """What stands between the two weights of an expert. Gated ones multiply the activated first half with the second."""
+
+    SWIGLU = "swiglu"
+    GEGLU = "geglu"
+    GELU = "gelu"
+    """With the error function, as torch's."""
+    RELU = "relu"
+    SQUARED_RELU = "squared_relu"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the first weight has 2F rows."""
+        return self in (Activation.SWIGLU, Activation.GEGLU)
+
+
+def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
+    """Of FP32 values of any shape; of the gate alone for gated ones."""
+    match kind:
+        case Activation.SWIGLU:
+            return x * torch.sigmoid(x)
+        case Activation.GEGLU | Activation.GELU:
+            return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5)))
+        case Activation.RELU:
+            return x.clamp_min(0)
+        case Activation.SQUARED_RELU:
+            return x.clamp_min(0).square()
+
+
+def derivative(kind: Activation, x: torch.Tensor) -> torch.Tensor:
+    """Of :func:`activate`; zero where ReLU has none."""
+    match kind:
+        case Activation.SWIGLU:
+            sigmoid = torch.sigmoid(x)
+            return sigmoid * (1 + x * (1 - sigmoid))
+        case Activation.GEGLU | Activation.GELU:
+            below = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+            return below + x * torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+        case Activation.RELU:
+            return (x > 0).to(x.dtype)
+        case Activation.SQUARED_RELU:
+            return 2 * x.clamp_min(0)

@@ -1,0 +1,214 @@
+"""The grouped expert MLP as callers have it: shapes are checked, memory is found, kernel or reference runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from moevement_kernels import reference
+from moevement_kernels.activations import Activation
+from moevement_kernels.backend import has_kernels
+from moevement_kernels.reference import Forward, InputGradient
+from moevement_kernels.tiles import RowTiles, Tiles, addresses, offsets, row_tiles
+from moevement_kernels.weights import BLOCK, E5M2, Format, Weights
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GROUP = 8
+"""Row tiles whose programs run one after the other on the same columns."""
+
+
+def forward(
+    x: torch.Tensor,
+    p: torch.Tensor,
+    counts: Sequence[int],
+    w1: Weights,
+    w2: Weights,
+    kind: Activation,
+    tiles: Tiles | None = None,
+) -> Forward:
+    """As :func:`reference.forward`."""
+    _check(x, p, counts, w1, w2, kind)
+    if not has_kernels(x):
+        return reference.forward(x, p, counts, w1, w2, kind)
+    from moevement_kernels import triton_kernels as kernels
+
+    size = tiles or Tiles(columns=64 if kind.is_gated else 128)
+    rows = row_tiles(counts, size.rows, x.device)
+    h, a = x.new_empty(x.shape[0], w1.rows), x.new_empty(x.shape[0], w2.columns)
+    y = torch.empty_like(x)
+    w1_at, w2_at = _weights_at(w1, x.device), _weights_at(w2, x.device)
+    kernels.up_kernel[(rows.count * _cdiv(w2.columns, size.columns),)](
+        x, p, *w1_at, h, a, rows.expert, rows.begin, rows.end, rows.count, x.shape[1], w2.columns, w1.scale_stride,
+        **_activation(kind), **_dtypes(w1, x.dtype), **_sizes(size, w1),
+    )  # fmt: skip
+    _product(a, w2, w2_at, y, rows, size if tiles else Tiles(), is_transposed=True)
+    return Forward(y, h)
+
+
+def input_gradient(
+    dy: torch.Tensor | E5M2,
+    h: torch.Tensor,
+    p: torch.Tensor,
+    counts: Sequence[int],
+    w1: Weights,
+    w2: Weights,
+    kind: Activation,
+    tiles: Tiles | None = None,
+) -> InputGradient:
+    """As :func:`reference.input_gradient`."""
+    data = dy.data if isinstance(dy, E5M2) else dy
+    _check(data, p, counts, w1, w2, kind, is_dy=isinstance(dy, E5M2))
+    if not has_kernels(h):
+        return reference.input_gradient(dy, h, p, counts, w1, w2, kind)
+    from moevement_kernels import triton_kernels as kernels
+
+    size = tiles or Tiles()
+    rows = row_tiles(counts, size.rows, h.device)
+    tokens, hidden, inner = h.shape[0], w2.rows, w2.columns
+    across = _cdiv(inner, size.columns)
+    dh, dx = torch.empty_like(h), h.new_empty(tokens, hidden)
+    parts = torch.empty(across, tokens, dtype=torch.float32, device=h.device)
+    data = data.contiguous()
+    scale = dy.inverse_scale if isinstance(dy, E5M2) else parts
+    kernels.hidden_gradient_kernel[(rows.count * across,)](
+        data, scale, h, p, *_weights_at(w2, h.device), dh, parts, rows.expert, rows.begin, rows.end, rows.count, tokens,
+        hidden, inner, w2.scale_stride, **_activation(kind), DY_IS_E5M2=isinstance(dy, E5M2),
+        **_dtypes(w2, h.dtype), **_sizes(size, w2),
+    )  # fmt: skip
+    _product(dh, w1, _weights_at(w1, h.device), dx, rows, size, is_transposed=False)
+    return InputGradient(dx, parts.sum(0), dh)
+
+
+def weight_gradient(
+    dy: torch.Tensor,
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    p: torch.Tensor,
+    counts: Sequence[int],
+    into: tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]],
+    kind: Activation,
+    accumulate: bool,
+    tiles: Tiles | None = None,
+) -> None:
+    """Write the gradients of W1 and W2 into FP32 tensors, or add to what is there.
+
+    Args:
+        dy: ``[T, H]``.
+        dh: ``[T, G]``.
+        x: ``[tokens of active experts, H]``.
+        h: ``[T, G]``.
+        p: ``[T]``.
+        counts: tokens of each expert.
+        into: for W1 ``[G, H]`` and W2 ``[H, F]`` of each expert; None for a frozen one.
+        kind: of the activation.
+        accumulate: whether to add.
+        tiles: for tests.
+    """
+    active = [one is not None for one in into[0]]
+    if active != [one is not None for one in into[1]]:
+        raise ValueError(f"gradients of W1 are wanted of experts {active}, of W2 of others; needs the same")
+    if x.shape[0] != sum(count for count, is_active in zip(counts, active, strict=True) if is_active):
+        raise ValueError(f"x has {x.shape[0]} rows; needs those of active experts alone, {active} of {list(counts)}")
+    if not any(active):
+        return
+    if not has_kernels(x):
+        made = reference.weight_gradient(dy, dh, x, h, p, counts, active, kind)
+        for targets, gradients in zip(into, made, strict=True):
+            for target, gradient in zip(targets, gradients, strict=True):
+                if target is not None and gradient is not None:
+                    target.copy_(target + gradient if accumulate else gradient)
+        return
+    from moevement_kernels import triton_kernels as kernels
+
+    size = tiles or Tiles()
+    everyones = offsets(counts, x.device)
+    own = offsets([count if is_active else 0 for count, is_active in zip(counts, active, strict=True)], x.device)
+    hidden, inner = dy.shape[1], h.shape[1] // (2 if kind.is_gated else 1)
+    shape = {"BM": size.rows, "BN": size.columns, "BK": size.inner, **_running(size)}
+    kernels.weight_gradient_kernel[_cdiv(h.shape[1], size.rows) * _cdiv(hidden, size.columns), len(counts)](
+        dh, x.contiguous(), p, addresses(into[0], x.device), everyones, own, h.shape[1], hidden, FROM_H=False, KIND=0,
+        GATED=False, ACCUMULATE=accumulate, **shape,
+    )  # fmt: skip
+    kernels.weight_gradient_kernel[_cdiv(hidden, size.rows) * _cdiv(inner, size.columns), len(counts)](
+        dy.contiguous(), h, p, addresses(into[1], x.device), everyones, everyones, hidden, inner, FROM_H=True,
+        **_activation(kind), ACCUMULATE=accumulate, **shape,
+    )  # fmt: skip
+
+
+def _product(
+    left: torch.Tensor,
+    weights: Weights,
+    at: tuple[torch.Tensor, torch.Tensor],
+    out: torch.Tensor,
+    rows: RowTiles,
+    size: Tiles,
+    is_transposed: bool,
+) -> None:
+    from moevement_kernels import triton_kernels as kernels
+
+    inner, columns = left.shape[1], out.shape[1]
+    kernels.product_kernel[(rows.count * _cdiv(columns, size.columns),)](
+        left, *at, out, rows.expert, rows.begin, rows.end, rows.count, inner, columns, weights.columns,
+        weights.scale_stride, TRANSPOSED=is_transposed, **_dtypes(weights, left.dtype), **_sizes(size, weights),
+    )  # fmt: skip
+
+
+def _check(
+    x: torch.Tensor,
+    p: torch.Tensor,
+    counts: Sequence[int],
+    w1: Weights,
+    w2: Weights,
+    kind: Activation,
+    is_dy: bool = False,
+) -> None:
+    if x.dtype not in DTYPES and not is_dy:
+        raise ValueError(f"tokens are {x.dtype}; needs one of {DTYPES}")
+    if x.dim() != 2 or x.shape[1] != w2.rows or p.shape != x.shape[:1] or sum(counts) != x.shape[0]:
+        raise ValueError(
+            f"tokens {tuple(x.shape)}, probabilities {tuple(p.shape)}, {sum(counts)} counted; needs [T, {w2.rows}], "
+            "[T] and T"
+        )
+    wanted = w2.columns * (2 if kind.is_gated else 1)
+    if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):
+        raise ValueError(
+            f"W1 of {len(w1.data)} experts is {(w1.rows, w1.columns)}, W2 of {len(w2.data)} is {(w2.rows, w2.columns)}; "
+            f"needs {(wanted, w2.rows)} and [H, F] of {len(counts)} each for {kind}"
+        )
+    if Format.FP8_PER_BLOCK in (w1.format, w2.format) and kind.is_gated and w2.columns % BLOCK:
+        raise ValueError(f"F of {w2.columns} with scales per block; needs a multiple of {BLOCK} for gated activations")
+
+
+def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    data = addresses(weights.data, device)
+    return data, data if weights.inverse_scales is None else addresses(weights.inverse_scales, device)
+
+
+def _activation(kind: Activation) -> dict[str, Any]:
+    return {"KIND": list(Activation).index(kind), "GATED": kind.is_gated}
+
+
+def _dtypes(weights: Weights, dtype: torch.dtype) -> dict[str, Any]:
+    from triton import language as tl
+
+    named = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
+    return {
+        "FORMAT": int(weights.format), "W_DTYPE": named if weights.format is Format.PLAIN else tl.uint8, "DTYPE": named,
+    }  # fmt: skip
+
+
+def _sizes(size: Tiles, weights: Weights) -> dict[str, Any]:
+    if weights.format is Format.FP8_PER_BLOCK and (BLOCK % size.columns or BLOCK % size.inner):
+        raise ValueError(f"tiles of {size.columns} x {size.inner}; with scales per block they must divide {BLOCK}")
+    return {"BM": size.rows, "BN": size.columns, "BK": size.inner, "GROUP": GROUP, **_running(size)}
+
+
+def _running(size: Tiles) -> dict[str, int]:
+    return {"num_warps": size.warps, "num_stages": size.stages}
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,0 +1,167 @@
+"""The grouped expert MLP as a torch operator, with the gradients that its mode needs and no others.
+
+An expert is active where its weights require gradients when the forward pass runs. Forward and input gradient are the
+same kernels on the same tiles for frozen and active experts, so a mixed backward pass gives the bits of an all-active
+one. What is saved for it:
+
+    h, p            always
+    x               the rows of active experts alone
+    a               never: the weight gradient makes it again from h
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moevement_kernels import launch
+from moevement_kernels.activations import Activation
+from moevement_kernels.weights import Weights
+
+
+@torch.library.custom_op("moevement::grouped_mlp", mutates_args=())
+def _forward(
+    x: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: str
+) -> tuple[Tensor, Tensor]:
+    made = launch.forward(x.contiguous(), p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind))
+    return made.y, made.h
+
+
+@_forward.register_fake
+def _(
+    x: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: str
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[0], w1[0].shape[0])
+
+
+@torch.library.custom_op("moevement::grouped_mlp_input_gradient", mutates_args=())
+def _input_gradient(
+    dy: Tensor, h: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = launch.input_gradient(
+        dy.contiguous(), h, p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind)
+    )  # fmt: skip
+    return made.dx, made.dp, made.dh
+
+
+@_input_gradient.register_fake
+def _(
+    dy: Tensor, h: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(dy), p.new_empty(p.shape, dtype=torch.float32), torch.empty_like(h)
+
+
+@torch.library.custom_op("moevement::grouped_mlp_weight_gradient", mutates_args=("into1", "into2"))
+def _weight_gradient(
+    dy: Tensor,
+    dh: Tensor,
+    x: Tensor,
+    h: Tensor,
+    p: Tensor,
+    counts: Sequence[int],
+    active: Sequence[int],
+    into1: Sequence[Tensor],
+    into2: Sequence[Tensor],
+    kind: str,
+    accumulate: bool,
+) -> None:
+    """``active`` are the numbers of the experts that ``into1`` and ``into2`` are of."""
+    first: list[Tensor | None] = [None] * len(counts)
+    second: list[Tensor | None] = [None] * len(counts)
+    for expert, one, two in zip(active, into1, into2, strict=True):
+        first[expert], second[expert] = one, two
+    launch.weight_gradient(
+        dy.contiguous(), dh, x, h, p.contiguous(), counts, (first, second), Activation(kind), accumulate
+    )  # fmt: skip
+
+
+@_weight_gradient.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, p, counts, w1, w2, kind = inputs
+    ctx.counts, ctx.kind = list(counts), kind
+    ctx.active = [expert for expert, weight in enumerate(w1) if weight.requires_grad]
+    torn = [expert for expert, (one, two) in enumerate(zip(w1, w2, strict=True)) if one.requires_grad != two.requires_grad]
+    if torn:
+        raise ValueError(f"one weight of experts {torn} requires a gradient and the other does not; needs both or none")
+    kept = x if len(ctx.active) == len(w1) else torch.cat([x[:0], *(x.split(ctx.counts)[one] for one in ctx.active)])
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(kept, p, output[1], *w1, *w2)
+
+
+def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Any, ...]:
+    x, p, h, *weights = ctx.saved_tensors
+    w1, w2 = weights[: len(ctx.counts)], weights[len(ctx.counts) :]
+    dx, dp, dh = _input_gradient(dy, h, p, ctx.counts, w1, w2, ctx.kind)
+    d1, d2 = _weight_gradients(ctx, (dy, dh, x, h, p), w1, w2)
+    return dx, dp.to(p.dtype), None, d1, d2, None
+
+
+def _weight_gradients(
+    ctx: Any, given: tuple[Tensor, ...], w1: list[Tensor], w2: list[Tensor]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Into ``main_grad`` where weights have one and say so (``fuse_weight_gradient``), as Megatron's linear layers."""
+    gradients: tuple[list[Tensor | None], list[Tensor | None]] = ([None] * len(w1), [None] * len(w2))
+    if not ctx.active:
+        return gradients
+    wanted = [[one[expert] for expert in ctx.active] for one in (w1, w2)]
+    fuses = all(getattr(weight, "fuse_weight_gradient", False) for one in wanted for weight in one)
+    into = [[weight.main_grad if fuses else _fp32(weight) for weight in one] for one in wanted]
+    _weight_gradient(*given, ctx.counts, ctx.active, *into, ctx.kind, fuses)
+    for targets, weights, made in zip(gradients, wanted, into, strict=True):
+        for expert, weight, gradient in zip(ctx.active, weights, made, strict=True):
+            if fuses:
+                weight.grad_added_to_main_grad = True
+                targets[expert] = torch.empty_like(weight)  # Megatron's hooks want one; nobody reads it
+            else:
+                targets[expert] = gradient.to(weight.dtype)
+    return gradients
+
+
+def _fp32(weight: Tensor) -> Tensor:
+    return torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+def grouped_mlp(
+    x: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: Activation
+) -> Tensor:
+    """Experts on tokens that are sorted by expert; ``[T, H]``, of ``x``'s dtype.
+
+    Weights that require no gradient are of frozen experts. With ``fuse_weight_gradient`` set on all weights that do,
+    gradients are added to their FP32 ``main_grad``.
+
+    Args:
+        x: ``[T, H]``, BF16, FP16 or FP32.
+        p: ``[T]``, the router's probabilities of the tokens here.
+        counts: tokens of each expert.
+        w1: ``[G, H]`` of each expert.
+        w2: ``[H, F]`` of each expert.
+        kind: of the activation.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    return _forward(x, p, list(counts), list(w1), list(w2), str(kind))[0]
+
+
+def saved_bytes(tokens: int, active_tokens: int, hidden: int, inner: int, kind: Activation, element: int) -> int:
+    """Of activations that one call keeps for its backward pass, beside the probabilities.
+
+    Args:
+        tokens: T.
+        active_tokens: those of active experts.
+        hidden: H.
+        inner: F.
+        kind: of the activation.
+        element: bytes of one.
+    """
+    return element * (tokens * inner * (2 if kind.is_gated else 1) + active_tokens * hidden)

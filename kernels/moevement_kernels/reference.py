@@ -1,0 +1,142 @@
+"""The grouped expert MLP, obvious and slow: the specification of the kernels.
+
+    h = x W1^T                      kept in the tokens' dtype
+    a = act(h) p                    p: the probability with which the router sent the token here
+    y = a W2^T
+
+and backward, dy given:
+
+    da = dy W2                      never rounded
+    dp = sum over F of da * act(h)
+    dh = da * p * act'(h)           kept in the tokens' dtype
+    dx = dh W1
+    dW2 = dy^T a,  dW1 = dh^T x     of active experts alone
+
+Sums are in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from moevement_kernels.activations import Activation, activate, derivative
+from moevement_kernels.weights import E5M2, Weights
+
+
+class Forward(NamedTuple):
+    """What the forward pass gives."""
+
+    y: torch.Tensor
+    """``[T, H]``."""
+    h: torch.Tensor
+    """``[T, G]``, for the backward pass."""
+
+
+class InputGradient(NamedTuple):
+    """What flows back through frozen and active experts alike."""
+
+    dx: torch.Tensor
+    """``[T, H]``."""
+    dp: torch.Tensor
+    """FP32, ``[T]``."""
+    dh: torch.Tensor
+    """``[T, G]``: weight gradients are made of it."""
+
+
+def forward(
+    x: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation
+) -> Forward:
+    """Of tokens sorted by expert.
+
+    Args:
+        x: ``[T, H]``.
+        p: ``[T]``.
+        counts: tokens of each expert.
+        w1: ``[G, H]`` each.
+        w2: ``[H, F]`` each.
+        kind: of the activation.
+    """
+    ys, hs = [], []
+    for expert, (x_, p_) in enumerate(zip(x.split(list(counts)), p.split(list(counts)), strict=True)):
+        h = (x_.float() @ w1.dense(expert).T).to(x.dtype)
+        a = _scaled(h, p_, kind)
+        ys.append((a.float() @ w2.dense(expert).T).to(x.dtype))
+        hs.append(h)
+    return Forward(torch.cat(ys), torch.cat(hs))
+
+
+def input_gradient(
+    dy: torch.Tensor | E5M2,
+    h: torch.Tensor,
+    p: torch.Tensor,
+    counts: Sequence[int],
+    w1: Weights,
+    w2: Weights,
+    kind: Activation,
+) -> InputGradient:
+    """The backward pass of a frozen expert, which an active one needs too."""
+    splits = list(counts)
+    dense = dy.dense() if isinstance(dy, E5M2) else dy.float()
+    parts = []
+    for expert, (dy_, h_, p_) in enumerate(zip(dense.split(splits), h.split(splits), p.split(splits), strict=True)):
+        da = dy_ @ w2.dense(expert)
+        gate, linear = _halves(h_.float(), kind)
+        activated, slope = activate(kind, gate), derivative(kind, gate)
+        scaled = da * p_.float()[:, None]
+        if linear is None:
+            dp, dh = (da * activated).sum(-1), scaled * slope
+        else:
+            dp = (da * activated * linear).sum(-1)
+            dh = torch.cat([scaled * linear * slope, scaled * activated], -1)
+        dh = dh.to(h.dtype)
+        parts.append(InputGradient((dh.float() @ w1.dense(expert)).to(h.dtype), dp, dh))
+    return InputGradient(*(torch.cat(one) for one in zip(*parts, strict=True)))
+
+
+def weight_gradient(
+    dy: torch.Tensor,
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    p: torch.Tensor,
+    counts: Sequence[int],
+    active: Sequence[bool],
+    kind: Activation,
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """FP32 gradients of W1 and W2 of each active expert; None for a frozen one.
+
+    Args:
+        dy: ``[T, H]``.
+        dh: ``[T, G]``.
+        x: ``[tokens of active experts, H]``.
+        h: ``[T, G]``.
+        p: ``[T]``.
+        counts: tokens of each expert.
+        active: of each expert.
+        kind: of the activation.
+    """
+    splits = list(counts)
+    x_parts = iter(x.split([count for count, is_active in zip(counts, active, strict=True) if is_active]))
+    first: list[torch.Tensor | None] = []
+    second: list[torch.Tensor | None] = []
+    rows = zip(dy.split(splits), dh.split(splits), h.split(splits), p.split(splits), active, strict=True)
+    for dy_, dh_, h_, p_, is_active in rows:
+        first.append(dh_.float().T @ next(x_parts).float() if is_active else None)
+        second.append(dy_.float().T @ _scaled(h_, p_, kind).float() if is_active else None)
+    return first, second
+
+
+def _halves(h: torch.Tensor, kind: Activation) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if not kind.is_gated:
+        return h, None
+    gate, linear = h.chunk(2, -1)
+    return gate, linear
+
+
+def _scaled(h: torch.Tensor, p: torch.Tensor, kind: Activation) -> torch.Tensor:
+    gate, linear = _halves(h.float(), kind)
+    a = activate(kind, gate) if linear is None else activate(kind, gate) * linear
+    return (a * p.float()[:, None]).to(h.dtype)

@@ -1,0 +1,290 @@
+"""The bodies of the grouped expert MLP, in Triton. ``reference.py`` says what they compute.
+
+Weights of experts lie anywhere in memory (each is a parameter of its own), so kernels are given their addresses. Rows
+are indexed in 64 bits. Sums over the inner dimension run in the same order whatever other experts do.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moevement_kernels.backend import is_interpreted
+
+INTERPRETED = tl.constexpr(is_interpreted())
+"""Triton's interpreter multiplies the bits of BF16 as if they were integers, so there products are of FP32."""
+
+SWIGLU = tl.constexpr(0)
+GEGLU = tl.constexpr(1)
+GELU = tl.constexpr(2)
+RELU = tl.constexpr(3)
+SQUARED_RELU = tl.constexpr(4)
+
+PLAIN = tl.constexpr(0)
+FP8_PER_TENSOR = tl.constexpr(1)
+FP8_PER_BLOCK = tl.constexpr(2)
+BLOCK = tl.constexpr(128)
+
+
+@triton.jit
+def _dot(left, right, total):
+    if INTERPRETED:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    if KIND == SWIGLU:
+        return x * tl.sigmoid(x)
+    elif KIND == GEGLU or KIND == GELU:
+        return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif KIND == RELU:
+        return tl.maximum(x, 0.0)
+    else:
+        above = tl.maximum(x, 0.0)
+        return above * above
+
+
+@triton.jit
+def _derivative(x, KIND: tl.constexpr):
+    if KIND == SWIGLU:
+        sigmoid = tl.sigmoid(x)
+        return sigmoid * (1 + x * (1 - sigmoid))
+    elif KIND == GEGLU or KIND == GELU:
+        below = 0.5 * (1 + tl.erf(x * 0.7071067811865476))
+        return below + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
+    elif KIND == RELU:
+        return tl.where(x > 0, 1.0, 0.0)
+    else:
+        return 2 * tl.maximum(x, 0.0)
+
+
+@triton.jit
+def _at(addresses, expert, DTYPE: tl.constexpr):
+    """The weight, gradient or scale of an expert. Tensors begin at multiples of 16 bytes, which loads make use of."""
+    return tl.multiple_of(tl.load(addresses + expert), 16).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def _scale_at(addresses, expert):
+    """Scales may lie at any multiple of their size."""
+    return tl.load(addresses + expert).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
+    """The row tile and the column tile of this program; neighbours share weights and rows in the cache."""
+    program = tl.program_id(0)
+    across = tl.cdiv(columns, BN)
+    group = program // (GROUP * across)
+    first = group * GROUP
+    size = min(tiles - first, GROUP)
+    inside = program % (GROUP * across)
+    return first + inside % size, inside // size
+
+
+@triton.jit
+def _weight_tile(w, scales, row, column, rows, columns, STRIDE, scale_stride, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+    """A tile of a ``[rows, columns]`` weight and what its product is to be multiplied with; ``row`` and ``column`` are
+    its indices, shaped to broadcast. FP8 values are exact in the tokens' dtype.
+    """
+    inside = (row < rows) & (column < columns)
+    tile = tl.load(w + row.to(tl.int64) * STRIDE + column, mask=inside, other=0)
+    if FORMAT == PLAIN:
+        return tile, 1.0
+    else:
+        values = tile.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        if FORMAT == FP8_PER_TENSOR:
+            return values, 1.0
+        else:
+            # The tile is inside of one block: tile sizes divide it.
+            block = (tl.min(tl.min(row, 0), 0) // BLOCK) * scale_stride + tl.min(tl.min(column, 0), 0) // BLOCK
+            return values, tl.load(scales + block)
+
+
+@triton.jit
+def up_kernel(
+    x, p, w1_at, scale_at, h, a, tile_expert, tile_begin, tile_end, tiles, H, F, scale_stride,
+    KIND: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """``h = x W1^T`` and ``a = act(h) p``; a program has the same columns of both halves of h."""
+    tile, column = _place(tiles, F, BN, GROUP)
+    expert = tl.load(tile_expert + tile)
+    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
+    here = rows < tl.load(tile_end + tile)
+    rows = rows.to(tl.int64)
+    columns = column * BN + tl.arange(0, BN)
+    w1 = _at(w1_at, expert, W_DTYPE)
+    scales = _scale_at(scale_at, expert)
+    G = 2 * F if GATED else F
+    gate = tl.zeros((BM, BN), dtype=tl.float32)
+    linear = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, H, BK):
+        inner = k + tl.arange(0, BK)
+        x_tile = tl.load(x + rows[:, None] * H + inner[None, :], mask=here[:, None] & (inner < H)[None, :], other=0)
+        w_tile, scale = _weight_tile(
+            w1, scales, columns[None, :], inner[:, None], F, H, H, scale_stride, FORMAT, DTYPE
+        )  # fmt: skip
+        if FORMAT == FP8_PER_BLOCK:
+            gate += _dot(x_tile, w_tile, tl.zeros((BM, BN), dtype=tl.float32)) * scale
+        else:
+            gate = _dot(x_tile, w_tile, gate)
+        if GATED:
+            w_tile, scale = _weight_tile(
+                w1, scales, (F + columns)[None, :], inner[:, None], G, H, H, scale_stride, FORMAT, DTYPE
+            )  # fmt: skip
+            if FORMAT == FP8_PER_BLOCK:
+                linear += _dot(x_tile, w_tile, tl.zeros((BM, BN), dtype=tl.float32)) * scale
+            else:
+                linear = _dot(x_tile, w_tile, linear)
+    if FORMAT == FP8_PER_TENSOR:
+        scale = tl.load(scales)
+        gate *= scale
+        linear *= scale
+    inside = here[:, None] & (columns < F)[None, :]
+    h_tile = h + rows[:, None] * G + columns[None, :]
+    gate = gate.to(DTYPE)
+    tl.store(h_tile, gate, mask=inside)
+    value = _activate(gate.to(tl.float32), KIND)
+    if GATED:
+        linear_ = linear.to(DTYPE)
+        tl.store(h_tile + F, linear_, mask=inside)
+        value *= linear_.to(tl.float32)
+    p_rows = tl.load(p + rows, mask=here, other=0).to(tl.float32)
+    tl.store(a + rows[:, None] * F + columns[None, :], (value * p_rows[:, None]).to(DTYPE), mask=inside)
+
+
+@triton.jit
+def product_kernel(
+    left, w_at, scale_at, out, tile_expert, tile_begin, tile_end, tiles, K, N, stride, scale_stride,
+    TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """``left W`` of ``[K, N]`` weights, or ``left W^T`` of ``[N, K]`` ones; ``stride`` is that of a weight's rows."""
+    tile, column = _place(tiles, N, BN, GROUP)
+    expert = tl.load(tile_expert + tile)
+    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
+    here = rows < tl.load(tile_end + tile)
+    rows = rows.to(tl.int64)
+    columns = column * BN + tl.arange(0, BN)
+    w = _at(w_at, expert, W_DTYPE)
+    scales = _scale_at(scale_at, expert)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        inner = k + tl.arange(0, BK)
+        l_tile = tl.load(left + rows[:, None] * K + inner[None, :], mask=here[:, None] & (inner < K)[None, :], other=0)
+        if TRANSPOSED:
+            w_tile, scale = _weight_tile(
+                w, scales, columns[None, :], inner[:, None], N, K, stride, scale_stride, FORMAT, DTYPE
+            )  # fmt: skip
+        else:
+            w_tile, scale = _weight_tile(
+                w, scales, inner[:, None], columns[None, :], K, N, stride, scale_stride, FORMAT, DTYPE
+            )  # fmt: skip
+        if FORMAT == FP8_PER_BLOCK:
+            total += _dot(l_tile, w_tile, tl.zeros((BM, BN), dtype=tl.float32)) * scale
+        else:
+            total = _dot(l_tile, w_tile, total)
+    if FORMAT == FP8_PER_TENSOR:
+        total *= tl.load(scales)
+    inside = here[:, None] & (columns < N)[None, :]
+    tl.store(out + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=inside)
+
+
+@triton.jit
+def hidden_gradient_kernel(
+    dy, dy_scale, h, p, w2_at, scale_at, dh, dp_parts, tile_expert, tile_begin, tile_end, tiles, tokens, H, F,
+    scale_stride, KIND: tl.constexpr, GATED: tl.constexpr, DY_IS_E5M2: tl.constexpr, FORMAT: tl.constexpr,
+    W_DTYPE: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr,
+):  # fmt: skip
+    """``da = dy W2``, which stays in registers, and from it ``dh`` and this tile's part of ``dp``.
+
+    ``dp_parts`` is ``[column tiles, T]``: summed afterwards, in one order, instead of by atomics in any.
+    """
+    tile, column = _place(tiles, F, BN, GROUP)
+    expert = tl.load(tile_expert + tile)
+    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
+    here = rows < tl.load(tile_end + tile)
+    rows = rows.to(tl.int64)
+    columns = column * BN + tl.arange(0, BN)
+    w2 = _at(w2_at, expert, W_DTYPE)
+    scales = _scale_at(scale_at, expert)
+    da = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, H, BK):
+        inner = k + tl.arange(0, BK)
+        dy_tile = tl.load(dy + rows[:, None] * H + inner[None, :], mask=here[:, None] & (inner < H)[None, :], other=0)
+        if DY_IS_E5M2:
+            dy_tile = dy_tile.to(tl.float8e5, bitcast=True).to(DTYPE)
+        w_tile, scale = _weight_tile(
+            w2, scales, inner[:, None], columns[None, :], H, F, F, scale_stride, FORMAT, DTYPE
+        )  # fmt: skip
+        if FORMAT == FP8_PER_BLOCK:
+            da += _dot(dy_tile, w_tile, tl.zeros((BM, BN), dtype=tl.float32)) * scale
+        else:
+            da = _dot(dy_tile, w_tile, da)
+    if FORMAT == FP8_PER_TENSOR:
+        da *= tl.load(scales)
+    if DY_IS_E5M2:
+        da *= tl.load(dy_scale)
+    G = 2 * F if GATED else F
+    inside = here[:, None] & (columns < F)[None, :]
+    place = rows[:, None] * G + columns[None, :]
+    gate = tl.load(h + place, mask=inside, other=0).to(tl.float32)
+    activated = _activate(gate, KIND)
+    scaled = da * tl.load(p + rows, mask=here, other=0).to(tl.float32)[:, None]
+    if GATED:
+        linear = tl.load(h + place + F, mask=inside, other=0).to(tl.float32)
+        dp = tl.sum(da * activated * linear, 1)
+        tl.store(dh + place, (scaled * linear * _derivative(gate, KIND)).to(DTYPE), mask=inside)
+        tl.store(dh + place + F, (scaled * activated).to(DTYPE), mask=inside)
+    else:
+        dp = tl.sum(da * activated, 1)
+        tl.store(dh + place, (scaled * _derivative(gate, KIND)).to(DTYPE), mask=inside)
+    tl.store(dp_parts + column.to(tl.int64) * tokens + rows, dp, mask=here)
+
+
+@triton.jit
+def weight_gradient_kernel(
+    left, right, p, out_at, left_offsets, right_offsets, M, N,
+    FROM_H: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, ACCUMULATE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """``left^T right`` over the rows of each expert, ``[M, N]`` in FP32; nothing for experts whose address is 0.
+
+    With ``FROM_H`` the right side is ``a``, made again from ``h`` and ``p``, and ``N`` is F.
+    """
+    expert = tl.program_id(1)
+    address = tl.load(out_at + expert)
+    if address == 0:
+        return
+    out = tl.multiple_of(address, 16).to(tl.pointer_type(tl.float32))
+    across = tl.cdiv(N, BN)
+    rows = tl.program_id(0) // across * BM + tl.arange(0, BM)
+    columns = tl.program_id(0) % across * BN + tl.arange(0, BN)
+    begin, end = tl.load(left_offsets + expert), tl.load(left_offsets + expert + 1)
+    shift = tl.load(right_offsets + expert) - begin
+    W = 2 * N if GATED else N
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, end - begin, BK):
+        tokens = begin + k + tl.arange(0, BK)
+        there = tokens < end
+        l_tile = tl.load(left + tokens[None, :] * M + rows[:, None], mask=there[None, :] & (rows < M)[:, None], other=0)
+        inside = there[:, None] & (columns < N)[None, :]
+        r_tile = tl.load(right + (tokens + shift)[:, None] * W + columns[None, :], mask=inside, other=0)
+        if FROM_H:
+            value = _activate(r_tile.to(tl.float32), KIND)
+            if GATED:
+                value *= tl.load(
+                    right + (tokens + shift)[:, None] * W + N + columns[None, :], mask=inside, other=0
+                ).to(tl.float32)  # fmt: skip
+            p_rows = tl.load(p + tokens, mask=there, other=0).to(tl.float32)
+            r_tile = (value * p_rows[:, None]).to(l_tile.dtype)
+        total = _dot(l_tile, r_tile, total)
+    place = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    if ACCUMULATE:
+        total += tl.load(place, mask=inside, other=0)
+    tl.store(place, total, mask=inside)

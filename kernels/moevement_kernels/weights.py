@@ -1,0 +1,116 @@
+"""How the weights of experts lie in memory: in the dtype of the tokens, or as FP8 bytes with inverse scales.
+
+FP8 is taken as Transformer Engine stores it: bytes of e4m3 values, and FP32 numbers to multiply them with; one for a
+tensor, or one for each block of 128 x 128, whose rows of scales may be padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+BLOCK = 128
+
+
+class Format(IntEnum):
+    """Of one weight; the numbers are what kernels are specialised by."""
+
+    PLAIN = 0
+    FP8_PER_TENSOR = 1
+    FP8_PER_BLOCK = 2
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One weight of every expert.
+
+    Args:
+        data: ``[rows, columns]`` each, contiguous; of the tokens' dtype, or uint8 that holds e4m3.
+        inverse_scales: FP32, one for each of ``data``: ``[1]``, or ``[rows / 128, columns / 128]`` rounded up, or
+            with more columns than that. None for plain weights.
+    """
+
+    data: Sequence[torch.Tensor]
+    inverse_scales: Sequence[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.data:
+            raise ValueError("no experts: needs the weight of one at least")
+        shape, dtype = self.data[0].shape, self.data[0].dtype
+        for index, one in enumerate(self.data):
+            if one.dim() != 2 or one.shape != shape or one.dtype != dtype:
+                raise ValueError(
+                    f"the weight of expert {index} is {tuple(one.shape)} {one.dtype}; needs {tuple(shape)} {dtype} as "
+                    "that of expert 0"
+                )
+            if not one.is_contiguous():
+                raise ValueError(f"the weight of expert {index} is not contiguous; give weight.contiguous()")
+        if (dtype == torch.uint8) != (self.inverse_scales is not None):
+            raise ValueError(f"weights are {dtype} and inverse scales {self.inverse_scales is not None}: FP8 needs both")
+        if self.inverse_scales is not None:
+            self._check_scales(self.inverse_scales)
+
+    def _check_scales(self, scales: Sequence[torch.Tensor]) -> None:
+        if len(scales) != len(self.data):
+            raise ValueError(f"{len(scales)} inverse scales for {len(self.data)} experts; needs as many")
+        rows, columns = (-(-size // BLOCK) for size in self.data[0].shape)
+        for index, one in enumerate(scales):
+            fits = one.numel() == 1 or (one.dim() == 2 and one.shape[0] >= rows and one.shape[1] >= columns)
+            if one.dtype != torch.float32 or not fits or not one.is_contiguous():
+                raise ValueError(
+                    f"inverse scales of expert {index} are {tuple(one.shape)} {one.dtype}; needs float32, one number or "
+                    f"[{rows}, {columns}] for blocks of {BLOCK}"
+                )
+
+    @property
+    def rows(self) -> int:
+        """Output features."""
+        return int(self.data[0].shape[0])
+
+    @property
+    def columns(self) -> int:
+        """Input features."""
+        return int(self.data[0].shape[1])
+
+    @property
+    def format(self) -> Format:
+        """How it is stored."""
+        if self.inverse_scales is None:
+            return Format.PLAIN
+        return Format.FP8_PER_TENSOR if self.inverse_scales[0].numel() == 1 else Format.FP8_PER_BLOCK
+
+    @property
+    def scale_stride(self) -> int:
+        """Scales in a row of blocks."""
+        return int(self.inverse_scales[0].shape[1]) if self.format is Format.FP8_PER_BLOCK else 0  # type: ignore[index]
+
+    def dense(self, expert: int) -> torch.Tensor:
+        """FP32, ``[rows, columns]``."""
+        data = self.data[expert]
+        if self.inverse_scales is None:
+            return data.float()
+        values, scale = data.view(torch.float8_e4m3fn).float(), self.inverse_scales[expert]
+        if scale.numel() == 1:
+            return values * scale
+        scale = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        return values * scale[: self.rows, : self.columns]
+
+
+@dataclass(frozen=True)
+class E5M2:
+    """A gradient as FP8.
+
+    Args:
+        data: uint8 that holds e5m2, any shape.
+        inverse_scale: FP32, ``[1]``.
+    """
+
+    data: torch.Tensor
+    inverse_scale: torch.Tensor
+
+    def dense(self) -> torch.Tensor:
+        """FP32."""
+        return self.data.view(torch.float8_e5m2).float() * self.inverse_scale
