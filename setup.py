@@ -20,7 +20,12 @@ setup(
     long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     python_requires=">=3.12",
-    packages=find_namespace_packages(include=["megatron.moevement*", "moevement_core*"]),
+    packages=[
+        *find_namespace_packages(include=["megatron.moevement*", "moevement_core*"]),
+        *find_namespace_packages("kernels"),
+    ],
+    package_dir={"moevement_kernels": "kernels/moevement_kernels"},
+    package_data={"moevement_kernels.cuda": ["*.cu", "*.cuh"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.19,<0.20",

@@ -52,4 +52,6 @@ else
     $uv install --python $venv/bin/python --no-deps --no-build-isolation --editable . \
         --config-settings editable_mode=compat
 fi
+# An editable install knows one root; the kernels have their own.
+echo "$PWD/kernels" >"$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/moevement_kernels.pth"
 echo "$wanted" >"$stamp"

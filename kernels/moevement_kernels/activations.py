@@ -9,7 +9,7 @@ import torch
 
 
 class Activation(StrEnum):
-    """What stands between the two weights of an expert. Gated ones multiply the activated first half with the second."""
+    """What stands between the weights of an expert; gated ones multiply the activated first half with the second."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"

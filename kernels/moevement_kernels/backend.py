@@ -18,6 +18,20 @@ class Backend(StrEnum):
     """Triton, and the grouped input gradient in CUDA C++ for compute capability 9.0."""
 
 
+_selected = Backend.TRITON
+
+
+def select(backend: Backend) -> None:
+    """What runs where tensors are on a GPU, from now on in this process; normal training and replay need the same."""
+    global _selected
+    _selected = backend
+
+
+def selected() -> Backend:
+    """As :func:`select` has it; Triton before."""
+    return _selected
+
+
 def is_interpreted() -> bool:
     """Whether Triton runs kernels on the CPU, as tests do (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -25,7 +39,9 @@ def is_interpreted() -> bool:
 
 def has_kernels(tensor: torch.Tensor) -> bool:
     """Whether Triton kernels can work on ``tensor`` where it is."""
-    return find_spec("triton") is not None and (tensor.is_cuda or is_interpreted())
+    if _selected is Backend.REFERENCE or find_spec("triton") is None:
+        return False
+    return tensor.is_cuda or is_interpreted()
 
 
 def why_reference() -> str | None:

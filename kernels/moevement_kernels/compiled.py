@@ -16,7 +16,6 @@ from typing import Any
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async"}
 """With which an architecture multiplies matrices."""
-_SIZES = {"BM": 128, "BN": 128, "BK": 64, "GROUP": 8}
 
 
 @dataclass(frozen=True)
@@ -25,9 +24,9 @@ class Case:
 
     name: str
     kernel: Any
-    types: dict[str, str]
-    """Of arguments that are no constants, in order."""
     constants: dict[str, Any]
+    pointers: dict[str, str]
+    """Types of tensors; what is neither here nor a constant is int32."""
     multiplies: bool
     warps: int = 8
 
@@ -40,57 +39,67 @@ class Compiled:
     capability: int
     instruction: str | None
     """Of matrix products, with its shape and dtypes."""
-    wide_loads: bool
-    """Whether rows come in 16 bytes at a time."""
+    narrow_loads: int
+    """Loads of single elements: rows and weights should come in 16 bytes at a time."""
     shared_bytes: int
 
 
 def cases(capability: int) -> Iterator[Case]:
-    """Every kernel, each dtype and format that the architecture has."""
+    """Every kernel; each format that the architecture has, and FP32 on the newest."""
+    yield from _mlp_cases("bf16", 0)
+    if capability >= 90:
+        yield from _mlp_cases("fp32", 0)
+    if capability >= 89:  # before, there are no conversions from FP8
+        yield from _mlp_cases("bf16", 1)
+        yield from _mlp_cases("bf16", 2)
+    yield from _other_cases()
+
+
+def _mlp_cases(dtype: str, form: int) -> Iterator[Case]:
     from triton import language as tl
 
     from moevement_kernels import triton_kernels as kernels
+
+    held = {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype]
+    is_fp32 = dtype == "fp32"  # whose exact products have no tensor core
+    sizes = {"BM": 128, "BN": 64 if is_fp32 else 128, "BK": 32 if is_fp32 else 64}
+    weights = {"DTYPE": held, "W_DTYPE": tl.uint8 if form else held, "FORMAT": form, **sizes, "GROUP": 8}
+    pointers = {
+        **dict.fromkeys(("x", "h", "a", "left", "right", "out", "dy", "dh"), f"*{dtype}"),
+        **dict.fromkeys(("p", "dy_scale", "dp_parts"), "*fp32"),
+        **dict.fromkeys(("w1_at", "w2_at", "w_at", "out_at", "scale_at", "left_offsets", "right_offsets"), "*i64"),
+        **dict.fromkeys(("tile_expert", "tile_begin", "tile_end"), "*i32"),
+    }
+    label = f"{dtype}{('', ', FP8 weights', ', FP8 weights by block')[form]}"
+    for kind, is_gated in ((0, True), (2, False)):
+        constants = {"KIND": kind, "GATED": is_gated, **weights}
+        name = f"{label}, {'gated' if is_gated else 'plain'}"
+        columns = {"BN": 64} if is_gated else {}
+        yield Case(f"up {name}", kernels.up_kernel, constants | columns, pointers, not is_fp32)
+        constants["DY_IS_E5M2"] = form > 0
+        types = pointers | ({"dy": "*u8"} if form else {})
+        yield Case(f"hidden gradient {name}", kernels.hidden_gradient_kernel, constants, types, not is_fp32)
+    for is_transposed in (True, False):
+        constants = {"TRANSPOSED": is_transposed, **weights}
+        name = f"product {label}{', transposed' if is_transposed else ''}"
+        yield Case(name, kernels.product_kernel, constants, pointers, not is_fp32)
+    for from_h in () if form else (False, True):
+        constants = {"FROM_H": from_h, "KIND": 0, "GATED": from_h, "ACCUMULATE": True, **sizes}
+        name = f"weight gradient {label}{', from h' if from_h else ''}"
+        yield Case(name, kernels.weight_gradient_kernel, constants, pointers, not is_fp32)
+
+
+def _other_cases() -> Iterator[Case]:
+    from triton import language as tl
+
     from moevement_kernels import triton_pack, triton_popularity
 
-    table = {"tile_expert": "*i32", "tile_begin": "*i32", "tile_end": "*i32", "tiles": "i32"}
-    named = {"bf16": tl.bfloat16, "fp32": tl.float32}
-    # FP8 has no conversions before 8.9.
-    formats = [("bf16", 0), ("fp32", 0), *([("bf16", 1), ("bf16", 2)] if capability >= 89 else [])]
-    for dtype, form in formats:
-        any_, sizes = f"*{dtype}", _SIZES | ({"BN": 64, "BK": 32} if dtype == "fp32" else {})
-        shared = {"DTYPE": named[dtype], "W_DTYPE": tl.uint8 if form else named[dtype], "FORMAT": form}
-        label = f"{dtype}{('', ' fp8 weights', ' fp8 weights by block')[form]}"
-        multiplies = dtype != "fp32"  # exact FP32 has no tensor core
-        for kind, gated in ((0, True), (2, False)):
-            activation = {"KIND": kind, "GATED": gated}
-            up = {"x": any_, "p": "*fp32", "w1_at": "*i64", "scale_at": "*i64", "h": any_, "a": any_, **table,
-                  "H": "i32", "F": "i32", "scale_stride": "i32"}  # fmt: skip
-            yield Case(f"up {label} {'gated' if gated else 'plain'}", kernels.up_kernel, up,
-                       {**activation, **shared, **sizes, "BN": 64 if gated else sizes["BN"]}, multiplies)  # fmt: skip
-            e5m2 = form > 0
-            back = {"dy": "*u8" if e5m2 else any_, "dy_scale": "*fp32", "h": any_, "p": "*fp32", "w2_at": "*i64",
-                    "scale_at": "*i64", "dh": any_, "dp_parts": "*fp32", **table, "tokens": "i32", "H": "i32", "F": "i32",
-                    "scale_stride": "i32"}  # fmt: skip
-            yield Case(f"hidden gradient {label} {'gated' if gated else 'plain'}", kernels.hidden_gradient_kernel, back,
-                       {**activation, "DY_IS_E5M2": e5m2, **shared, **sizes}, multiplies)  # fmt: skip
-        product = {"left": any_, "w_at": "*i64", "scale_at": "*i64", "out": any_, **table, "K": "i32", "N": "i32",
-                   "stride": "i32", "scale_stride": "i32"}  # fmt: skip
-        for transposed in (True, False):
-            yield Case(f"product {label} {'W^T' if transposed else 'W'}", kernels.product_kernel, product,
-                       {"TRANSPOSED": transposed, **shared, **sizes}, multiplies)  # fmt: skip
-        if not form:
-            weight = {"left": any_, "right": any_, "p": "*fp32", "out_at": "*i64", "left_offsets": "*i64",
-                      "right_offsets": "*i64", "M": "i32", "N": "i32"}  # fmt: skip
-            for from_h in (False, True):
-                constants = {"FROM_H": from_h, "KIND": 0, "GATED": from_h, "ACCUMULATE": True}
-                yield Case(f"weight gradient {label} {'from h' if from_h else ''}".strip(), kernels.weight_gradient_kernel,
-                           weight, {**constants, **{key: sizes[key] for key in ("BM", "BN", "BK")}}, multiplies)  # fmt: skip
-    pack = {"address": "*i64", "buffer": "*u8", "target": "*i64", "place": "*i64", "left": "*i64", "sums": "*i64"}
+    pointers = dict.fromkeys(("address", "target", "place", "left", "sums"), "*i64") | {"buffer": "*u8"}
     for source, target, item in ((tl.float32, tl.float32, 4), (tl.float32, tl.bfloat16, 2), (tl.uint8, tl.uint8, 1)):
-        yield Case(f"pack {source} to {target}", triton_pack.pack_kernel, pack,
-                   {"SOURCE": source, "TARGET": target, "ITEM": item, "CHUNK": 4096}, False, 4)  # fmt: skip
-    count = {"routed": "*u8", "probabilities": "*fp32", "hard": "*i32", "soft": "*fp32", "tokens": "i32", "experts": "i32"}
-    yield Case("popularity", triton_popularity.count_kernel, count, {"BT": 128, "BE": 32}, False, 4)
+        constants = {"SOURCE": source, "TARGET": target, "ITEM": item, "CHUNK": 4096}
+        yield Case(f"pack {source} to {target}", triton_pack.pack_kernel, constants, pointers, False, 4)
+    pointers = {"routed": "*u8", "probabilities": "*fp32", "hard": "*i32", "soft": "*fp32"}
+    yield Case("popularity", triton_popularity.count_kernel, {"BT": 128, "BE": 32}, pointers, False, 4)
 
 
 def compile_case(case: Case, capability: int) -> Compiled:
@@ -104,13 +113,12 @@ def compile_case(case: Case, capability: int) -> Compiled:
     from triton.compiler import ASTSource
 
     names = list(case.kernel.arg_names)
-    signature = {name: case.types.get(name, "constexpr") for name in names}
-    # As it is at run time: torch's memory begins at multiples of 16 bytes, and hidden sizes are multiples of 16.
-    even = {name for name, kind in case.types.items() if kind.startswith("*") or name in ("H", "F", "K", "N", "M", "stride")}
+    signature = {name: "constexpr" if name in case.constants else case.pointers.get(name, "i32") for name in names}
+    # As at run time: torch's memory begins at multiples of 16 bytes, and sizes of layers are multiples of 16.
+    even = [name for name in names if name in case.pointers or name in ("H", "F", "K", "N", "M", "stride")]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even}
-    source = ASTSource(
-        case.kernel, signature, {(names.index(name),): value for name, value in case.constants.items()}, attributes
-    )
+    constants = {(names.index(name),): value for name, value in case.constants.items()}
+    source = ASTSource(case.kernel, signature, constants, attributes)
     options = {"num_warps": case.warps, "num_stages": 3}
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
@@ -118,8 +126,8 @@ def compile_case(case: Case, capability: int) -> Compiled:
     found = re.search(re.escape(wanted) + r"[\w.:]*", ptx)
     if case.multiplies and not found:
         raise RuntimeError(f"{case.name} for {capability}: no {wanted} in its PTX")
-    wide = bool(re.search(r"cp\.async\.\w+\.shared\.global[\w.:]* [^;]*, 0x10\b|ld\.global[\w.:]*\.v4\.b32", ptx))
-    return Compiled(case.name, capability, found[0] if found else None, wide, made.metadata.shared)
+    narrow = len(re.findall(r"ld\.global[\w.:]*\.b(?:8|16)\b", ptx))
+    return Compiled(case.name, capability, found[0] if found else None, narrow, made.metadata.shared)
 
 
 def main() -> int:

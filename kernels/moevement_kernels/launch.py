@@ -9,7 +9,8 @@ import torch
 
 from moevement_kernels import reference
 from moevement_kernels.activations import Activation
-from moevement_kernels.backend import has_kernels
+from moevement_kernels.backend import Backend, has_kernels, selected
+from moevement_kernels.cuda import grouped_product
 from moevement_kernels.reference import Forward, InputGradient
 from moevement_kernels.tiles import RowTiles, Tiles, addresses, offsets, row_tiles
 from moevement_kernels.weights import BLOCK, E5M2, Format, Weights
@@ -147,6 +148,9 @@ def _product(
     size: Tiles,
     is_transposed: bool,
 ) -> None:
+    if not is_transposed and selected() is Backend.CUDA and grouped_product.fits(left, weights, rows, size):
+        grouped_product.run(left, weights, rows, out)
+        return
     from moevement_kernels import triton_kernels as kernels
 
     inner, columns = left.shape[1], out.shape[1]
@@ -175,7 +179,7 @@ def _check(
     wanted = w2.columns * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):
         raise ValueError(
-            f"W1 of {len(w1.data)} experts is {(w1.rows, w1.columns)}, W2 of {len(w2.data)} is {(w2.rows, w2.columns)}; "
+            f"W1 of {len(w1.data)} experts is {(w1.rows, w1.columns)}, W2 of {len(w2.data)} {(w2.rows, w2.columns)}; "
             f"needs {(wanted, w2.rows)} and [H, F] of {len(counts)} each for {kind}"
         )
     if Format.FP8_PER_BLOCK in (w1.format, w2.format) and kind.is_gated and w2.columns % BLOCK:
@@ -183,6 +187,9 @@ def _check(
 
 
 def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    for expert, one in enumerate(weights.data):
+        if one.data_ptr() % 16:
+            raise ValueError(f"the weight of expert {expert} is at {one.data_ptr():#x}; needs a multiple of 16 bytes")
     data = addresses(weights.data, device)
     return data, data if weights.inverse_scales is None else addresses(weights.inverse_scales, device)
 

@@ -87,7 +87,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     x, p, counts, w1, w2, kind = inputs
     ctx.counts, ctx.kind = list(counts), kind
     ctx.active = [expert for expert, weight in enumerate(w1) if weight.requires_grad]
-    torn = [expert for expert, (one, two) in enumerate(zip(w1, w2, strict=True)) if one.requires_grad != two.requires_grad]
+    torn = [
+        expert for expert, (one, two) in enumerate(zip(w1, w2, strict=True)) if one.requires_grad != two.requires_grad
+    ]
     if torn:
         raise ValueError(f"one weight of experts {torn} requires a gradient and the other does not; needs both or none")
     kept = x if len(ctx.active) == len(w1) else torch.cat([x[:0], *(x.split(ctx.counts)[one] for one in ctx.active)])

@@ -9,10 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moevement_kernels.backend import is_interpreted
-
-INTERPRETED = tl.constexpr(is_interpreted())
-"""Triton's interpreter multiplies the bits of BF16 as if they were integers, so there products are of FP32."""
+from moevement_kernels.triton_rounding import INTERPRETED, narrow
 
 SWIGLU = tl.constexpr(0)
 GEGLU = tl.constexpr(1)
@@ -28,7 +25,7 @@ BLOCK = tl.constexpr(128)
 
 @triton.jit
 def _dot(left, right, total):
-    if INTERPRETED:
+    if INTERPRETED:  # it multiplies the bits of BF16 as if they were integers
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")
 
@@ -63,7 +60,7 @@ def _derivative(x, KIND: tl.constexpr):
 @triton.jit
 def _at(addresses, expert, DTYPE: tl.constexpr):
     """The weight, gradient or scale of an expert. Tensors begin at multiples of 16 bytes, which loads make use of."""
-    return tl.multiple_of(tl.load(addresses + expert), 16).to(tl.pointer_type(DTYPE))
+    return tl.multiple_of(tl.load(addresses + expert).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
@@ -85,7 +82,9 @@ def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _weight_tile(w, scales, row, column, rows, columns, STRIDE, scale_stride, FORMAT: tl.constexpr, DTYPE: tl.constexpr):
+def _weight_tile(
+    w, scales, row, column, rows, columns, STRIDE, scale_stride, FORMAT: tl.constexpr, DTYPE: tl.constexpr
+):
     """A tile of a ``[rows, columns]`` weight and what its product is to be multiplied with; ``row`` and ``column`` are
     its indices, shaped to broadcast. FP8 values are exact in the tokens' dtype.
     """
@@ -145,15 +144,15 @@ def up_kernel(
         linear *= scale
     inside = here[:, None] & (columns < F)[None, :]
     h_tile = h + rows[:, None] * G + columns[None, :]
-    gate = gate.to(DTYPE)
+    gate = narrow(gate, DTYPE)
     tl.store(h_tile, gate, mask=inside)
     value = _activate(gate.to(tl.float32), KIND)
     if GATED:
-        linear_ = linear.to(DTYPE)
+        linear_ = narrow(linear, DTYPE)
         tl.store(h_tile + F, linear_, mask=inside)
         value *= linear_.to(tl.float32)
     p_rows = tl.load(p + rows, mask=here, other=0).to(tl.float32)
-    tl.store(a + rows[:, None] * F + columns[None, :], (value * p_rows[:, None]).to(DTYPE), mask=inside)
+    tl.store(a + rows[:, None] * F + columns[None, :], narrow(value * p_rows[:, None], DTYPE), mask=inside)
 
 
 @triton.jit
@@ -190,7 +189,7 @@ def product_kernel(
     if FORMAT == FP8_PER_TENSOR:
         total *= tl.load(scales)
     inside = here[:, None] & (columns < N)[None, :]
-    tl.store(out + rows[:, None] * N + columns[None, :], total.to(DTYPE), mask=inside)
+    tl.store(out + rows[:, None] * N + columns[None, :], narrow(total, DTYPE), mask=inside)
 
 
 @triton.jit
@@ -238,11 +237,11 @@ def hidden_gradient_kernel(
     if GATED:
         linear = tl.load(h + place + F, mask=inside, other=0).to(tl.float32)
         dp = tl.sum(da * activated * linear, 1)
-        tl.store(dh + place, (scaled * linear * _derivative(gate, KIND)).to(DTYPE), mask=inside)
-        tl.store(dh + place + F, (scaled * activated).to(DTYPE), mask=inside)
+        tl.store(dh + place, narrow(scaled * linear * _derivative(gate, KIND), DTYPE), mask=inside)
+        tl.store(dh + place + F, narrow(scaled * activated, DTYPE), mask=inside)
     else:
         dp = tl.sum(da * activated, 1)
-        tl.store(dh + place, (scaled * _derivative(gate, KIND)).to(DTYPE), mask=inside)
+        tl.store(dh + place, narrow(scaled * _derivative(gate, KIND), DTYPE), mask=inside)
     tl.store(dp_parts + column.to(tl.int64) * tokens + rows, dp, mask=here)
 
 
@@ -260,7 +259,7 @@ def weight_gradient_kernel(
     address = tl.load(out_at + expert)
     if address == 0:
         return
-    out = tl.multiple_of(address, 16).to(tl.pointer_type(tl.float32))
+    out = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
     across = tl.cdiv(N, BN)
     rows = tl.program_id(0) // across * BM + tl.arange(0, BM)
     columns = tl.program_id(0) % across * BN + tl.arange(0, BN)
@@ -281,7 +280,7 @@ def weight_gradient_kernel(
                     right + (tokens + shift)[:, None] * W + N + columns[None, :], mask=inside, other=0
                 ).to(tl.float32)  # fmt: skip
             p_rows = tl.load(p + tokens, mask=there, other=0).to(tl.float32)
-            r_tile = (value * p_rows[:, None]).to(l_tile.dtype)
+            r_tile = narrow(value * p_rows[:, None], l_tile.dtype)
         total = _dot(l_tile, r_tile, total)
     place = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
     inside = (rows < M)[:, None] & (columns < N)[None, :]

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moevement_kernels.triton_rounding import narrow
+
 
 def triton_dtype(dtype: torch.dtype) -> Any:
     """What holds the bits: floating point where it is cast, an integer of the same size elsewhere."""
@@ -24,7 +26,8 @@ def pack_kernel(
     program = tl.program_id(0)
     index = tl.arange(0, CHUNK)
     here = index < tl.load(left + program)
-    values = tl.load(tl.load(address + program).to(tl.pointer_type(SOURCE)) + index, mask=here, other=0).to(TARGET)
+    values = tl.load(tl.load(address + program).to(tl.pointer_type(SOURCE)) + index, mask=here, other=0)
+    values = narrow(values, TARGET) if SOURCE == tl.float32 else values.to(TARGET)
     if ITEM == 4:
         bits = values.to(tl.uint32, bitcast=True)
         tl.store((buffer + tl.load(target + program)).to(tl.pointer_type(tl.uint32)) + index, bits, mask=here)

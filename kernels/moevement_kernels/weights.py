@@ -49,7 +49,9 @@ class Weights:
             if not one.is_contiguous():
                 raise ValueError(f"the weight of expert {index} is not contiguous; give weight.contiguous()")
         if (dtype == torch.uint8) != (self.inverse_scales is not None):
-            raise ValueError(f"weights are {dtype} and inverse scales {self.inverse_scales is not None}: FP8 needs both")
+            raise ValueError(
+                f"weights are {dtype} and inverse scales {self.inverse_scales is not None}: FP8 needs both"
+            )
         if self.inverse_scales is not None:
             self._check_scales(self.inverse_scales)
 
@@ -61,8 +63,8 @@ class Weights:
             fits = one.numel() == 1 or (one.dim() == 2 and one.shape[0] >= rows and one.shape[1] >= columns)
             if one.dtype != torch.float32 or not fits or not one.is_contiguous():
                 raise ValueError(
-                    f"inverse scales of expert {index} are {tuple(one.shape)} {one.dtype}; needs float32, one number or "
-                    f"[{rows}, {columns}] for blocks of {BLOCK}"
+                    f"inverse scales of expert {index} are {tuple(one.shape)} {one.dtype}; needs float32, one number "
+                    f"or [{rows}, {columns}] for blocks of {BLOCK}"
                 )
 
     @property

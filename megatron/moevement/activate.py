@@ -52,7 +52,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement.pipeline_parallel import communicator
     from megatron.moevement.restart import comeback, in_process, injection, store
     from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, sparse
-    from megatron.moevement.transformer import attention, frozen, norm
+    from megatron.moevement.transformer import attention, experts, frozen, norm
     from moevement_core.injection import Phase
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
@@ -87,6 +87,18 @@ def points() -> tuple[Point, ...]:
             "router_gating_linear",
             frozen.gating_without_weight_gradient,
             "computes the weight gradient of a frozen router",
+        ),
+        *(
+            Point(
+                (provider,),
+                "grouped_mlp_modules",
+                experts.experts_with_kernels,
+                "specs name their experts by class, and the class does not know of frozen ones",
+            )
+            for provider in (
+                "megatron.core.models.backends:LocalSpecProvider",
+                "megatron.core.extensions.transformer_engine_spec_provider:TESpecProvider",
+            )
         ),
         Point(
             ("megatron.core.datasets.utils",),

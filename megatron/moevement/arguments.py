@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from megatron.moevement import platform
 from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.sparse_config import SparseConfig, add_sparse_arguments
+from megatron.moevement.transformer.kernel_choice import FrozenKernels
 from moevement_core.errors import ConfigError
 
 Parser = argparse.ArgumentParser
@@ -47,6 +48,14 @@ def add_arguments(parser: Parser) -> Parser:
         "--run-dir",
         metavar="DIR",
         help="keep configuration, metrics, events, TensorBoard and a summary of the run in this folder",
+    )
+    group.add_argument(
+        "--moevement-frozen-kernels",
+        choices=[str(choice) for choice in FrozenKernels],
+        default=str(FrozenKernels.AUTO),
+        help="kernels that run the experts, with a backward pass for frozen and mixed ones that has the bits of that "
+        "for active ones. auto: triton where a GPU is and the experts allow it; cuda: with the input gradient in "
+        "CUDA C++ (compute capability 9.0); off: Megatron's own (default: auto)",
     )
     add_sparse_arguments(group)
     return parser

@@ -87,12 +87,12 @@ def _frozen_together(chunk: Any) -> list[list[torch.nn.Parameter]]:
 
     Transformer Engine's grouped linear (one module for all experts of a layer) would drop the gradients of active
     experts behind a frozen first one. While one of them is active they all compute gradients; the optimizer passes the
-    frozen ones over.
+    frozen ones over. Our kernels (``experts.py``) take each expert by itself.
     """
     groups = []
     for module in chunk.modules():
         count = getattr(module, "num_gemms", None)
-        if isinstance(count, int) and hasattr(module, "weight0"):
+        if isinstance(count, int) and hasattr(module, "weight0") and not getattr(module, "takes_mixed_experts", False):
             for kind in ("weight", "bias"):
                 group = [getattr(module, f"{kind}{index}", None) for index in range(count)]
                 groups.append([one for one in group if isinstance(one, torch.nn.Parameter)])

@@ -1,0 +1,1 @@
+"""What is written in CUDA C++, built when it is first used."""

@@ -1,0 +1,123 @@
+"""The grouped input gradient in CUDA C++ (wgmma and TMA), for compute capability 9.0 and BF16.
+
+Built by :mod:`torch.utils.cpp_extension` at its first use, and then compared with the reference on that device before
+anything else is computed with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moevement_kernels.tiles import RowTiles, Tiles, row_tiles
+from moevement_kernels.weights import Format, Weights
+
+SOURCES = Path(__file__).parent
+FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
+ROWS = 128
+"""Of a row tile, as in the source."""
+_DESCRIPTION_BYTES = 128
+_TOLERANCE = 2**-6
+"""Relative to the largest element; BF16 rounds to 2^-9, and sums run in another order."""
+
+
+class CudaKernelError(RuntimeError):
+    """The kernel cannot be built or run, or computes something else on this device."""
+
+
+def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> bool:
+    """Whether the kernel takes this; it depends on shapes and dtypes alone, never on who is frozen."""
+    return (
+        left.is_cuda
+        and left.dtype == torch.bfloat16
+        and weights.format is Format.PLAIN
+        and size.rows == ROWS
+        and left.shape[1] % 8 == 0
+        and weights.columns % 8 == 0
+        and torch.cuda.get_device_capability(left.device)[0] == 9
+    )
+
+
+def run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor) -> None:
+    """``out = left W``: ``[T, K]``, ``[K, N]`` of each expert, ``[T, N]``.
+
+    Raises:
+        CudaKernelError: it cannot, or its check on this device failed.
+    """
+    _check_on(left.device.index)
+    _run(left, weights, rows, out)
+
+
+def _run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor) -> None:
+    stream = torch.cuda.current_stream(left.device).cuda_stream
+    pointers = tuple(one.data_ptr() for one in weights.data)
+    described = _described(left.device.index, pointers, weights.rows, weights.columns)
+    code = library().grouped_product_run(
+        ctypes.c_void_p(left.data_ptr()), ctypes.c_int64(left.shape[0]), weights.rows, weights.columns,
+        ctypes.c_void_p(described.data_ptr()), ctypes.c_void_p(rows.expert.data_ptr()),
+        ctypes.c_void_p(rows.begin.data_ptr()), ctypes.c_void_p(rows.end.data_ptr()), rows.count,
+        ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(stream),
+    )  # fmt: skip
+    _raise(code, "running")
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int) -> torch.Tensor:
+    """Where weights lie, as the hardware wants it; weights of a training stay where they are."""
+    array = (ctypes.c_void_p * len(pointers))(*pointers)
+    on_device = torch.empty(len(pointers) * _DESCRIPTION_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
+    stream = torch.cuda.current_stream(device).cuda_stream
+    code = library().grouped_product_describe(
+        array, len(pointers), ctypes.c_int64(inner), ctypes.c_int64(columns), ctypes.c_void_p(on_device.data_ptr()),
+        ctypes.c_void_p(stream),
+    )  # fmt: skip
+    _raise(code, "describing weights for")
+    return on_device
+
+
+@functools.cache
+def library() -> Any:
+    """Build it, or find it built.
+
+    Raises:
+        CudaKernelError: it cannot be built.
+    """
+    from torch.utils import cpp_extension
+
+    try:
+        path = cpp_extension.load(
+            "moevement_grouped_product", [str(SOURCES / "grouped_product.cu")], extra_cuda_cflags=list(FLAGS),
+            is_python_module=False, verbose=False,
+        )  # fmt: skip
+    except (OSError, RuntimeError, ImportError) as error:
+        raise CudaKernelError(f"the CUDA kernel cannot be built: {error}; use the Triton ones") from error
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def _check_on(device: int) -> None:
+    """An odd problem, against FP32."""
+    generator = torch.Generator().manual_seed(7)
+    counts, inner, columns = [130, 0, 1, 300], 200, 328
+    place = torch.device("cuda", device)
+    left = torch.randn(sum(counts), inner, generator=generator).to(place, torch.bfloat16)
+    weights = Weights([torch.randn(inner, columns, generator=generator).to(place, torch.bfloat16) for _ in counts])
+    out = left.new_empty(sum(counts), columns)
+    _run(left, weights, row_tiles(counts, ROWS, place), out)
+    parts = zip(left.split(counts), weights.data, strict=True)
+    wanted = torch.cat([part.float() @ weight.float() for part, weight in parts])
+    off = float((out.float() - wanted).abs().max() / wanted.abs().max())
+    if not off < _TOLERANCE:
+        raise CudaKernelError(
+            f"the CUDA kernel is off by {off:.3g} of the largest element on {torch.cuda.get_device_name(device)}, "
+            f"needs less than {_TOLERANCE}; use the Triton ones"
+        )
+
+
+def _raise(code: int, doing: str) -> None:
+    if code:
+        raise CudaKernelError(f"{doing} the CUDA kernel failed with error {code}; use the Triton ones")

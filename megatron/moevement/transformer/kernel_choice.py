@@ -1,0 +1,90 @@
+"""Which kernels run the experts (``--moevement-frozen-kernels``), and what they cannot run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Any
+
+import torch
+from moevement_kernels.activations import Activation
+from moevement_kernels.backend import Backend, why_reference
+
+from moevement_core.errors import ConfigError
+
+
+class FrozenKernels(StrEnum):
+    """Values of the flag."""
+
+    AUTO = "auto"
+    TRITON = "triton"
+    CUDA = "cuda"
+    OFF = "off"
+
+
+def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
+    """What is to run the experts of a model; None for Megatron's own layers.
+
+    Args:
+        args: the job's.
+        config: Megatron's ``TransformerConfig``.
+
+    Raises:
+        ConfigError: the kernels were asked for and cannot run these experts.
+    """
+    choice = FrozenKernels(args.moevement_frozen_kernels)
+    if choice is FrozenKernels.OFF:
+        return None
+    reasons = list(_refusals(args, config))
+    if choice is FrozenKernels.AUTO:
+        return None if reasons or why_reference() is not None else Backend.TRITON
+    if reasons:
+        raise ConfigError(f"--moevement-frozen-kernels {choice}: {'; '.join(reasons)}; use off")
+    if choice is FrozenKernels.CUDA and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+        raise ConfigError(
+            f"--moevement-frozen-kernels cuda: compute capability {torch.cuda.get_device_capability()}, needs 9.0; use "
+            "triton"
+        )
+    return Backend(str(choice))
+
+
+def activation_of(config: Any) -> Activation | None:
+    """The experts' activation, if the kernels have it."""
+    from megatron.core.activations import squared_relu
+    from torch.nn import functional
+
+    gated = {functional.silu: Activation.SWIGLU, functional.gelu: Activation.GEGLU}
+    plain = {
+        functional.gelu: Activation.GELU,
+        functional.relu: Activation.RELU,
+        squared_relu: Activation.SQUARED_RELU,
+    }
+    return (gated if config.gated_linear_unit else plain).get(config.activation_func)
+
+
+def _refusals(args: argparse.Namespace, config: Any) -> Iterator[str]:
+    if activation_of(config) is None:
+        name = getattr(config.activation_func, "__name__", str(config.activation_func))
+        yield f"{'gated ' if config.gated_linear_unit else ''}{name} is none of {', '.join(Activation)}"
+    if config.add_bias_linear:
+        yield "experts have biases (needs --disable-bias-linear)"
+    for name, flag in (
+        ("moe_apply_probs_on_input", "--moe-apply-probs-on-input"),
+        ("fp8", "--fp8-format"),
+        ("fp4", "--fp4-format"),
+        ("activation_func_clamp_value", "a clamped activation"),
+        ("moe_mlp_glu_interleave_size", "interleaved gates"),
+        ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
+        ("fine_grained_activation_offloading", "--fine-grained-activation-offloading"),
+        ("delay_wgrad_compute", "--delay-wgrad-compute"),
+    ):
+        if getattr(config, name, None):
+            yield f"{flag} is Megatron's own layers' alone"
+    if getattr(config, "glu_linear_offset", 0.0):
+        yield "an offset of the linear half is Megatron's own layers' alone"
+    if config.hidden_size % 8 or config.moe_ffn_hidden_size % 8:
+        yield (
+            f"--hidden-size {config.hidden_size} --moe-ffn-hidden-size {config.moe_ffn_hidden_size} (needs multiples "
+            "of 8, so that weights begin at multiples of 16 bytes)"
+        )

@@ -1,0 +1,10 @@
+"""Bodies of kernels on the CPU, under Triton's interpreter, which has to be chosen before Triton is imported.
+
+``tests/unit/test_kernels.py`` runs this folder in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+
+collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]

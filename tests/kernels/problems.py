@@ -1,0 +1,60 @@
+"""Small odd problems for the grouped expert MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from moevement_kernels.activations import Activation
+from moevement_kernels.tiles import Tiles
+from moevement_kernels.weights import Weights
+
+SMALL = Tiles(rows=16, columns=16, inner=16, warps=4, stages=2)
+"""So that odd sizes need several tiles."""
+WIDE = Tiles(rows=16, columns=64, inner=64, warps=4, stages=2)
+"""For many experts: the interpreter takes its time for each program."""
+COUNTS = {
+    "ragged": [5, 0, 33, 1, 17],
+    "one token": [0, 1, 0],
+    "one expert": [20],
+    "first and last empty": [0, 9, 16, 0],
+    "many": [number % 3 for number in range(128)],
+    "none": [0, 0],
+}
+
+
+@dataclass
+class Problem:
+    """Tokens ``[T, 40]``, experts of 24 inside."""
+
+    kind: Activation
+    counts: list[int]
+    dtype: torch.dtype = torch.float32
+    seed: int = 5
+
+    hidden = 40
+    inner = 24
+
+    def __post_init__(self) -> None:
+        draw = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw).to(self.dtype)
+
+        tokens, rows = sum(self.counts), self.inner * (2 if self.kind.is_gated else 1)
+        self.x, self.dy = normal(tokens, self.hidden), normal(tokens, self.hidden)
+        self.p = torch.rand(tokens, generator=draw)
+        self.w1 = [normal(rows, self.hidden) / 4 for _ in self.counts]
+        self.w2 = [normal(self.hidden, self.inner) / 4 for _ in self.counts]
+
+    @property
+    def weights(self) -> tuple[Weights, Weights]:
+        return Weights(self.w1), Weights(self.w2)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """To rounding: of FP32 sums in another order, or of one result in BF16 that was between two values."""
+    error = 2**-7 if found.dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(
+        found, wanted, rtol=error, atol=error * float(wanted.abs().max() if wanted.numel() else 0)
+    )

@@ -1,0 +1,252 @@
+"""The grouped expert MLP: kernels against the reference, the reference against autograd, mixed against all-active."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moevement_kernels import launch, reference, triton_kernels
+from moevement_kernels.activations import Activation, activate
+from moevement_kernels.op import _forward, grouped_mlp, saved_bytes
+from moevement_kernels.reference import InputGradient
+from moevement_kernels.tiles import Tiles, row_tiles
+from moevement_kernels.weights import E5M2, Weights
+from triton import language as tl
+
+from tests.kernels.problems import COUNTS, SMALL, WIDE, Problem, close
+
+
+def compare(problem: Problem, tiles: Tiles = SMALL) -> None:
+    forward = reference.forward(problem.x, problem.p, problem.counts, *problem.weights, problem.kind)
+    for found, wanted in zip(
+        launch.forward(problem.x, problem.p, problem.counts, *problem.weights, problem.kind, SMALL),
+        forward,
+        strict=True,
+    ):
+        close(found, wanted)
+    given = (problem.dy, forward.h, problem.p, problem.counts, *problem.weights, problem.kind)
+    backward = reference.input_gradient(*given)
+    for found, wanted in zip(launch.input_gradient(*given, tiles), backward, strict=True):
+        close(found, wanted)
+    compare_weight_gradients(problem, forward.h, backward, tiles)
+
+
+def compare_weight_gradients(problem: Problem, h: torch.Tensor, backward: InputGradient, tiles: Tiles) -> None:
+    active = [number % 2 == 0 for number in range(len(problem.counts))]
+    parts = zip(problem.x.split(problem.counts), active, strict=True)
+    x = torch.cat([problem.x[:0], *(rows for rows, is_active in parts if is_active)])
+    given = (problem.dy, backward.dh, x, h, problem.p, problem.counts)
+    wanted = reference.weight_gradient(*given, active, problem.kind)
+    for accumulate in (False, True):
+        into: Any = tuple(
+            [torch.full_like(weight, 0.5, dtype=torch.float32) if is_active else None
+             for weight, is_active in zip(weights, active, strict=True)]
+            for weights in (problem.w1, problem.w2)
+        )  # fmt: skip
+        launch.weight_gradient(*given, into, problem.kind, accumulate, tiles)
+        for targets, gradients, is_second in zip(into, wanted, (False, True), strict=True):
+            for target, gradient in zip(targets, gradients, strict=True):
+                assert (target is None) == (gradient is None)
+                if target is not None and gradient is not None:
+                    # W2's is made of a, which is rounded once more.
+                    error = 2**-6 if is_second and problem.dtype == torch.bfloat16 else 1e-5
+                    scale = float(gradient.abs().max()) if gradient.numel() else 0.0
+                    torch.testing.assert_close(
+                        target - 0.5 * accumulate, gradient, rtol=error, atol=error * scale + 1e-6
+                    )
+
+
+@pytest.mark.parametrize("kind", list(Activation))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_activations_and_dtypes(kind: Activation, dtype: torch.dtype) -> None:
+    if dtype == torch.float16:
+        problem = Problem(kind, COUNTS["ragged"], dtype)
+        found = launch.forward(problem.x, problem.p, problem.counts, *problem.weights, kind, SMALL)
+        wanted = reference.forward(problem.x, problem.p, problem.counts, *problem.weights, kind)
+        torch.testing.assert_close(found.y, wanted.y, rtol=2e-3, atol=2e-3)
+    else:
+        compare(Problem(kind, COUNTS["ragged"], dtype))
+
+
+@pytest.mark.parametrize("shape", [name for name in COUNTS if name != "ragged"])
+def test_odd_distributions_of_tokens(shape: str) -> None:
+    compare(Problem(Activation.SWIGLU, COUNTS[shape]), WIDE if shape == "many" else SMALL)
+
+
+def test_a_worked_example() -> None:
+    """Two tokens on one expert with one inner feature: every number by hand."""
+    x, p = torch.tensor([[1.0, 2.0], [3.0, -1.0]]), torch.tensor([0.5, 1.0])
+    w1, w2 = Weights([torch.tensor([[1.0, 1.0]])]), Weights([torch.tensor([[2.0], [-1.0]])])
+    y, h = reference.forward(x, p, [2], w1, w2, Activation.SQUARED_RELU)
+    assert h.tolist() == [[3.0], [2.0]]
+    assert y.tolist() == [[9.0, -4.5], [8.0, -4.0]]  # a = 9 * 0.5 and 4 * 1
+    back = reference.input_gradient(torch.ones(2, 2), h, p, [2], w1, w2, Activation.SQUARED_RELU)
+    assert back.dp.tolist() == [9.0, 4.0]  # da = 1 for both
+    assert back.dh.tolist() == [[3.0], [4.0]]  # da * p * 2h
+    assert back.dx.tolist() == [[3.0, 3.0], [4.0, 4.0]]
+
+
+@pytest.mark.parametrize("kind", list(Activation))
+def test_all_gradients_are_those_of_autograd(kind: Activation) -> None:
+    problem = Problem(kind, COUNTS["ragged"], seed=8)
+    leaves = [one.double().requires_grad_() for one in (problem.x, problem.p, *problem.w1, *problem.w2)]
+    x, p, w1, w2 = leaves[0], leaves[1], leaves[2:7], leaves[7:]
+    rows = []
+    for expert, (x_, p_) in enumerate(zip(x.split(problem.counts), p.split(problem.counts), strict=True)):
+        h = x_ @ w1[expert].T
+        gate, linear = h.chunk(2, -1) if kind.is_gated else (h, torch.ones(()))
+        rows.append((activate(kind, gate) * linear * p_[:, None]) @ w2[expert].T)
+    wanted = torch.autograd.grad(torch.cat(rows), leaves, problem.dy.double())
+    ours = [one.clone().requires_grad_() for one in (problem.x, problem.p, *problem.w1, *problem.w2)]
+    y = grouped_mlp(ours[0], ours[1], problem.counts, ours[2:7], ours[7:], kind)
+    for found, want in zip(torch.autograd.grad(y, ours, problem.dy), wanted, strict=True):
+        torch.testing.assert_close(found.double(), want, rtol=1e-4, atol=1e-5)
+
+
+def gradients(problem: Problem, active: list[bool], fuses: bool) -> dict[str, torch.Tensor]:
+    x, p = problem.x.clone().requires_grad_(), problem.p.clone().requires_grad_()
+    weights: list[Any] = []
+    for one in (problem.w1, problem.w2):
+        weights.append(
+            [weight.clone().requires_grad_(is_active) for weight, is_active in zip(one, active, strict=True)]
+        )
+        for weight in weights[-1]:
+            weight.fuse_weight_gradient, weight.main_grad = fuses, torch.ones_like(weight, dtype=torch.float32)
+    y = grouped_mlp(x, p, problem.counts, weights[0], weights[1], problem.kind)
+    y.backward(problem.dy)
+    assert x.grad is not None
+    assert p.grad is not None
+    found = {"y": y.detach(), "x": x.grad, "p": p.grad}
+    for name, ones in zip(("w1", "w2"), weights, strict=True):
+        for expert, weight in enumerate(ones):
+            if active[expert]:
+                assert weight.grad is not None
+                found[f"{name}.{expert}"] = weight.main_grad if fuses else weight.grad
+                assert getattr(weight, "grad_added_to_main_grad", False) == fuses
+            else:
+                assert weight.grad is None
+                assert bool((weight.main_grad == 1).all())
+    return found
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_experts_give_the_bits_of_all_active_ones(dtype: torch.dtype, fuses: bool) -> None:
+    problem = Problem(Activation.SWIGLU, COUNTS["ragged"], dtype)
+    everyone = gradients(problem, [True] * 5, fuses)
+    for active in ([True, False, False, True, True], [False] * 5, [False, False, True, False, False]):
+        mixed = gradients(problem, active, fuses)
+        assert mixed.keys() <= everyone.keys()
+        for name, gradient in mixed.items():
+            assert torch.equal(gradient, everyone[name]), name
+
+
+def test_an_expert_frozen_by_half_is_refused() -> None:
+    problem = Problem(Activation.GELU, [3])
+    with pytest.raises(ValueError, match="the other does not"):
+        grouped_mlp(problem.x, problem.p, [3], [problem.w1[0].requires_grad_()], problem.w2, problem.kind)
+
+
+def fp8(problem: Problem, is_by_block: bool) -> tuple[Weights, Weights]:
+    def stored(weights: list[torch.Tensor]) -> Weights:
+        data, scales = [], []
+        for number, weight in enumerate(weights):
+            rows, columns = (-(-size // 128) for size in weight.shape)
+            # Rows of scales may be padded, as Transformer Engine does.
+            scale = torch.full((rows, columns + 2), 0.25 + number / 8) if is_by_block else torch.tensor([0.5])
+            if is_by_block:
+                scale[-1, columns - 1] *= 2
+            wide = scale.repeat_interleave(128, 0).repeat_interleave(128, 1) if is_by_block else scale
+            wide = wide[: weight.shape[0], : weight.shape[1]] if is_by_block else wide
+            data.append((weight.float() / wide).to(torch.float8_e4m3fn).view(torch.uint8))
+            scales.append(scale)
+        return Weights(data, scales)
+
+    return stored(problem.w1), stored(problem.w2)
+
+
+@pytest.mark.parametrize("is_by_block", [False, True])
+def test_fp8_weights_are_read_as_they_lie(is_by_block: bool) -> None:
+    problem = Problem(Activation.SWIGLU, [5, 0, 18], torch.bfloat16)
+    problem.hidden = 144
+    if is_by_block:
+        problem.inner = 128
+    problem.__post_init__()
+    weights = fp8(problem, is_by_block)
+    forward = reference.forward(problem.x, problem.p, problem.counts, *weights, problem.kind)
+    found = launch.forward(problem.x, problem.p, problem.counts, *weights, problem.kind, WIDE)
+    close(found.h, forward.h)
+    for dy in (problem.dy, E5M2(problem.dy.float().to(torch.float8_e5m2).view(torch.uint8), torch.tensor([0.5]))):
+        given = (dy, forward.h, problem.p, problem.counts, *weights, problem.kind)
+        for one, other in zip(launch.input_gradient(*given, WIDE), reference.input_gradient(*given), strict=True):
+            close(one, other)
+
+
+def test_rows_are_indexed_in_64_bits() -> None:
+    """The last rows of tensors of more than 2^31 elements; memory that nobody touches is never there."""
+    width, tokens = 16, 2**27 + 8
+    left, out = torch.empty(tokens, width), torch.empty(tokens, width)
+    draw = torch.Generator().manual_seed(3)
+    left[-5:] = torch.randn(5, width, generator=draw)
+    weight = torch.randn(width, width, generator=draw)
+    counts = [tokens - 5, 5]
+    last = row_tiles(counts, 16, left.device)
+    addresses = torch.tensor([0, weight.data_ptr()])
+    triton_kernels.product_kernel[(1,)](
+        left, addresses, addresses, out, last.expert[-1:], last.begin[-1:], last.end[-1:], 1, width, width, width, 0,
+        TRANSPOSED=False, FORMAT=0, W_DTYPE=tl.float32, DTYPE=tl.float32, BM=16, BN=16, BK=16, GROUP=8,
+    )  # fmt: skip
+    assert left.numel() > 2**31
+    torch.testing.assert_close(out[-5:], left[-5:] @ weight)
+
+
+def test_tiles_hold_rows_of_one_expert() -> None:
+    tiles = row_tiles([5, 0, 3], 4, torch.device("cpu"))
+    assert tiles.expert.tolist() == [0, 0, 2]
+    assert tiles.begin.tolist() == [0, 4, 5]
+    assert tiles.end.tolist() == [5, 5, 8]
+
+
+def test_the_operator_is_one_that_torch_can_trace() -> None:
+    problem = Problem(Activation.SWIGLU, [4, 3])
+    given = (problem.x, problem.p, problem.counts, problem.w1, problem.w2, "swiglu")
+    torch.library.opcheck(_forward, given)
+
+
+def test_what_frozen_experts_save() -> None:
+    """Of DeepSeek-MoE's experts (hidden 2048, inner 1408) a frozen one keeps what its activation needs."""
+    active = saved_bytes(1000, 1000, 2048, 1408, Activation.SWIGLU, 2)
+    frozen = saved_bytes(1000, 0, 2048, 1408, Activation.SWIGLU, 2)
+    assert (active, frozen) == (9_728_000, 5_632_000)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": [4]}, "4 counted"),
+        ({"p": torch.ones(3)}, r"probabilities \(3,\)"),
+        ({"x": torch.ones(5, 40, dtype=torch.float64)}, "tokens are torch.float64"),
+        ({"kind": Activation.GELU}, "for gelu"),
+        ({"w1": Weights([torch.ones(48, 41)])}, r"\(48, 41\)"),
+    ],
+)
+def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
+    problem = Problem(Activation.SWIGLU, [5])
+    given: dict[str, Any] = {
+        "x": problem.x, "p": problem.p, "counts": problem.counts, "w1": problem.weights[0], "w2": problem.weights[1],
+        "kind": problem.kind,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        launch.forward(**given | change)
+
+
+def test_weights_that_do_not_fit_each_other_are_refused() -> None:
+    with pytest.raises(ValueError, match="expert 1"):
+        Weights([torch.ones(2, 2), torch.ones(2, 3)])
+    with pytest.raises(ValueError, match="not contiguous"):
+        Weights([torch.ones(2, 3).T])
+    with pytest.raises(ValueError, match="FP8 needs both"):
+        Weights([torch.ones(2, 2, dtype=torch.uint8)])
+    with pytest.raises(ValueError, match="must divide 128"):
+        launch._sizes(Tiles(columns=96), Weights([torch.zeros(9, 9, dtype=torch.uint8)], [torch.ones(1, 2)]))

@@ -1,0 +1,72 @@
+"""Kernels without a GPU: their bodies under Triton's interpreter, their machine code, and what CUDA's compiler says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from moevement_kernels import cuda
+
+from tests.training import ROOT
+
+COMPILED_FOR = (90, 80)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Both at once: each takes most of a minute of one core."""
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels"]
+    compiled = [sys.executable, "-W", "ignore", "-m", "moevement_kernels.compiled", "--json", "--capability"]
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
+    # Triton has to be told before it is imported.
+    started = {
+        name: subprocess.Popen(
+            command, cwd=ROOT, env={**common, **more}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for name, command, more in (
+            ("interpreted", pytest_, {"TRITON_INTERPRET": "1"}),
+            ("compiled", [*compiled, *map(str, COMPILED_FOR)], {}),
+        )
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+
+
+def test_kernels_compile_to_tensor_core_instructions(processes: dict[str, subprocess.Popen[str]]) -> None:
+    out, _ = processes["compiled"].communicate(timeout=280)
+    assert processes["compiled"].returncode == 0, out
+    made = json.loads(out.splitlines()[-1])
+    products = [one for one in made if "bf16" in one["name"] and not one["name"].startswith("pack")]
+    assert {one["capability"] for one in products} == set(COMPILED_FOR)
+    for one in products:
+        assert one["instruction"].startswith("wgmma" if one["capability"] == 90 else "mma.sync"), one
+        assert one["narrow_loads"] == 0, one
+        assert one["shared_bytes"] <= (227 if one["capability"] == 90 else 163) << 10, one
+
+
+def test_kernels_under_the_interpreter(processes: dict[str, subprocess.Popen[str]]) -> None:
+    """``tests/kernels``."""
+    out, _ = processes["interpreted"].communicate(timeout=280)
+    assert processes["interpreted"].returncode == 0, out[-8000:]
+    assert " passed" in out or "[100%]" in out, out
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+def test_the_cuda_source_compiles(tmp_path: Path) -> None:
+    source = Path(cuda.__file__).with_name("grouped_product.cu")
+    command = ["nvcc", "-std=c++17", "-O3", "-arch=sm_90a", "-Xptxas", "-v", "--keep", "--keep-dir", str(tmp_path)]
+    ran = subprocess.run(
+        [*command, "-cubin", "-o", str(tmp_path / "out.cubin"), str(source)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "0 bytes spill stores" in ran.stderr
+    ptx = next(tmp_path.glob("*.ptx")).read_text()
+    assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
+    assert "cp.async.bulk.tensor.2d" in ptx
