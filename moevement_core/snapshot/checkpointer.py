@@ -185,7 +185,8 @@ class Checkpointer:
         self._sent_before = 0
         self._copied_bytes, self._copy_s = 0, 0.0
         self._pool = BufferPool(device, 0, 0)
-        self.make_room(history.newest)
+        # A rank that joins takes, or is given, snapshots of schedules that were in force before, too.
+        self.make_room(*history.all)
 
     # What buffers a schedule needs
 
@@ -194,10 +195,10 @@ class Checkpointer:
         count = max(slots_kept(schedule.size, LAG_ALLOWANCE, to_disk=self._to_disk), self._pool.count)
         return count * max(buffer_bytes(schedule, self._states, self._record_bytes), self._pool.nbytes)
 
-    def make_room(self, schedule: Schedule) -> None:
-        """Allocate buffers for ``schedule`` if those that are there do not do; peers are asked for the same."""
-        count = slots_kept(schedule.size, LAG_ALLOWANCE, to_disk=self._to_disk)
-        nbytes = buffer_bytes(schedule, self._states, self._record_bytes)
+    def make_room(self, *schedules: Schedule) -> None:
+        """Allocate buffers for ``schedules`` if those that are there do not do; peers are asked for the same."""
+        count = max(slots_kept(one.size, LAG_ALLOWANCE, to_disk=self._to_disk) for one in schedules)
+        nbytes = max(buffer_bytes(one, self._states, self._record_bytes) for one in schedules)
         if count <= self._pool.count and nbytes <= self._pool.nbytes:
             return
         self._pool = BufferPool(self._device, max(count, self._pool.count), max(nbytes, self._pool.nbytes))

@@ -221,7 +221,9 @@ class SparseRun:
         self, adopted: Policy | None, kept: Sequence[Mapping[int, Collection[int]]]
     ) -> Checkpointer:
         history = ScheduleHistory(*adopted.schedules) if adopted is not None else self._first_schedule()
-        own_bytes = self._slots(history.newest.size) * buffer_bytes(history.newest, self._states, self._record_bytes)
+        own_bytes = max(self._slots(one.size) for one in history.all) * max(
+            buffer_bytes(one, self._states, self._record_bytes) for one in history.all
+        )
         self._senders, keepers = self._connect(own_bytes, {})
         return Checkpointer(
             self.wiring.rank,

@@ -14,14 +14,16 @@ import numpy as np
 import pytest
 import torch
 
+from moevement_core.device import CpuDevice
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved, slots_kept
-from moevement_core.policy.window import WindowKind
+from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.checkpointer import Checkpointer
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
-from tests.unit.snapshot.loopback import Loopback
+from tests.unit.snapshot.loopback import Loopback, SharedAgreement
 
 
 @contextmanager
@@ -83,6 +85,20 @@ def test_a_peer_that_lags_costs_the_window_under_way_and_never_the_persisted_one
         made.wire.stopped.pop(1).set()
         made.run(8)
         assert all(rank.checkpointer.progress.persisted > before + 8 for rank in made.members), "it catches up"
+
+
+def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
+    """A large slot of the window before, where the newest has small ones."""
+    with job(ranks=1, replicas=0, size=1) as made:
+        member, history = made.members[0], made.history()
+        small = impose_window(history.newest.table, np.arange(OPERATORS), 4, WindowKind.ALIGNED)
+        history.change(0, np.arange(OPERATORS), small)
+        joined = Checkpointer(0, member.states, history, CpuDevice(), (), (), SharedAgreement(1, {}, 0), 256, print)
+        assert joined.take(history.oldest.start, record_of(0))
+        joined.wait()
+        joined.settle()
+        assert list(joined.snapshots()) == [history.oldest.start]
+        joined.close()
 
 
 def test_training_never_waits_for_a_silent_peer() -> None:
