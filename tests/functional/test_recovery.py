@@ -40,6 +40,7 @@ RECOMPUTE: dict[str, Any] = {
     "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
 }  # fmt: skip
 TIED: dict[str, Any] = {"untie_embeddings_and_output_weights": False}
+KERNELS: dict[str, Any] = {"moevement_frozen_kernels": "triton"}
 ALWAYS_REORDER: dict[str, Any] = {"moevement_reorder_threshold": 0.0, "moevement_reorder_fraction": 0.0}
 ROLLING: dict[str, Any] = {"moevement_window_kind": "rolling"}
 ITERATIONS = 12
@@ -100,11 +101,17 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
             "expert_tensor_parallel_size": False, "lr_decay_style": "cosine", "lr_warmup_iters": 3, "clip_grad": 0.1,
         }, {"moevement_window": 2, "moevement_wipe_at": [4, 9]},
     ),
+    "experts on our kernels, mixed frozen and active": (
+        2, EP2 | BF16 | DISTRIBUTED | KERNELS, {"moevement_window": 4, "moevement_wipe_at": 9} | ALWAYS_REORDER,
+    ),
+    "experts on our kernels, recomputed": (
+        2, PP2 | RECOMPUTE | KERNELS, {"moevement_window": 3, "moevement_wipe_at": 7},
+    ),
     "DP2 without the distributed optimizer, W of 6": (
         2, BF16 | DROPOUT, {"moevement_window": 6, "moevement_wipe_at": 11},
     ),
 }  # fmt: skip
-QUICK = list(RUNS)[:3]
+QUICK = [*list(RUNS)[:3], "experts on our kernels, mixed frozen and active"]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +158,7 @@ def random_case(random: Random) -> tuple[int, dict[str, Any], dict[str, Any]]:
         [{}, {}, SHARED_EXPERTS],
         [{}, {}, RECOMPUTE],
         [{}, {}, TIED],
+        [{}, {}, KERNELS],
     ):
         job |= random.choice(options)
     sparse = {

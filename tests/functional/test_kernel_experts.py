@@ -1,0 +1,69 @@
+"""Experts on our kernels in a live model: Megatron's numbers, and one line where they cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import finished, launch
+from tests.training import SCRIPT, flags, train
+
+ON: dict[str, Any] = {"moevement_frozen_kernels": "triton"}
+OFF: dict[str, Any] = {"moevement_frozen_kernels": "off"}
+SWIGLU: dict[str, Any] = {}
+SQUARED_RELU: dict[str, Any] = {"swiglu": False, "squared_relu": True}
+GELU: dict[str, Any] = {"swiglu": False}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "job"),
+    [
+        (1, SWIGLU),
+        (2, SWIGLU | {"expert_model_parallel_size": 2, "overlap_grad_reduce": True, "use_distributed_optimizer": True}),
+        pytest.param(1, SQUARED_RELU, marks=pytest.mark.full),
+        pytest.param(1, GELU, marks=pytest.mark.full),
+        pytest.param(
+            2,
+            {"tensor_model_parallel_size": 2, "sequence_parallel": True, "moe_token_dispatcher_type": "allgather"},
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_losses_and_gradients_are_megatrons(ranks: int, job: dict[str, Any], tmp_path: Path) -> None:
+    """In FP32, to rounding: the order of sums is another."""
+    lines = [train(ranks, tmp_path / name, **job, **kernels).metrics() for name, kernels in (("on", ON), ("off", OFF))]
+    for ours, megatrons in zip(*lines, strict=True):
+        assert ours["loss"] == pytest.approx(megatrons["loss"], rel=1e-6)
+        assert ours["grad_norm"] == pytest.approx(megatrons["grad_norm"], rel=1e-5)
+
+
+def run(**job: Any) -> tuple[int, str, str]:
+    return finished(launch("--nproc", "1", str(SCRIPT), *flags(train_iters=1, **job)))
+
+
+def test_what_runs_is_said() -> None:
+    code, out, err = run(**ON)
+    assert code == 0, err
+    assert "moevement: experts run on the kernels' reference in torch, as there is no GPU" in out
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ({"moe_ffn_hidden_size": 44}, "--moe-ffn-hidden-size 44 (needs multiples of 8"),
+        pytest.param(
+            {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+            "--moe-apply-probs-on-input is Megatron's",
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"swiglu": False, "quick_geglu": True}, "is none of swiglu, geglu", marks=pytest.mark.full),
+    ],
+)
+def test_what_the_kernels_cannot_run_is_one_line(job: dict[str, Any], message: str) -> None:
+    code, _, err = run(**ON, **job)
+    assert code == 2
+    assert message in err
+    assert "use off" in err
+    assert "Traceback" not in err
