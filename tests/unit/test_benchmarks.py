@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import policy, reorders
+from benchmarks.kernels.__main__ import Row, report
+from benchmarks.kernels.layers import MODELS, counts_of, layer_of
 from moevement_core.policy.window import WindowKind
 
 
@@ -37,3 +39,21 @@ def test_a_blind_order_freezes_half_and_an_oracle_the_most() -> None:
     blind = np.mean([reorders.frozen_share(table, np.roll(np.arange(6), shift), counts) for shift in range(6)])
     assert blind == pytest.approx(0.5)
     assert reorders.frozen_share(table, np.arange(6), counts) == reorders.oracle(np.stack([counts, counts])[:, None])
+
+
+def test_the_kernels_benchmark_knows_the_layers_and_writes_its_table() -> None:
+    layers = [layer_of(model) for model in MODELS]
+    assert [layer.experts for layer in layers] == [1, 4, 8, 8]
+    for layer in layers:
+        even, skewed = counts_of(layer, False), counts_of(layer, True)
+        assert sum(even) == sum(skewed) == layer.tokens
+        assert layer.experts == 1 or max(skewed) > 2 * min(skewed)
+    layer = layers[-1]
+    assert layer.product_flop == 2 * 65536 * 2048 * 1408 * 3
+    table = report([Row(layer, "even", 4.0, 2.0, 1.5, 1.8, None, 1.0)], 800.0, [], {"pack": 3000.0}, "a GPU")
+    assert (
+        "| deepseek_moe, 8 experts, 65536 tokens | even | 4.000 | 2.000 | 1.500 | 1.800 |  | 1.000 | 2.67 | 756 | 94% |"
+        in table
+    )
+    assert "| deepseek_moe | 638 MB | 369 MB |" in table
+    assert "Wrong" in report([], 1.0, ["popularity"], {}, "a GPU")

@@ -1,0 +1,1 @@
+"""Kernels on a GPU: are they right, and how fast."""

@@ -1,0 +1,260 @@
+"""Checks and times every kernel on the GPU of this machine, in one call, and writes benchmarks/kernels.md.
+
+python -m benchmarks.kernels
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from moevement_kernels import launch
+from moevement_kernels.backend import Backend, select
+from moevement_kernels.cuda.grouped_product import CudaKernelError, library
+from moevement_kernels.op import saved_bytes
+from moevement_kernels.pack import Piece, pack
+from moevement_kernels.popularity import popularity
+from moevement_kernels.weights import Weights
+
+from benchmarks.environment import measured_on
+from benchmarks.kernels import checks
+from benchmarks.kernels.layers import MODELS, Layer, counts_of, layer_of
+
+OUTPUT = Path(__file__).parents[1] / "kernels.md"
+ROUNDS, WARM_UP = 20, 3
+FLUSH_BYTES = 256 << 20
+"""Written between two runs: weights and tokens come from memory, as in training."""
+
+
+@dataclass
+class Row:
+    """A layer with one routing: median milliseconds of each pass, None where it did not run."""
+
+    layer: Layer
+    routing: str
+    full: float
+    frozen: float
+    frozen_cuda: float | None
+    frozen_fp8: float
+    floor_full: float | None
+    floor_frozen: float | None
+
+    def rate(self, milliseconds: float) -> float:
+        """TFLOP/s of a frozen pass."""
+        return self.layer.product_flop / milliseconds / 1e9
+
+
+def main() -> int:
+    """Check, time, write; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of all passes, in turns (default: {ROUNDS})")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks.kernels: there is no GPU here; run it where one is", file=sys.stderr)
+        return 2
+    failed = []
+    for name, is_right in checks.run(_backends()):
+        print(f"{'right' if is_right else 'WRONG'}  {name}", flush=True)
+        failed += [] if is_right else [name]
+    peak = _peak()
+    print(f"BF16 products of 8192 x 8192 in cuBLAS: {peak:.0f} TFLOP/s", flush=True)
+    rows = []
+    for model in MODELS:
+        for is_skewed in (False, True):
+            rows.append(measure(layer_of(model), is_skewed, given.rounds))
+            print(_line(rows[-1], peak), flush=True)
+    given.output.write_text(report(rows, peak, failed, _bandwidths(), torch.cuda.get_device_name()), encoding="utf-8")
+    return 1 if failed else 0
+
+
+def _backends() -> list[Backend]:
+    if torch.cuda.get_device_capability()[0] != 9:
+        return [Backend.TRITON]
+    try:
+        library()
+    except CudaKernelError as error:
+        print(f"without the CUDA kernel: {error}", flush=True)
+        return [Backend.TRITON]
+    return [Backend.TRITON, Backend.CUDA]
+
+
+def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
+    """All passes in turns, so that clocks and neighbours touch all alike."""
+    counts, kind = counts_of(layer, is_skewed), layer.kind
+    rows = layer.inner * (2 if kind.is_gated else 1)
+
+    def weights(*shape: int) -> list[torch.Tensor]:
+        return [torch.randn(*shape, device="cuda", dtype=torch.bfloat16) / 32 for _ in counts]
+
+    w1, w2 = Weights(weights(rows, layer.hidden)), Weights(weights(layer.hidden, layer.inner))
+    x, dy = (torch.randn(layer.tokens, layer.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    p = torch.rand(layer.tokens, device="cuda")
+    h = launch.forward(x, p, counts, w1, w2, kind).h
+    into = tuple([torch.zeros_like(one, dtype=torch.float32) for one in weight.data] for weight in (w1, w2))
+    fp8 = tuple(_as_fp8(weight) for weight in (w1, w2))
+
+    def frozen() -> torch.Tensor:
+        return launch.input_gradient(dy, h, p, counts, w1, w2, kind).dh
+
+    def full() -> None:
+        launch.weight_gradient(dy, frozen(), x, h, p, counts, (into[0], into[1]), kind, True)
+
+    def frozen_cuda() -> None:
+        select(Backend.CUDA)
+        frozen()
+        select(Backend.TRITON)
+
+    passes: dict[str, Callable[[], object]] = {
+        "full": full, "frozen": frozen,
+        "frozen_fp8": lambda: launch.input_gradient(dy, h, p, counts, fp8[0], fp8[1], kind),
+    }  # fmt: skip
+    if Backend.CUDA in _backends():
+        passes["frozen_cuda"] = frozen_cuda
+    passes |= _floor(x, dy, h, counts, w1, w2)
+    times = _times(passes, rounds)
+    return Row(
+        layer, "skewed" if is_skewed else "even", times["full"], times["frozen"], times.get("frozen_cuda"),
+        times["frozen_fp8"], times.get("floor_full"), times.get("floor_frozen"),
+    )  # fmt: skip
+
+
+def _as_fp8(weights: Weights) -> Weights:
+    one = torch.ones(1, device="cuda")
+    return Weights(
+        [weight.float().to(torch.float8_e4m3fn).view(torch.uint8) for weight in weights.data], [one] * len(weights.data)
+    )
+
+
+def _floor(
+    x: torch.Tensor, dy: torch.Tensor, h: torch.Tensor, counts: list[int], w1: Weights, w2: Weights
+) -> dict[str, Callable[[], object]]:
+    """The products alone by torch's grouped GEMM, weights lying together; activations and probabilities cost nothing."""
+    if not hasattr(torch, "_grouped_mm"):
+        return {}
+    ends = torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
+    first, second = torch.stack(list(w1.data)), torch.stack(list(w2.data))
+    a = torch.empty(x.shape[0], w2.columns, device="cuda", dtype=x.dtype)
+
+    def frozen() -> None:
+        torch._grouped_mm(dy, second, offs=ends)
+        torch._grouped_mm(h, first, offs=ends)
+
+    def full() -> None:
+        frozen()
+        torch._grouped_mm(dy.t(), a, offs=ends)
+        torch._grouped_mm(h.t(), x, offs=ends)
+
+    try:
+        full()
+    except RuntimeError as error:
+        print(f"without torch's grouped GEMM as the floor: {str(error).splitlines()[0]}", flush=True)
+        return {}
+    return {"floor_full": full, "floor_frozen": frozen}
+
+
+def _times(passes: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median milliseconds."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    samples: dict[str, list[float]] = {name: [] for name in passes}
+    for number in range(rounds + WARM_UP):
+        for name, run in passes.items():
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            if number >= WARM_UP:
+                samples[name].append(begin.elapsed_time(end))
+    return {name: statistics.median(its) for name, its in samples.items()}
+
+
+def _peak() -> float:
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / _times({"peak": lambda: a @ b}, ROUNDS)["peak"] / 1e9
+
+
+def _bandwidths() -> dict[str, float]:
+    """GB/s: what pack reads and writes, against a copy of the device, and what popularity reads."""
+    source = torch.randn(256 << 20, device="cuda")
+    target = torch.empty_like(source)
+    piece = [Piece(source, torch.float32)]
+    buffer = pack(piece).buffer
+    routed, probabilities = torch.rand(1 << 20, 64, device="cuda") < 0.1, torch.rand(1 << 20, 64, device="cuda")
+    host = torch.empty(source.numel(), pin_memory=True)
+    times = _times(
+        {
+            "pack": lambda: pack(piece, buffer), "copy on the device": lambda: target.copy_(source),
+            "popularity": lambda: popularity(routed, probabilities),
+            "copy to the host": lambda: host.copy_(source, non_blocking=True),
+        },
+        ROUNDS,
+    )  # fmt: skip
+    moved = {
+        "pack": 2 * source.nbytes, "copy on the device": 2 * source.nbytes,
+        "popularity": routed.nbytes + probabilities.nbytes, "copy to the host": source.nbytes,
+    }  # fmt: skip
+    return {name: moved[name] / milliseconds / 1e6 for name, milliseconds in times.items()}
+
+
+def _line(row: Row, peak: float) -> str:
+    def cell(milliseconds: float | None) -> str:
+        return "" if milliseconds is None else f"{milliseconds:.3f}"
+
+    best = min(row.frozen, row.frozen_cuda or row.frozen)
+    cells = [
+        f"{row.layer.model}, {row.layer.experts} experts, {row.layer.tokens} tokens", row.routing, cell(row.full),
+        cell(row.frozen), cell(row.frozen_cuda), cell(row.frozen_fp8), cell(row.floor_full), cell(row.floor_frozen),
+        f"{row.full / best:.2f}", f"{row.rate(best):.0f}", f"{row.rate(best) / peak:.0%}",
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def report(rows: list[Row], peak: float, failed: list[str], bandwidths: dict[str, float], device: str) -> str:
+    """The whole file."""
+    lines = "\n".join(_line(row, peak) for row in rows)
+    memory = "\n".join(
+        f"| {layer.model} | {_saved(layer, layer.tokens):.0f} MB | {_saved(layer, 0):.0f} MB |"
+        for layer in dict.fromkeys(row.layer for row in rows)
+    )
+    speeds = "\n".join(f"| {name} | {value:.0f} |" for name, value in bandwidths.items())
+    wrong = f"\n**Wrong: {'; '.join(failed)}.** Times of what is wrong mean nothing.\n" if failed else ""
+    return f"""# Kernels of the expert layers
+
+    python -m benchmarks.kernels        (writes this file)
+{wrong}
+One expert layer of each model of table 2 on one rank, one micro-batch, BF16. Milliseconds, medians of passes that take
+turns, with cold caches. The floor is torch's grouped GEMM on weights that lie together, products alone: no activation, no
+probabilities, and weight gradients that are not added to anything. Speed-up, TFLOP/s and the share are of the faster of
+the two frozen passes; the share is of {peak:.0f} TFLOP/s, which cuBLAS reaches on products of 8192 x 8192 here.
+
+| layer | routing | full | frozen, Triton | frozen, CUDA | frozen, FP8 weights | floor, full | floor, frozen | speed-up | TFLOP/s | share |
+|---|---|---|---|---|---|---|---|---|---|---|
+{lines}
+
+Activations kept for the backward pass, beside the probabilities:
+
+| layer | all active | all frozen |
+|---|---|---|
+{memory}
+
+| | GB/s |
+|---|---|
+{speeds}
+
+{device}; {measured_on("torch", "triton")}.
+"""
+
+
+def _saved(layer: Layer, active: int) -> float:
+    return saved_bytes(layer.tokens, active, layer.hidden, layer.inner, layer.kind, 2) / 1e6
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Kernels against their references on this GPU, and mixed experts against all-active ones, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from moevement_kernels import launch, reference
+from moevement_kernels.activations import Activation
+from moevement_kernels.backend import Backend, select
+from moevement_kernels.op import grouped_mlp
+from moevement_kernels.pack import Piece, pack
+from moevement_kernels.pack import reference as pack_reference
+from moevement_kernels.popularity import popularity
+from moevement_kernels.popularity import reference as popularity_reference
+from moevement_kernels.weights import E5M2, Weights
+
+COUNTS = [130, 0, 1, 517, 64, 300]
+HIDDEN, INNER = 328, 200
+
+
+def run(backends: list[Backend]) -> Iterator[tuple[str, bool]]:
+    """Each check by name, and whether it held."""
+    for backend in backends:
+        select(backend)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for kind in Activation:
+                yield f"{backend} {kind} {dtype}: outputs and gradients", _is_near(kind, dtype)
+        for dtype in (torch.bfloat16, torch.float32):
+            yield f"{backend} {dtype}: mixed experts have the bits of all-active ones", _is_equal_mixed(dtype)
+    select(Backend.TRITON)
+    yield "FP8 weights with BF16 and E5M2 gradients", _is_near_fp8()
+    yield "more than 2^31 elements", _is_right_beyond_32_bits()
+    yield "snapshot pack: bytes and digests", _packs()
+    yield "popularity", _counts()
+
+
+def _draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to("cuda", dtype)
+
+
+def _problem(kind: Activation, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    tokens, rows = sum(COUNTS), INNER * (2 if kind.is_gated else 1)
+    w1 = torch.stack([_draw(rows, HIDDEN, dtype=dtype, seed=number) / 8 for number in range(len(COUNTS))])
+    w2 = torch.stack([_draw(HIDDEN, INNER, dtype=dtype, seed=9 + number) / 8 for number in range(len(COUNTS))])
+    x, dy = _draw(tokens, HIDDEN, dtype=dtype, seed=20), _draw(tokens, HIDDEN, dtype=dtype, seed=21)
+    return x, dy, _draw(tokens, seed=22).sigmoid(), w1, w2
+
+
+def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    error = {torch.bfloat16: 2**-6, torch.float16: 2**-9}.get(found.dtype, 1e-4)
+    return bool((found.float() - wanted.float()).abs().max() <= error * wanted.float().abs().max())
+
+
+def _is_near(kind: Activation, dtype: torch.dtype) -> bool:
+    x, dy, p, w1, w2 = _problem(kind, dtype)
+    weights = Weights(list(w1)), Weights(list(w2))
+    wanted = reference.forward(x, p, COUNTS, *weights, kind)
+    found = launch.forward(x, p, COUNTS, *weights, kind)
+    back = reference.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind)
+    ours = launch.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind)
+    everyone = [True] * len(COUNTS)
+    gradients = reference.weight_gradient(dy, back.dh, x, wanted.h, p, COUNTS, everyone, kind)
+    into = (torch.zeros_like(w1, dtype=torch.float32), torch.zeros_like(w2, dtype=torch.float32))
+    launch.weight_gradient(dy, back.dh, x, wanted.h, p, COUNTS, (list(into[0]), list(into[1])), kind, True)
+    made = [torch.stack([one for one in part if one is not None]) for part in gradients]
+    pairs = [*zip(found, wanted, strict=True), *zip(ours, back, strict=True)]
+    return all(_near(*pair) for pair in pairs) and all(
+        bool((one - other).abs().max() <= 2**-6 * other.abs().max()) for one, other in zip(into, made, strict=True)
+    )
+
+
+def _is_equal_mixed(dtype: torch.dtype) -> bool:
+    def gradients(active: list[bool]) -> dict[str, torch.Tensor]:
+        x, dy, p, w1, w2 = _problem(Activation.SWIGLU, dtype)
+        x.requires_grad_()
+        p.requires_grad_()
+        weights = [
+            [weight.clone().requires_grad_(is_active) for weight, is_active in zip(one, active, strict=True)]
+            for one in (w1, w2)
+        ]
+        y = grouped_mlp(x, p, COUNTS, weights[0], weights[1], Activation.SWIGLU)
+        y.backward(dy)
+        named = {f"{part}.{number}": one.grad for part in (0, 1) for number, one in enumerate(weights[part])}
+        every = {"y": y.detach(), "x": x.grad, "p": p.grad, **named}
+        return {name: gradient for name, gradient in every.items() if gradient is not None}
+
+    everyone = gradients([True] * len(COUNTS))
+    for active in ([False] * len(COUNTS), [True, False, True, False, False, True]):
+        mixed = gradients(active)
+        if not all(torch.equal(gradient, everyone[name]) for name, gradient in mixed.items()):
+            return False
+    return True
+
+
+def _is_near_fp8() -> bool:
+    x, dy, p, *_ = _problem(Activation.SWIGLU, torch.bfloat16)
+    inner, is_right = 256, True
+    scale = torch.tensor([0.125], device="cuda")
+    for by_block in (False, True):
+        scales = torch.full((4, 4), 0.125, device="cuda") if by_block else scale
+        w1 = Weights([_fp8(2 * inner, HIDDEN, number) for number in range(len(COUNTS))], [scales] * len(COUNTS))
+        w2 = Weights([_fp8(HIDDEN, inner, 9 + number) for number in range(len(COUNTS))], [scales] * len(COUNTS))
+        h = reference.forward(x, p, COUNTS, w1, w2, Activation.SWIGLU).h
+        for gradient in (dy, E5M2(dy.float().to(torch.float8_e5m2).view(torch.uint8), scale)):
+            given = (gradient, h, p, COUNTS, w1, w2, Activation.SWIGLU)
+            pairs = zip(launch.input_gradient(*given), reference.input_gradient(*given), strict=True)
+            is_right &= all(_near(*pair) for pair in pairs)
+    return is_right
+
+
+def _fp8(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return _draw(rows, columns, seed=seed).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _is_right_beyond_32_bits() -> bool:
+    tokens, width = 2**21 + 37, 1024 + 8
+    x = torch.zeros(tokens, width, dtype=torch.bfloat16, device="cuda")
+    x[-37:] = _draw(37, width, dtype=torch.bfloat16)
+    w1, w2 = (Weights([_draw(width, width, dtype=torch.bfloat16, seed=3) / 32] * 2) for _ in range(2))
+    p = torch.ones(tokens, device="cuda")
+    y, _ = launch.forward(x, p, [tokens - 37, 37], w1, w2, Activation.RELU)
+    last = Weights(w1.data[:1]), Weights(w2.data[:1])
+    wanted = reference.forward(x[-37:], p[-37:], [37], *last, Activation.RELU)
+    return x.numel() > 2**31 and _near(y[-37:], wanted.y)
+
+
+def _packs() -> bool:
+    pieces = [
+        Piece(_draw(9_000_001), torch.float32), Piece(_draw(1000, 33), torch.bfloat16),
+        Piece(_draw(77).half(), torch.float16), Piece(torch.arange(3000, device="cuda").to(torch.uint8), torch.uint8),
+    ]  # fmt: skip
+    found, wanted = pack(pieces), pack_reference(pieces)
+    return torch.equal(found.buffer, wanted.buffer) and torch.equal(found.digests, wanted.digests)
+
+
+def _counts() -> bool:
+    routed = _draw(100_003, 96) > 1
+    probabilities = _draw(100_003, 96).sigmoid()
+    found, wanted = popularity(routed, probabilities), popularity_reference(routed, probabilities)
+    return torch.equal(found.tokens, wanted.tokens) and _near(found.probability.float(), wanted.probability.float())

@@ -1,0 +1,55 @@
+"""The expert layers of the models of the paper's table 2, from our presets, and how tokens fall on their experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import yaml
+from moevement_kernels.activations import Activation
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "configs"
+MODELS = ("moe_llava", "gpt_moe", "qwen_moe", "deepseek_moe")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one rank has of an expert layer, and what comes to it in a micro-batch."""
+
+    model: str
+    hidden: int
+    inner: int
+    experts: int
+    """On this rank."""
+    tokens: int
+    """Routed to this rank's experts if the routing is even; a token counts as often as it is routed."""
+    kind: Activation
+
+    @property
+    def product_flop(self) -> int:
+        """Of one product of every token with both weights; a full backward pass has two, a frozen one one."""
+        return 2 * self.tokens * self.hidden * self.inner * (3 if self.kind.is_gated else 2)
+
+
+def layer_of(model: str) -> Layer:
+    """From the preset, with its expert parallelism."""
+    flags = yaml.safe_load((CONFIGS / f"{model}.yaml").read_text(encoding="utf-8"))
+    return Layer(
+        model,
+        flags["hidden-size"],
+        flags["moe-ffn-hidden-size"],
+        max(1, flags["num-experts"] // flags.get("expert-model-parallel-size", 1)),
+        flags["micro-batch-size"] * flags["seq-length"] * flags["moe-router-topk"],
+        Activation.SWIGLU if flags.get("swiglu") else Activation.GELU,
+    )
+
+
+def counts_of(layer: Layer, is_skewed: bool, seed: int = 11) -> list[int]:
+    """Tokens of each expert: the same, or by Zipf's law with an exponent of 1 over a random order."""
+    share = np.ones(layer.experts)
+    if is_skewed:
+        share = np.random.default_rng(seed).permutation(1 / np.arange(1, layer.experts + 1))
+    counts = np.floor(share / share.sum() * layer.tokens).astype(int)
+    counts[int(counts.argmax())] += layer.tokens - counts.sum()
+    return [int(count) for count in counts]
