@@ -60,19 +60,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_UNHURT: dict[str, str] = {}
+
+
 def reference(nproc: int, folder: Path, **overrides: Any) -> str:
-    """The digest of a run that is never hurt."""
-    return str(train(nproc, folder, **overrides).summary()["state_digest"]["all"])
-
-
-def stage_of(rank: int, nproc: int, layout: dict[str, Any]) -> int:
-    """With Megatron's order of ranks stages are runs of ranks."""
-    return rank // (nproc // layout["pipeline_model_parallel_size"])
-
-
-def evaluations(record: RunRecord) -> dict[tuple[str, int], float]:
-    events = (event for event in record.events() if event["event"] == "evaluation")
-    return {(event["set"], event["iteration"]): event["loss"] for event in events}
+    """The digest of a run that is never hurt; made once for all tests that ask for the same."""
+    key = repr((nproc, sorted(overrides.items())))
+    if key not in _UNHURT:
+        _UNHURT[key] = str(train(nproc, folder, **overrides).summary()["state_digest"]["all"])
+    return _UNHURT[key]
 
 
 def assert_alone(survived: Survived, stages: int) -> None:
@@ -86,14 +82,14 @@ def assert_alone(survived: Survived, stages: int) -> None:
 
 def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
     nproc, layout = LAYOUTS["PP2xEP2"]
-    wanted = reference(nproc, tmp_path / "unhurt", **SPARSE | layout | {"train_iters": 30})
+    unhurt = train(nproc, tmp_path / "unhurt", **SPARSE | layout | {"train_iters": 30})
     faults = (
         "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
         "rank=2,iteration=14,phase=commit", "rank=1,iteration=17,phase=step", "rank=3,iteration=20,phase=gather",
         "rank=0,iteration=23,phase=snapshot", "rank=2,iteration=26,phase=replicate",
     )  # fmt: skip
     survived = survive(nproc, 2, tmp_path / "hurt", inject=faults, **SPARSE | layout | {"train_iters": 30})
-    assert survived.digest == wanted
+    assert survived.digest == unhurt.summary()["state_digest"]["all"]
     survived.check_metrics(30)
     assert len(survived.failures()) == len(faults)
     assert_alone(survived, 2)
