@@ -113,12 +113,12 @@ def removals(trace: Path, nodes: int, speedup: float) -> list[tuple[float, int]]
             for number, row in enumerate(csv.reader(file), start=1):
                 if len(row) != 3 or row[1] not in ("add", "remove"):
                     raise ConfigError(
-                        f"--moevement-inject-trace {trace}, line {number}: {','.join(row)[:60]!r}; needs "
+                        f"trace {trace}, line {number}: {','.join(row)[:60]!r}; needs "
                         "milliseconds,add,NODE or milliseconds,remove,NODE"
                     )
                 node = places.setdefault(row[2], len(places)) % nodes
                 if row[1] == "remove":
                     found.append((float(row[0]) / 1e3 / speedup, node))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--moevement-inject-trace {trace}: {error}") from None
+        raise ConfigError(f"trace {trace}: {error}") from None
     return sorted(found)

@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_coordinate(commands)
     _add_data(commands)
     _add_plan(commands)
+    _add_simulate(commands)
     _add_bench(commands)
     _add_verify(commands)
     _add_report(commands)
@@ -184,10 +185,6 @@ def _data_build(arguments: argparse.Namespace) -> int:
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:
-    from moevement_core.description.cluster import CLUSTERS
-    from moevement_core.policy.window import WindowKind
-    from moevement_core.precision import PRESETS, Scaling
-
     plan = commands.add_parser(
         "plan",
         help="what sparse checkpointing of a job will cost",
@@ -197,6 +194,16 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "explains the numbers.",
         allow_abbrev=False,
     )
+    _add_job(plan)
+    plan.set_defaults(run=_plan, flags=[])
+
+
+def _add_job(plan: argparse.ArgumentParser) -> None:
+    """What is planned or simulated: a model, a layout, machines."""
+    from moevement_core.description.cluster import CLUSTERS
+    from moevement_core.policy.window import WindowKind
+    from moevement_core.precision import PRESETS, Scaling
+
     plan.add_argument("model", metavar="MODEL", help="a preset (gpt_moe, ...) or a .yaml of Megatron's flags")
     plan.add_argument("--ranks", type=int, required=True, metavar="N", help="GPUs of the job")
     plan.add_argument(
@@ -229,13 +236,57 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         help="a scale for each tensor, 128 x 128 block, or 32 elements (default: tensor)",
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    plan.set_defaults(run=_plan, flags=[])
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from moevement_core.cli import plan
 
     return plan.plan(arguments)
+
+
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    from moevement_core.simulator.strategies import STRATEGIES
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="what a failure rate costs under each way of checkpointing",
+        description="Hours of a training with failures, drawn or recorded, under several ways of checkpointing: the "
+        "effective training time ratio by the formula and by simulation, and where the rest of the time went. The job "
+        "is described as for moevement plan. docs/simulator.md says what is assumed.",
+        allow_abbrev=False,
+    )
+    _add_job(simulate)
+    add = simulate.add_argument
+    add("--mtbf", type=float, nargs="+", default=[7200, 3600, 1800, 1200, 600], metavar="S",
+        help="mean seconds between failures of the job (default: the paper's 2 h to 10 min)")  # fmt: skip
+    add("--strategy", nargs="+", choices=list(STRATEGIES), default=["checkfreq", "gemini", "moc", "moevement"],
+        metavar="NAME", help=f"any of {', '.join(STRATEGIES)}")  # fmt: skip
+    add("--hours", type=float, default=12.0, metavar="H", help="of wall time (default: 12)")
+    add("--seeds", type=int, default=20, metavar="N", help="trainings of each kind (default: 20)")
+    add("--first-seed", type=int, default=0, metavar="N", help="the others follow (default: 0)")
+    add("--weibull", type=float, default=1.0, metavar="K",
+        help="shape of the time between failures: 1 is a Poisson process, less gives bursts (default: 1)")  # fmt: skip
+    add("--together", type=float, default=0.0, metavar="P",
+        help="probability that a failing node takes another one along (default: 0)")  # fmt: skip
+    add("--trace", type=Path, metavar="FILE",
+        help="recorded failures instead of drawn ones: lines of milliseconds,add|remove,NODE")  # fmt: skip
+    add("--speedup", type=float, default=1.0, metavar="X", help="let the trace run X times as fast (default: 1)")
+    add("--spares", type=int, metavar="N", help="spare nodes at the start (default: always one more)")
+    add("--repair", type=float, default=float("inf"), metavar="S",
+        help="seconds after which a failed node is a spare again (default: never)")  # fmt: skip
+    add("--detect", type=float, default=1.0, metavar="S", help="until a failure is noticed (default: 1)")
+    add("--regroup", type=float, default=10.0, metavar="S", help="until process groups are there again (default: 10)")
+    add("--storage-bandwidth", type=float, default=0.2, metavar="GB/S",
+        help="of a GPU to durable storage, all GPUs writing (default: 0.2)")  # fmt: skip
+    add("--best", action="store_true", help="say what to choose at each failure rate, and why")
+    add("--plot", type=Path, metavar="FILE", help="ETTR over the failure rate, lost time, and goodput")
+    simulate.set_defaults(run=_simulate, flags=[])
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from moevement_core.cli import simulate
+
+    return simulate.simulate(arguments)
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:

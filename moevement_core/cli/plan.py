@@ -23,7 +23,7 @@ PRESETS = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "configs"
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print the plan that ``arguments`` ask for; returns the exit code."""
-    made = CheckpointPlan(_input(arguments))
+    made = CheckpointPlan(input_of(arguments))
     console = Console()
     _print(made, console)
     if arguments.json:
@@ -31,7 +31,12 @@ def plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _input(arguments: argparse.Namespace) -> PlanInput:
+def input_of(arguments: argparse.Namespace) -> PlanInput:
+    """The job that the command line describes.
+
+    Raises:
+        ConfigError: it describes none.
+    """
     cluster = _cluster(arguments)  # before the model is built, which takes seconds
     regime = precision.parse(arguments.regime) if arguments.regime else None
     if not arguments.iteration_time > 0:

@@ -31,12 +31,13 @@ def experts_with_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
     """The experts module, once its configuration is known."""
-    from megatron.training.global_vars import get_args
+    from megatron.training import global_vars
 
-    config = kwargs["config"] if "config" in kwargs else args[1]
-    backend = backend_of(get_args(), config)
-    cls = _classes().get(built.func)
-    if backend is None or cls is None:
+    cls, arguments = _classes().get(built.func), global_vars._GLOBAL_ARGS
+    if cls is None or arguments is None:  # a model that is described and never run has no arguments
+        return built(*args, **kwargs)
+    backend = backend_of(arguments, kwargs["config"] if "config" in kwargs else args[1])
+    if backend is None:
         return built(*args, **kwargs)
     select(backend)
     _say_once(str(backend))

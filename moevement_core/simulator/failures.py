@@ -1,0 +1,80 @@
+"""When nodes fail: drawn, or as recorded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from moevement_core.errors import ConfigError
+from moevement_core.injection import removals
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """Nodes that are lost together."""
+
+    at_s: float
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    """How failures of the job are drawn; equal seeds give equal failures.
+
+    Raises:
+        ConfigError: a number that cannot be.
+    """
+
+    mtbf_s: float
+    """Mean time between failures of the job, not of a node."""
+    nodes: int
+    shape: float = 1.0
+    """Of a Weibull distribution: 1 is a Poisson process; below, failures come in bursts."""
+    together: float = 0.0
+    """Probability that a failure takes the next node along, and that one the next."""
+
+    def __post_init__(self) -> None:
+        for what, value, fits in (
+            ("a mean time between failures", self.mtbf_s, self.mtbf_s > 0),
+            ("nodes", self.nodes, self.nodes >= 1),
+            ("a Weibull shape", self.shape, self.shape > 0),
+        ):
+            if not fits:
+                raise ConfigError(f"{what} of {value}; needs more than 0")
+        if not 0 <= self.together < 1:
+            raise ConfigError(f"{self.together} as the probability of failing together; needs 0 or more, less than 1")
+
+    def draw(self, until_s: float, seed: int) -> list[Failure]:
+        """Failures before ``until_s``, in order."""
+        generator = np.random.default_rng(seed)
+        scale = self.mtbf_s / math.gamma(1 + 1 / self.shape)
+        found: list[Failure] = []
+        at = 0.0
+        while True:
+            at += scale * float(generator.weibull(self.shape))
+            if at >= until_s:
+                return found
+            first = int(generator.integers(self.nodes))
+            count = min(int(generator.geometric(1 - self.together)), self.nodes)
+            found.append(Failure(at, tuple((first + number) % self.nodes for number in range(count))))
+
+
+def recorded(trace: Path, nodes: int, speedup: float = 1.0) -> list[Failure]:
+    """Failures of a trace, those of the same moment together.
+
+    Raises:
+        ConfigError: it is no trace.
+    """
+    together: dict[float, set[int]] = {}
+    for at_s, node in removals(trace, nodes, speedup):
+        together.setdefault(at_s, set()).add(node)
+    return [Failure(at_s, tuple(sorted(its))) for at_s, its in sorted(together.items())]
+
+
+def mean_time_between(failures: Sequence[Failure], until_s: float) -> float:
+    """Of recorded failures, seconds; infinite without any."""
+    return until_s / len(failures) if failures else math.inf

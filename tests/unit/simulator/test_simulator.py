@@ -1,0 +1,168 @@
+"""The simulator: formula against simulation, simulation against what must hold whatever the numbers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_core.errors import ConfigError
+from moevement_core.policy.schedule import most_replayed
+from moevement_core.policy.window import WindowKind
+from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
+from moevement_core.simulator.pipeline import Pipeline
+from moevement_core.simulator.strategies import STRATEGIES, MoC, MoEvement
+from moevement_core.simulator.training import Spares, train
+from tests.unit.simulator.jobs import costs
+
+HOURS = 3600.0
+
+
+@given(stages=st.integers(1, 8), micro_batches=st.integers(1, 20), chunks=st.integers(1, 3))
+@settings(max_examples=40, deadline=None)
+def test_stages_that_are_alike_take_as_long_as_the_formula_says(stages: int, micro_batches: int, chunks: int) -> None:
+    if chunks > 1:
+        micro_batches *= stages
+    made = Pipeline((1.0,) * stages, (2.0,) * stages, micro_batches, chunks)
+    assert made.simulate() == pytest.approx(made.closed_form(), rel=1e-9)
+
+
+def test_a_pipeline_by_hand() -> None:
+    """Two stages, two micro-batches, the second stage slower, sends of 1: F 1, B 2 and F 2, B 4.
+
+    Stage 1 gets its first tensor at 2, works until 2 + 2 * 6 = 14 with its second input there long before, and the
+    gradient of the second micro-batch is with stage 0 at 15, which takes 2 more.
+    """
+    assert Pipeline((1.0, 2.0), (2.0, 4.0), 2, send_s=1.0).simulate() == 17.0
+
+
+@given(
+    times=st.lists(st.floats(0.1, 3), min_size=2, max_size=6), micro_batches=st.integers(1, 12), send_s=st.floats(0, 1)
+)
+@settings(max_examples=40, deadline=None)
+def test_unequal_stages_are_between_the_slowest_alone_and_the_formula(
+    times: list[float], micro_batches: int, send_s: float
+) -> None:
+    backward = tuple(2 * one for one in times)
+    made = Pipeline(tuple(times), backward, micro_batches)
+    assert max(made.alone(stage) for stage in range(len(times))) <= made.simulate() * (1 + 1e-9)
+    assert made.simulate() <= made.closed_form() * (1 + 1e-9)
+    assert made.simulate() <= Pipeline(tuple(times), backward, micro_batches, send_s=send_s).simulate() * (1 + 1e-9)
+
+
+def test_schedules_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="7 micro-batches on 4 interleaved stages"):
+        Pipeline((1.0,) * 4, (1.0,) * 4, 7, chunks=2)
+    with pytest.raises(ConfigError, match="2 forward and 1 backward"):
+        Pipeline((1.0, 1.0), (1.0,), 2)
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES))
+def test_without_failures_a_strategy_costs_its_overhead(name: str) -> None:
+    """Formula and simulation agree to an iteration."""
+    strategy = STRATEGIES[name](costs(), 1800.0)
+    made = train(strategy, [], 100 * HOURS)
+    assert made.ettr == pytest.approx(1 / (1 + strategy.overhead_s / 3.0), rel=1e-4)
+    assert sum(made.lost_s.values()) + made.iterations * 3.0 == pytest.approx(100 * HOURS)
+
+
+@pytest.mark.parametrize(
+    "name", ["checkfreq", "gemini", "gemini-young-daly", "dense", "moevement", "moevement-all-stages"]
+)
+def test_formula_and_simulation_agree_for_a_poisson_process(name: str) -> None:
+    """Where recoveries are short against the time between failures: within the confidence interval, or 0.005."""
+    mtbf_s = 2 * HOURS
+    strategy = STRATEGIES[name](costs(), mtbf_s)
+    model = FailureModel(mtbf_s, 16)
+    ratios = [train(strategy.fresh(), model.draw(100 * HOURS, seed), 100 * HOURS).ettr for seed in range(40)]
+    error = 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    assert statistics.fmean(ratios) == pytest.approx(strategy.analytic_ettr(mtbf_s), abs=max(error, 0.005))
+
+
+@given(mtbf_s=st.floats(60, 1e5), seed=st.integers(0, 1000), name=st.sampled_from(list(STRATEGIES)))
+@settings(max_examples=60, deadline=None)
+def test_every_second_is_accounted_for(mtbf_s: float, seed: int, name: str) -> None:
+    model = FailureModel(mtbf_s, 16, shape=0.7, together=0.2)
+    made = train(STRATEGIES[name](costs(), mtbf_s), model.draw(4 * HOURS, seed), 4 * HOURS)
+    assert 0 <= made.ettr <= 1
+    assert made.during_recovery <= made.failures
+    # Replayed iterations are counted once, where they were committed first.
+    assert sum(made.lost_s.values()) + made.iterations * 3.0 == pytest.approx(4 * HOURS, rel=1e-6)
+
+
+@given(d2h=st.floats(0.2, 5), more=st.floats(1, 4), mtbf_s=st.floats(600, 7200))
+@settings(max_examples=30, deadline=None)
+def test_more_bandwidth_never_hurts(d2h: float, more: float, mtbf_s: float) -> None:
+    for name in ("checkfreq", "gemini", "moc"):
+        slow, fast = (STRATEGIES[name](costs(d2h=one, network=16 * one), mtbf_s) for one in (d2h, d2h * more))
+        assert fast.analytic_ettr(mtbf_s) >= slow.analytic_ettr(mtbf_s) - 1e-9
+    slow, fast = (MoEvement(costs(d2h=one, network=16 * one)) for one in (d2h, d2h * more))
+    assert fast.costs.plan.size <= slow.costs.plan.size
+
+
+@pytest.mark.parametrize("kind", list(WindowKind))
+def test_rollback_is_that_of_the_policy(kind: WindowKind) -> None:
+    given_ = costs(kind=kind, window=4)
+    strategy = MoEvement(given_)
+    lost = [strategy.rollback(committed) for committed in range(1000, 1040)]
+    assert max(lost) == most_replayed(kind, 4, given_.plan.lag)
+    assert statistics.fmean(lost) == pytest.approx(strategy.expected_rollback, abs=0.5)
+
+
+def test_each_technique_makes_recovery_shorter() -> None:
+    given_ = costs()
+    whole = MoEvement(given_)
+    for without in (MoEvement(given_, is_local=False), MoEvement(given_, skips_frozen=False)):
+        assert whole.expected_recovery_s() < without.expected_recovery_s()
+    assert 0 < whole.frozen_share < 1
+
+
+def test_a_failure_during_a_recovery_begins_it_anew() -> None:
+    """Checked by hand: W of 2, no lag to speak of, a regroup of 10 s and a second failure 5 s after the first."""
+    given_ = costs(window=2, regroup_s=10.0)
+    one = train(MoEvement(given_), [Failure(300.0, (0,))], 600.0)
+    two = train(MoEvement(given_), [Failure(300.0, (0,)), Failure(305.0, (1,))], 600.0)
+    assert (two.failures, two.during_recovery) == (2, 1)
+    assert two.lost_s["detect"] == pytest.approx(one.lost_s["detect"] + 1.0)
+    assert two.lost_s["regroup"] == pytest.approx(one.lost_s["regroup"] + 4.0)
+    assert two.lost_s["replay"] == pytest.approx(one.lost_s["replay"])
+    assert one.iterations - two.iterations in (1, 2)
+
+
+def test_spares_run_out_and_come_back() -> None:
+    failures = [Failure(at, (0,)) for at in (100.0, 1000.0)]
+    with_one = train(MoEvement(costs()), failures, 4000.0, Spares(1, repair_s=2000.0))
+    assert with_one.lost_s["no spare"] == pytest.approx(1100.0), "the first node is back at 2100"
+    assert train(MoEvement(costs()), failures, 4000.0, Spares(2)).lost_s["no spare"] == 0
+    never = train(MoEvement(costs()), failures, 4000.0, Spares(1))
+    assert never.lost_s["no spare"] == pytest.approx(2999.0), "from the second failure, once noticed, to the end"
+
+
+def test_moc_loses_updates_and_saves_more_experts_for_it() -> None:
+    strategy = MoC(costs())
+    made = train(strategy, FailureModel(600.0, 16).draw(12 * HOURS, 1), 12 * HOURS)
+    assert made.tokens_lost > 0
+    assert strategy.experts_saved > 1
+    assert isinstance(fresh := strategy.fresh(), MoC)
+    assert fresh.experts_saved == 1
+
+
+def test_failures_are_drawn_as_asked() -> None:
+    for shape in (1.0, 0.6):
+        drawn = FailureModel(600.0, 16, shape).draw(2000 * HOURS, 3)
+        assert mean_time_between(drawn, 2000 * HOURS) == pytest.approx(600.0, rel=0.05)
+    assert FailureModel(600.0, 16).draw(HOURS, 3) == FailureModel(600.0, 16).draw(HOURS, 3)
+    together = FailureModel(600.0, 16, together=0.5).draw(500 * HOURS, 4)
+    assert statistics.fmean(len(one.nodes) for one in together) == pytest.approx(2.0, rel=0.1)
+    with pytest.raises(ConfigError, match="a mean time between failures of 0"):
+        FailureModel(0.0, 1)
+
+
+def test_recorded_failures_of_a_moment_are_one(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n0,add,b\n5000,remove,a\n5000,remove,b\n9000,remove,a\n")
+    assert recorded(trace, 4) == [Failure(5.0, (0, 1)), Failure(9.0, (0,))]
