@@ -43,6 +43,7 @@ def run(**job: Any) -> tuple[int, str, str]:
     return finished(launch("--nproc", "1", str(SCRIPT), *flags(train_iters=1, **job)))
 
 
+@pytest.mark.full
 def test_what_runs_is_said() -> None:
     code, out, err = run(**ON)
     assert code == 0, err

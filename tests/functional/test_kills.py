@@ -181,6 +181,7 @@ def test_a_rank_that_hangs_or_raises(tmp_path: Path) -> None:
     assert torn["recovery"]["replayed_by_stage"] == {"0": 0, "1": torn["recovery"]["replayed"]}
 
 
+@pytest.mark.full
 def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16}
     wanted = reference(2, tmp_path / "unhurt", **flags_)
