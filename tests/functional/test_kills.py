@@ -255,8 +255,9 @@ def test_ten_recoveries_leave_nothing_behind(tmp_path: Path) -> None:
     for name in ("threads", "files", "sockets", "children"):
         counts = [one[name] for one in held]
         assert max(counts[-3:]) <= max(counts[1:4]), name
-    # Megabytes. Over thirty recoveries it grew by 24, ever more slowly, and was level over the last ten.
-    assert held[-1]["resident"] <= held[4]["resident"] + 15
+    # Megabytes, by their peaks: some are seen while buffers are free. Over thirty recoveries it grew by 24, ever more
+    # slowly, and was level over the last ten.
+    assert max(one["resident"] for one in held[5:]) <= max(one["resident"] for one in held[:5]) + 15
 
 
 @pytest.mark.full
