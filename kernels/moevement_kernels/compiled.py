@@ -14,6 +14,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
+from moevement_kernels.tiles import Tiles, tiles_of
+
 INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async"}
 """With which an architecture multiplies matrices."""
 
@@ -62,7 +66,8 @@ def _mlp_cases(dtype: str, form: int) -> Iterator[Case]:
 
     held = {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype]
     is_fp32 = dtype == "fp32"  # whose exact products have no tensor core
-    sizes = {"BM": 128, "BN": 64 if is_fp32 else 128, "BK": 32 if is_fp32 else 64}
+    held_by_torch = torch.float32 if is_fp32 else torch.bfloat16
+    sizes = _sizes(tiles_of(held_by_torch))
     weights = {"DTYPE": held, "W_DTYPE": tl.uint8 if form else held, "FORMAT": form, **sizes, "GROUP": 8}
     pointers = {
         **dict.fromkeys(("x", "h", "a", "left", "right", "out", "dy", "dh"), f"*{dtype}"),
@@ -74,8 +79,8 @@ def _mlp_cases(dtype: str, form: int) -> Iterator[Case]:
     for kind, is_gated in ((0, True), (2, False)):
         constants = {"KIND": kind, "GATED": is_gated, **weights}
         name = f"{label}, {'gated' if is_gated else 'plain'}"
-        columns = {"BN": 64} if is_gated else {}
-        yield Case(f"up {name}", kernels.up_kernel, constants | columns, pointers, not is_fp32)
+        own = _sizes(tiles_of(held_by_torch, two_products=is_gated))
+        yield Case(f"up {name}", kernels.up_kernel, constants | own, pointers, not is_fp32)
         constants["DY_IS_E5M2"] = form > 0
         types = pointers | ({"dy": "*u8"} if form else {})
         yield Case(f"hidden gradient {name}", kernels.hidden_gradient_kernel, constants, types, not is_fp32)
@@ -87,6 +92,10 @@ def _mlp_cases(dtype: str, form: int) -> Iterator[Case]:
         constants = {"FROM_H": from_h, "KIND": 0, "GATED": from_h, "ACCUMULATE": True, **sizes}
         name = f"weight gradient {label}{', from h' if from_h else ''}"
         yield Case(name, kernels.weight_gradient_kernel, constants, pointers, not is_fp32)
+
+
+def _sizes(tiles: Tiles) -> dict[str, int]:
+    return {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.inner}
 
 
 def _other_cases() -> Iterator[Case]:

@@ -12,7 +12,7 @@ from moevement_kernels.activations import Activation
 from moevement_kernels.backend import Backend, has_kernels, selected
 from moevement_kernels.cuda import grouped_product
 from moevement_kernels.reference import Forward, InputGradient
-from moevement_kernels.tiles import RowTiles, Tiles, addresses, offsets, row_tiles
+from moevement_kernels.tiles import RowTiles, Tiles, addresses, offsets, row_tiles, tiles_of
 from moevement_kernels.weights import BLOCK, E5M2, Format, Weights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,7 +35,7 @@ def forward(
         return reference.forward(x, p, counts, w1, w2, kind)
     from moevement_kernels import triton_kernels as kernels
 
-    size = tiles or Tiles(columns=64 if kind.is_gated else 128)
+    size = tiles or tiles_of(x.dtype, two_products=kind.is_gated)
     rows = row_tiles(counts, size.rows, x.device)
     h, a = x.new_empty(x.shape[0], w1.rows), x.new_empty(x.shape[0], w2.columns)
     y = torch.empty_like(x)
@@ -44,7 +44,7 @@ def forward(
         x, p, *w1_at, h, a, rows.expert, rows.begin, rows.end, rows.count, x.shape[1], w2.columns, w1.scale_stride,
         **_activation(kind), **_dtypes(w1, x.dtype), **_sizes(size, w1),
     )  # fmt: skip
-    _product(a, w2, w2_at, y, rows, size if tiles else Tiles(), is_transposed=True)
+    _product(a, w2, w2_at, y, rows, tiles or tiles_of(x.dtype), is_transposed=True)
     return Forward(y, h)
 
 
@@ -65,7 +65,7 @@ def input_gradient(
         return reference.input_gradient(dy, h, p, counts, w1, w2, kind)
     from moevement_kernels import triton_kernels as kernels
 
-    size = tiles or Tiles()
+    size = tiles or tiles_of(h.dtype)
     rows = row_tiles(counts, size.rows, h.device)
     tokens, hidden, inner = h.shape[0], w2.rows, w2.columns
     across = _cdiv(inner, size.columns)
@@ -113,6 +113,13 @@ def weight_gradient(
         raise ValueError(f"gradients of W1 are wanted of experts {active}, of W2 of others; needs the same")
     if x.shape[0] != sum(count for count, is_active in zip(counts, active, strict=True) if is_active):
         raise ValueError(f"x has {x.shape[0]} rows; needs those of active experts alone, {active} of {list(counts)}")
+    for name, targets, shape in (("W1", into[0], (h.shape[1], dy.shape[1])), ("W2", into[1], _second(h, dy, kind))):
+        for expert, one in enumerate(targets):
+            if one is not None and (one.dtype != torch.float32 or one.shape != shape or not one.is_contiguous()):
+                raise ValueError(
+                    f"the gradient of {name} of expert {expert} is {tuple(one.shape)} {one.dtype}; needs {shape} "
+                    "float32, contiguous"
+                )
     if not any(active):
         return
     if not has_kernels(x):
@@ -124,10 +131,11 @@ def weight_gradient(
         return
     from moevement_kernels import triton_kernels as kernels
 
-    size = tiles or Tiles()
+    _check_addresses("gradient", (*into[0], *into[1]))
+    size = tiles or tiles_of(x.dtype)
     everyones = offsets(counts, x.device)
     own = offsets([count if is_active else 0 for count, is_active in zip(counts, active, strict=True)], x.device)
-    hidden, inner = dy.shape[1], h.shape[1] // (2 if kind.is_gated else 1)
+    hidden, inner = _second(h, dy, kind)
     shape = {"BM": size.rows, "BN": size.columns, "BK": size.inner, **_running(size)}
     kernels.weight_gradient_kernel[_cdiv(h.shape[1], size.rows) * _cdiv(hidden, size.columns), len(counts)](
         dh, x.contiguous(), p, addresses(into[0], x.device), everyones, own, h.shape[1], hidden, FROM_H=False, KIND=0,
@@ -176,6 +184,11 @@ def _check(
             f"tokens {tuple(x.shape)}, probabilities {tuple(p.shape)}, {sum(counts)} counted; needs [T, {w2.rows}], "
             "[T] and T"
         )
+    for name, weights in (("W1", w1), ("W2", w2)):
+        one = weights.data[0]
+        is_foreign = weights.format is Format.PLAIN and one.dtype != x.dtype and not is_dy
+        if is_foreign or one.device != x.device:
+            raise ValueError(f"{name} is {one.dtype} on {one.device}; needs {x.dtype} on {x.device} as the tokens")
     wanted = w2.columns * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (wanted, w2.rows) or len(w1.data) != len(counts) or len(w2.data) != len(counts):
         raise ValueError(
@@ -187,11 +200,20 @@ def _check(
 
 
 def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    for expert, one in enumerate(weights.data):
-        if one.data_ptr() % 16:
-            raise ValueError(f"the weight of expert {expert} is at {one.data_ptr():#x}; needs a multiple of 16 bytes")
+    _check_addresses("weight", weights.data)
     data = addresses(weights.data, device)
     return data, data if weights.inverse_scales is None else addresses(weights.inverse_scales, device)
+
+
+def _check_addresses(what: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    for index, one in enumerate(tensors):
+        if one is not None and one.data_ptr() % 16:
+            raise ValueError(f"{what} {index} is at {one.data_ptr():#x}; needs a multiple of 16 bytes")
+
+
+def _second(h: torch.Tensor, dy: torch.Tensor, kind: Activation) -> tuple[int, int]:
+    """The shape of W2."""
+    return dy.shape[1], h.shape[1] // (2 if kind.is_gated else 1)
 
 
 def _activation(kind: Activation) -> dict[str, Any]:

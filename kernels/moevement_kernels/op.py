@@ -94,10 +94,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
         raise ValueError(f"one weight of experts {torn} requires a gradient and the other does not; needs both or none")
     kept = x if len(ctx.active) == len(w1) else torch.cat([x[:0], *(x.split(ctx.counts)[one] for one in ctx.active)])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # a gradient of h would be zeros of its size
     ctx.save_for_backward(kept, p, output[1], *w1, *w2)
 
 
-def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    if dy is None:  # nobody has used y
+        return None, None, None, [None] * len(ctx.counts), [None] * len(ctx.counts), None
     x, p, h, *weights = ctx.saved_tensors
     w1, w2 = weights[: len(ctx.counts)], weights[len(ctx.counts) :]
     dx, dp, dh = _input_gradient(dy, h, p, ctx.counts, w1, w2, ctx.kind)
@@ -113,7 +116,7 @@ def _weight_gradients(
     if not ctx.active:
         return gradients
     wanted = [[one[expert] for expert in ctx.active] for one in (w1, w2)]
-    fuses = all(getattr(weight, "fuse_weight_gradient", False) for one in wanted for weight in one)
+    fuses = all(_fuses(weight) for one in wanted for weight in one)
     into = [[weight.main_grad if fuses else _fp32(weight) for weight in one] for one in wanted]
     _weight_gradient(*given, ctx.counts, ctx.active, *into, ctx.kind, fuses)
     for targets, weights, made in zip(gradients, wanted, into, strict=True):
@@ -124,6 +127,11 @@ def _weight_gradients(
             else:
                 targets[expert] = gradient.to(weight.dtype)
     return gradients
+
+
+def _fuses(weight: Tensor) -> bool:
+    """Megatron has a 16-bit ``main_grad`` where gradients are reduced in 16 bits; kernels add to FP32 ones alone."""
+    return getattr(weight, "fuse_weight_gradient", False) and weight.main_grad.dtype == torch.float32
 
 
 def _fp32(weight: Tensor) -> Tensor:

@@ -107,6 +107,8 @@ def pack(pieces: Sequence[Piece], into: torch.Tensor | None = None) -> Packed:
     device = _device(pieces)
     if into is not None and (into.dtype != torch.uint8 or into.numel() < size):
         raise ValueError(f"a buffer of {into.numel()} {into.dtype}; needs {size} bytes (uint8)")
+    if into is not None and (into.data_ptr() % 16 or into.device != device):
+        raise ValueError(f"a buffer at {into.data_ptr():#x} on {into.device}; needs a multiple of 16 on {device}")
     if not has_kernels(pieces[0].source):
         made = reference(pieces)
         if into is None:

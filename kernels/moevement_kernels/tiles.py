@@ -27,6 +27,18 @@ class Tiles:
     stages: int = 3
 
 
+def tiles_of(dtype: torch.dtype, *, two_products: bool = False) -> Tiles:
+    """Sizes that fit into shared memory; they depend on nothing else, so that every run has the same sums.
+
+    Args:
+        dtype: of the tokens.
+        two_products: whether a program has the same columns of two weights.
+    """
+    if dtype == torch.float32:
+        return Tiles(columns=64, inner=32)
+    return Tiles(columns=64 if two_products else 128)
+
+
 @dataclass(frozen=True)
 class RowTiles:
     """Of all experts, on the device: int32 ``[tiles]`` each."""

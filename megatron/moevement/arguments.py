@@ -52,10 +52,10 @@ def add_arguments(parser: Parser) -> Parser:
     group.add_argument(
         "--moevement-frozen-kernels",
         choices=[str(choice) for choice in FrozenKernels],
-        default=str(FrozenKernels.AUTO),
+        default=str(FrozenKernels.OFF),
         help="kernels that run the experts, with a backward pass for frozen and mixed ones that has the bits of that "
         "for active ones. auto: triton where a GPU is and the experts allow it; cuda: with the input gradient in "
-        "CUDA C++ (compute capability 9.0); off: Megatron's own (default: auto)",
+        "CUDA C++ (compute capability 9.0); off: Megatron's own (default: off, until they have run on a GPU)",
     )
     add_sparse_arguments(group)
     return parser

@@ -119,6 +119,11 @@ def _failures(arguments: argparse.Namespace, nodes: int) -> list[tuple[float, li
     until_s = arguments.hours * 3600
     if arguments.trace is not None:
         found = [one for one in recorded(arguments.trace, nodes, arguments.speedup) if one.at_s < until_s]
+        if not found:
+            raise ConfigError(
+                f"--trace {arguments.trace}: no failure in {arguments.hours:g} hours at --speedup "
+                f"{arguments.speedup:g}; needs one at least"
+            )
         return [(mean_time_between(found, until_s), [found])]
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     models = [FailureModel(mtbf_s, nodes, arguments.weibull, arguments.together) for mtbf_s in arguments.mtbf]

@@ -104,6 +104,7 @@ class Coordinator:
             self._wrapper.stand_in_for(self.roster.generation, rank)
             self._new_deaths.append(death)
             self._interrupted()
+            self._short_since = None  # a process for this one has only begun to start
         return rank
 
     def stop(self, reason: str) -> None:

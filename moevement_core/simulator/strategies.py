@@ -161,7 +161,7 @@ class Dense(Strategy):
         super().__init__(costs)
         if interval < 1:
             raise ConfigError(f"a checkpoint every {interval} iterations; needs 1 or more")
-        self._interval, self._stall_s, self._lag, self._fetch_s = interval, stall_s, lag, fetch_s
+        self._interval, self._stall_s, self.lag, self._fetch_s = interval, stall_s, lag, fetch_s
 
     @property
     def overhead_s(self) -> float:
@@ -180,13 +180,13 @@ class Dense(Strategy):
 
     def rollback(self, committed: int) -> int:
         """To the newest checkpoint that is where it has to be."""
-        there = max(0, committed - self._lag)
+        there = max(0, committed - self.lag)
         return committed - there // self._interval * self._interval
 
     @property
     def expected_rollback(self) -> float:
         """Half the interval (MoEvement, section 2.4), and the lag."""
-        return self._interval / 2 + self._lag
+        return self._interval / 2 + self.lag
 
 
 class DenseSynchronous(Dense):
@@ -259,7 +259,10 @@ class MoC(Strategy):
         pairs = list(zip(stage.shape.operators, stage.table.full[0].tolist(), strict=True))
         self._expert_bytes = sum(size for one, size in pairs if one.kind is OperatorKind.EXPERT)
         self._other_bytes = sum(size for one, size in pairs if one.kind is not OperatorKind.EXPERT)
-        self.experts = max(1, sum(one.kind is OperatorKind.EXPERT for one, _ in pairs))
+        layers = max(1, sum(one.kind is OperatorKind.GATE for one, _ in pairs))
+        of_rank = sum(one.kind is OperatorKind.EXPERT for one, _ in pairs) / layers
+        self.experts = max(1, round(of_rank * costs.plan.given.job.expert_parallel))
+        """Of a layer, on all ranks that share it."""
         self.experts_saved = self._first_saved = min(experts_saved, self.experts)
         self.budget = budget or TokenLoss()
 
@@ -327,7 +330,7 @@ class MoEvement(Strategy):
     def rollback(self, committed: int) -> int:
         """The window that is on all peers, and what came after it."""
         size, lag = self.costs.plan.size, self._lag
-        return lag + size + (committed % size if self.costs.plan.given.kind is WindowKind.ALIGNED else 0)
+        return lag + size + ((committed - lag) % size if self.costs.plan.given.kind is WindowKind.ALIGNED else 0)
 
     @cached_property
     def _lag(self) -> int:

@@ -142,6 +142,21 @@ def test_mixed_experts_give_the_bits_of_all_active_ones(dtype: torch.dtype, fuse
             assert torch.equal(gradient, everyone[name]), name
 
 
+def test_gradients_reduced_in_16_bits_are_not_written_as_fp32() -> None:
+    problem = Problem(Activation.SWIGLU, [4], torch.bfloat16)
+    weights = [[one.clone().requires_grad_() for one in ones] for ones in (problem.w1, problem.w2)]
+    for weight in (*weights[0], *weights[1]):
+        weight.fuse_weight_gradient, weight.main_grad = True, torch.ones_like(weight)  # type: ignore[attr-defined]
+    grouped_mlp(problem.x, problem.p, [4], weights[0], weights[1], problem.kind).backward(problem.dy)
+    for weight in (*weights[0], *weights[1]):
+        assert bool((weight.main_grad == 1).all())  # type: ignore[attr-defined]
+        assert weight.grad is not None
+        assert not hasattr(weight, "grad_added_to_main_grad")
+    given = (problem.dy, problem.dy[:, :1].repeat(1, 48), problem.x, problem.dy[:, :1].repeat(1, 48), problem.p, [4])
+    with pytest.raises(ValueError, match="float32, contiguous"):
+        launch.weight_gradient(*given, ([torch.ones(48, 40).bfloat16()], [torch.ones(40, 24)]), problem.kind, True)
+
+
 def test_an_expert_frozen_by_half_is_refused() -> None:
     problem = Problem(Activation.GELU, [3])
     with pytest.raises(ValueError, match="the other does not"):
@@ -229,6 +244,7 @@ def test_what_frozen_experts_save() -> None:
         ({"x": torch.ones(5, 40, dtype=torch.float64)}, "tokens are torch.float64"),
         ({"kind": Activation.GELU}, "for gelu"),
         ({"w1": Weights([torch.ones(48, 41)])}, r"\(48, 41\)"),
+        ({"w2": Weights([torch.ones(40, 24).bfloat16()])}, "W2 is torch.bfloat16 on cpu; needs torch.float32"),
     ],
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:

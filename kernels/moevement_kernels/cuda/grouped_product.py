@@ -7,6 +7,7 @@ anything else is computed with it.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from moevement_kernels.tiles import RowTiles, Tiles, row_tiles
 from moevement_kernels.weights import Format, Weights
 
+NAME = "moevement_grouped_product"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
 ROWS = 128
@@ -50,6 +52,15 @@ def run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor)
     """
     _check_on(left.device.index)
     _run(left, weights, rows, out)
+
+
+def prepare() -> None:
+    """Build the kernel and check it on the current device, before training waits for it.
+
+    Raises:
+        CudaKernelError: see :func:`run`.
+    """
+    _check_on(torch.cuda.current_device())
 
 
 def _run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor) -> None:
@@ -89,10 +100,15 @@ def library() -> Any:
     from torch.utils import cpp_extension
 
     try:
-        path = cpp_extension.load(
-            "moevement_grouped_product", [str(SOURCES / "grouped_product.cu")], extra_cuda_cflags=list(FLAGS),
-            is_python_module=False, verbose=False,
-        )  # fmt: skip
+        folder = Path(cpp_extension._get_build_directory(NAME, verbose=False))
+        # Torch's own lock outlives a process that is killed while it builds, and everyone would wait for ever.
+        with (folder.parent / f"{NAME}.lock").open("w") as ours:
+            fcntl.flock(ours, fcntl.LOCK_EX)
+            (folder / "lock").unlink(missing_ok=True)
+            path = cpp_extension.load(
+                NAME, [str(SOURCES / "grouped_product.cu")], extra_cuda_cflags=list(FLAGS), is_python_module=False,
+                verbose=False,
+            )  # fmt: skip
     except (OSError, RuntimeError, ImportError) as error:
         raise CudaKernelError(f"the CUDA kernel cannot be built: {error}; use the Triton ones") from error
     return ctypes.CDLL(str(path))
@@ -100,9 +116,10 @@ def library() -> Any:
 
 @functools.cache
 def _check_on(device: int) -> None:
-    """An odd problem, against FP32."""
+    """An odd problem, against FP32, in which every stage of the ring is used again."""
     generator = torch.Generator().manual_seed(7)
-    counts, inner, columns = [130, 0, 1, 300], 200, 328
+    # More steps than two rounds of the ring of stages, and more row tiles than a group.
+    counts, inner, columns = [130, 0, 1, 1300], 840, 328
     place = torch.device("cuda", device)
     left = torch.randn(sum(counts), inner, generator=generator).to(place, torch.bfloat16)
     weights = Weights([torch.randn(inner, columns, generator=generator).to(place, torch.bfloat16) for _ in counts])

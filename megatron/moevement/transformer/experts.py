@@ -12,10 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from moevement_kernels.backend import select, why_reference
+from moevement_kernels.backend import Backend, select, why_reference
+from moevement_kernels.cuda import grouped_product
 from moevement_kernels.op import grouped_mlp
 
 from megatron.moevement.transformer.kernel_choice import activation_of, backend_of
+from moevement_core.errors import ConfigError
 
 
 def experts_with_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,6 +41,11 @@ def _build(built: Any, *args: Any, **kwargs: Any) -> Any:
     backend = backend_of(arguments, kwargs["config"] if "config" in kwargs else args[1])
     if backend is None:
         return built(*args, **kwargs)
+    if backend is Backend.CUDA and torch.cuda.is_available():
+        try:
+            grouped_product.prepare()
+        except grouped_product.CudaKernelError as error:
+            raise ConfigError(f"--moevement-frozen-kernels cuda: {error}") from error
     select(backend)
     _say_once(str(backend))
     return cls(*args, **{**built.keywords, **kwargs})

@@ -78,9 +78,14 @@ def _refusals(args: argparse.Namespace, config: Any) -> Iterator[str]:
         ("use_transformer_engine_op_fuser", "--use-transformer-engine-op-fuser"),
         ("fine_grained_activation_offloading", "--fine-grained-activation-offloading"),
         ("delay_wgrad_compute", "--delay-wgrad-compute"),
+        ("overlap_dispatch_backward_with_experts_wgrad", "--overlap-dispatch-backward-with-experts-wgrad"),
     ):
         if getattr(config, name, None):
             yield f"{flag} is Megatron's own layers' alone"
+    if getattr(args, "use_megatron_fsdp", False) or getattr(args, "use_torch_fsdp2", False):
+        yield "FSDP keeps gradients and weights elsewhere"
+    if (getattr(config, "gtp_weight_remat_size", None) or 1) > 1:
+        yield "generalised tensor parallelism shards each weight"
     if getattr(config, "glu_linear_offset", 0.0):
         yield "an offset of the linear half is Megatron's own layers' alone"
     if config.hidden_size % 8 or config.moe_ffn_hidden_size % 8:

@@ -125,6 +125,22 @@ def test_without_a_spare_in_time_everyone_is_told_that_the_job_stops(store: Any)
         job.rank_of(0)
 
 
+def test_each_death_is_given_the_whole_time(store: Any) -> None:
+    """The process that was started for a rank that dies late has as long to come as that for the first."""
+    job = Job(store, 3, 3, spare_timeout_s=0.4)
+    job.coordinator.died(1, 1001, "was killed by signal 9")
+    job.leave(0, 2)
+    time.sleep(0.3)
+    job.coordinator.died(2, 1002, "was killed by signal 9")
+    job.coordinator.step()
+    time.sleep(0.3)
+    job.join(3)
+    job.join(4)
+    job.coordinator.step()
+    assert job.coordinator.state is State.RUNNING
+    assert job.coordinator.roster.ranks == {0: 0, 1: 3, 2: 4}
+
+
 def test_a_rank_that_fails_again_and_again_in_the_same_place_ends_the_job(store: Any) -> None:
     job = Job(store, 2, 2)
     for _ in range(NO_PROGRESS - 1):

@@ -35,12 +35,21 @@ def test_recorded_failures_are_replayed(tmp_path: Path, capsys: pytest.CaptureFi
     assert none["ettr"] < 0.35 < 0.95 < ours["ettr"]
 
 
+def test_a_trace_without_a_failure_is_no_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,a\n3600000,remove,a\n")
+    with pytest.raises(SystemExit, match="2"):
+        main([*JOB, "--trace", str(trace), "--hours", "0.5"])
+    assert "no failure in 0.5 hours" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--mtbf", "0"], "--mtbf 0.0; needs more than 0"),
         (["--regroup", "-1"], "--regroup -1.0; needs 0 or more"),
         (["--seeds", "0"], "--seeds 0 --spares None"),
+        (["--trace", "README.md"], "trace README.md, line 1:"),
         (["--trace", "nothing.csv"], "trace nothing.csv"),
     ],
 )
