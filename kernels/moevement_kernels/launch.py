@@ -136,14 +136,14 @@ def weight_gradient(
     everyones = offsets(counts, x.device)
     own = offsets([count if is_active else 0 for count, is_active in zip(counts, active, strict=True)], x.device)
     hidden, inner = _second(h, dy, kind)
-    shape = {"BM": size.rows, "BN": size.columns, "BK": size.inner, **_running(size)}
+    running = {"BM": size.rows, "BN": size.columns, "BK": size.inner, **_running(size)}
     kernels.weight_gradient_kernel[_cdiv(h.shape[1], size.rows) * _cdiv(hidden, size.columns), len(counts)](
         dh, x.contiguous(), p, addresses(into[0], x.device), everyones, own, h.shape[1], hidden, FROM_H=False, KIND=0,
-        GATED=False, ACCUMULATE=accumulate, **shape,
+        GATED=False, ACCUMULATE=accumulate, **running,
     )  # fmt: skip
     kernels.weight_gradient_kernel[_cdiv(hidden, size.rows) * _cdiv(inner, size.columns), len(counts)](
         dy.contiguous(), h, p, addresses(into[1], x.device), everyones, everyones, hidden, inner, FROM_H=True,
-        **_activation(kind), ACCUMULATE=accumulate, **shape,
+        **_activation(kind), ACCUMULATE=accumulate, **running,
     )  # fmt: skip
 
 

@@ -129,9 +129,9 @@ def _weight_gradients(
     return gradients
 
 
-def _fuses(weight: Tensor) -> bool:
+def _fuses(weight: Any) -> bool:
     """Megatron has a 16-bit ``main_grad`` where gradients are reduced in 16 bits; kernels add to FP32 ones alone."""
-    return getattr(weight, "fuse_weight_gradient", False) and weight.main_grad.dtype == torch.float32
+    return bool(getattr(weight, "fuse_weight_gradient", False)) and weight.main_grad.dtype == torch.float32
 
 
 def _fp32(weight: Tensor) -> Tensor:
