@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.environment import measured_on
 
 OUTPUT = Path(__file__).with_suffix(".md")
-COMMAND = ["bench", "recovery", "--rounds", "4", "--json"]
+COMMAND = ["bench", "recovery", "--rounds", "4", "--kills", "5", "--json"]
 Row = tuple[str, Callable[[dict[str, float], dict[str, float]], str]]
 ROWS: tuple[Row, ...] = (
     ("seconds an iteration", lambda one, normal: f"{one['wall_s']:.2f}"),
@@ -41,6 +41,10 @@ def main() -> None:
 def report(told: dict[str, Any]) -> str:
     """The whole file, from the command's JSON."""
     kinds = [told["measured"][kind] for kind in ("normal", "stage", "all")]
+    killed = "\n".join(
+        f"| {name} | {value:.2f} | {told['killed']['all'][name]:.2f} |"
+        for name, value in told["killed"]["stage"].items()
+    )
     rows = "\n".join(f"| {label} | {' | '.join(text(one, kinds[0]) for one in kinds)} |" for label, text in ROWS)
     return f"""# One stage that replays alone, against all stages
 
@@ -58,6 +62,17 @@ A stage alone has no pipeline bubble and need not share the machine with the oth
 ratio of wall seconds flatters it, and the one of processor seconds (those of the ranks that wait included) is the firmer
 number. Frozen operators save their weight gradients, and a normal iteration also takes its snapshot. Memory is lost and
 processes stay: detection, restart and regrouping are not in these numbers.
+
+**With processes killed**: in two jobs a rank of stage {told["stages"] // 2} is killed {told["kills"]} times by SIGKILL in a backward pass, with one spare. In
+the second job logs have no room, so that all stages roll back. Medians, seconds; Megatron's `--inprocess-*` timeouts as
+they are by default here.
+
+| | one stage alone | all stages |
+|---|---|---|
+{killed}
+
+Set up and fetch is mostly the new rank: it builds its part of the model, the optimizer and its data loaders, while four
+other processes use the same two cores.
 
 {measured_on("torch", "megatron-core")}, gloo; nothing was measured on a GPU.
 """
