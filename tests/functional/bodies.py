@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 
@@ -254,3 +255,24 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
         run_rank(argv)
     finally:
         wipe.wipe = original
+
+
+def with_shapes_exchanged(argv: list[str]) -> None:
+    """Train as with sequences of variable lengths: stages tell each other the shape of every tensor first.
+
+    Megatron has no flag for it; trainers whose data is so set it in their configuration.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    original = p2p_communication.P2PCommunicator.__init__
+
+    def init(self: Any, pp_group: Any, config: Any) -> None:
+        config.variable_seq_lengths = True
+        original(self, pp_group, config)
+
+    kind = p2p_communication.P2PCommunicator
+    shapes = Mock(side_effect=kind._communicate_shapes)
+    exchange = patch.object(kind, "_communicate_shapes", lambda *args, **kwargs: shapes(*args, **kwargs))
+    with patch.object(kind, "__init__", init), exchange:
+        run_rank(argv)
+    assert shapes.called

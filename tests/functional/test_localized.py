@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moevement_core.run_record import RunRecord
+from tests.functional.bodies import with_shapes_exchanged
 from tests.functional.test_recovery import (
     ALWAYS_REORDER,
     BF16,
@@ -28,6 +29,8 @@ from tests.functional.test_recovery import (
     check,
     recover,
 )
+from tests.harness import run_ranks
+from tests.training import SCRIPT, flags, train
 
 PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
 Case = tuple[int, dict[str, Any], dict[str, Any], set[int]]
@@ -68,6 +71,20 @@ def check_scope(hurt: RunRecord, recoveries: list[dict[str, Any]], stages: set[i
     for event in events:
         assert {int(stage) for stage, count in event["replayed_by_stage"].items() if count} == stages, told
         assert (event["fed_bytes"] > 0) == (stages != {int(stage) for stage in event["replayed_by_stage"]}), told
+
+
+@pytest.mark.full
+def test_a_stage_replays_alone_where_shapes_are_sent_along(tmp_path: Path) -> None:
+    job: dict[str, Any] = PP4 | BF16 | {"train_iters": ITERATIONS}
+    sparse: dict[str, Any] = {
+        "moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1, "moevement_replicas": 1, "moevement_window": 3,
+        "moevement_wipe_at": 7, "moevement_wipe_stages": 2,
+    }  # fmt: skip
+    unhurt = train(4, tmp_path / "unhurt", **job)
+    argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "hurt")]
+    run_ranks(with_shapes_exchanged, 4, argv, timeout_s=150.0, init_process_group=False)
+    hurt = RunRecord(tmp_path / "hurt")
+    check_scope(hurt, check(unhurt, hurt, sparse), {2})
 
 
 @pytest.mark.parametrize(
