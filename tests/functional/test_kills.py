@@ -208,6 +208,7 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
     assert survived.events("start")[-1]["iteration"] > 0
 
 
+@pytest.mark.full
 def test_all_ranks_die_at_once_and_go_on_from_windows_on_disk(tmp_path: Path) -> None:
     """Windows that a rank has written which had come back itself, too."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}

@@ -36,7 +36,7 @@ def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "forked"), str(tmp_path / "fresh"), "--json"]) == 0
 
 
-@pytest.mark.parametrize("where", ["files", "console"])
+@pytest.mark.parametrize("where", ["files", pytest.param("console", marks=pytest.mark.full)])
 def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
     words = flags(num_experts=6, expert_model_parallel_size=4)
     started = time.monotonic()

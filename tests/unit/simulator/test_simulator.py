@@ -78,7 +78,7 @@ def test_formula_and_simulation_agree_for_a_poisson_process(name: str) -> None:
     mtbf_s = 2 * HOURS
     strategy = STRATEGIES[name](costs(), mtbf_s)
     model = FailureModel(mtbf_s, 16)
-    ratios = [train(strategy.fresh(), model.draw(100 * HOURS, seed), 100 * HOURS).ettr for seed in range(40)]
+    ratios = [train(strategy.fresh(), model.draw(100 * HOURS, seed), 100 * HOURS).ettr for seed in range(20)]
     error = 1.96 * statistics.stdev(ratios) / math.sqrt(len(ratios))
     assert statistics.fmean(ratios) == pytest.approx(strategy.analytic_ettr(mtbf_s), abs=max(error, 0.005))
 
