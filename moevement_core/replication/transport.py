@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,9 +39,49 @@ class GlooTransport(Transport):
     def __init__(self, timeout: timedelta = timedelta(days=7)) -> None:
         # A receive waits for the next snapshot however long an evaluation takes; silence is noticed elsewhere.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self.refused = False
+        with _posting:
+            _transports.add(self)
 
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        dist.send(data, dst=peer, group=self._group, tag=tag)
+        self._wait(lambda: dist.isend(data, dst=peer, group=self._group, tag=tag))
 
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        dist.recv(data, src=peer, group=self._group, tag=tag)
+        self._wait(lambda: dist.irecv(data, src=peer, group=self._group, tag=tag))
+
+    def _wait(self, post: Callable[[], Any]) -> None:
+        global _under_way
+        with _posting:
+            if self.refused:
+                raise RuntimeError("communication has been aborted")
+            work = post()
+            _under_way += 1
+        try:
+            work.wait()
+        finally:
+            with _posting:
+                _under_way -= 1
+                _posting.notify_all()
+
+
+_posting = threading.Condition()
+_transports: WeakSet[GlooTransport] = WeakSet()
+_under_way = 0
+"""Sends and receives of all transports that have been posted and are not over."""
+
+
+def refuse() -> None:
+    """Post nothing more on any transport that is there now.
+
+    What is posted on a gloo group that is being destroyed would wait for ever: nobody tells it that its connection was
+    closed. So an abort refuses, breaks the connections, waits with :func:`drained`, and only then destroys groups.
+    """
+    with _posting:
+        for transport in _transports:
+            transport.refused = True
+
+
+def drained(timeout_s: float) -> bool:
+    """Wait until everything that was posted is over, with an error or without; whether that came in time."""
+    with _posting:
+        return _posting.wait_for(lambda: _under_way == 0, timeout_s)

@@ -11,6 +11,11 @@ import psutil
 from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
+from moevement_core.replication import transport
+
+DRAIN_S = 5.0
+"""How long sends and receives of background threads have to notice that their connections are gone."""
+
 
 class AbortAll(Abort):
     """Ends every communication of this process with other ranks; runs on the wrapper's monitoring thread.
@@ -30,7 +35,9 @@ class AbortAll(Abort):
     def __call__(self, state: FrozenState) -> FrozenState:  # on the wrapper's monitoring thread
         """Abort."""
         self._before()
+        transport.refuse()
         shut_down_connections(but=self._store_port)
+        transport.drained(DRAIN_S)
         self._groups(state)
         return state
 
