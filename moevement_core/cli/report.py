@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moevement_core.cli.plotting import figure
 from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.recovery.account import trace_events
 from moevement_core.recovery.outcome import Recovery
@@ -83,25 +84,11 @@ def _short(value: Any) -> str:
 
 def draw(records: list[RunRecord], path: Path) -> None:
     """Loss and gradient norm over iterations, one line a run."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; install the package with its report extra") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
-    for axis, name, title in ((axes[0], "loss", "training loss"), (axes[1], "grad_norm", "gradient norm")):
-        for record in records:
-            points = [(m["iteration"], m[name]) for m in record.metrics() if isinstance(m.get(name), float)]
-            axis.plot([x for x, _ in points], [y for _, y in points], linewidth=1, label=record.folder.name)
-        axis.set(xlabel="iteration", title=title)
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: cannot be written: {' '.join(str(error).split())}") from None
-    finally:
-        plt.close(figure)
+    with figure(path, 2, (10, 3.5)) as axes:
+        for axis, name, title in ((axes[0], "loss", "training loss"), (axes[1], "grad_norm", "gradient norm")):
+            for record in records:
+                points = [(m["iteration"], m[name]) for m in record.metrics() if isinstance(m.get(name), float)]
+                axis.plot([x for x, _ in points], [y for _, y in points], linewidth=1, label=record.folder.name)
+            axis.set(xlabel="iteration", title=title)
+            axis.grid(alpha=0.3)
+        axes[0].legend()

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_core.cli.plan import input_of
+from moevement_core.cli.plotting import figure
 from moevement_core.description.cluster import GB
 from moevement_core.errors import ConfigError
 from moevement_core.policy.plan import CheckpointPlan
@@ -218,41 +219,27 @@ def _span(seconds: float) -> str:
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
     """ETTR over the failure rate, what the time went to at the highest one, and iterations over time there."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib; install the package with its report extra") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
-    worst = min(cell.mtbf_s for cell in cells)
-    bottom = dict.fromkeys((cell.strategy.name for cell in cells), 0.0)
-    for name in bottom:
-        own = [cell for cell in cells if cell.strategy.name == name]
-        axes[0].errorbar(
-            [cell.mtbf_s / 60 for cell in own], [cell.ettr for cell in own], marker="o", label=name,
-            yerr=[cell.interval if len(cell.outcomes) > 1 else 0 for cell in own],
-        )  # fmt: skip
-        first = next(cell for cell in own if cell.mtbf_s == worst).outcomes[0]
-        points = [(0.0, 0), *first.goodput]
-        axes[2].plot([at / 3600 for at, _ in points], [count for _, count in points], label=name)
-    here = [cell for cell in cells if cell.mtbf_s == worst]
-    for part in here[0].lost:
-        shares = [cell.lost[part] for cell in here]
-        axes[1].bar(list(bottom), shares, bottom=list(bottom.values()), label=part)
-        bottom = {name: below + share for (name, below), share in zip(bottom.items(), shares, strict=True)}
-    axes[0].set(xlabel="mean time between failures, minutes", title="ETTR", ylim=(0, 1), xscale="log")
-    axes[1].set(title=f"share of time lost, a failure every {_span(worst)}")
-    axes[1].tick_params(axis="x", rotation=30)
-    axes[2].set(xlabel="hours", title="iterations committed, first seed there")
-    for axis in axes:
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: cannot be written: {' '.join(str(error).split())}") from None
-    finally:
-        plt.close(figure)
+    with figure(path, 3, (14, 4)) as axes:
+        worst = min(cell.mtbf_s for cell in cells)
+        bottom = dict.fromkeys((cell.strategy.name for cell in cells), 0.0)
+        for name in bottom:
+            own = [cell for cell in cells if cell.strategy.name == name]
+            axes[0].errorbar(
+                [cell.mtbf_s / 60 for cell in own], [cell.ettr for cell in own], marker="o", label=name,
+                yerr=[cell.interval if len(cell.outcomes) > 1 else 0 for cell in own],
+            )  # fmt: skip
+            first = next(cell for cell in own if cell.mtbf_s == worst).outcomes[0]
+            points = [(0.0, 0), *first.goodput]
+            axes[2].plot([at / 3600 for at, _ in points], [count for _, count in points], label=name)
+        here = [cell for cell in cells if cell.mtbf_s == worst]
+        for part in here[0].lost:
+            shares = [cell.lost[part] for cell in here]
+            axes[1].bar(list(bottom), shares, bottom=list(bottom.values()), label=part)
+            bottom = {name: below + share for (name, below), share in zip(bottom.items(), shares, strict=True)}
+        axes[0].set(xlabel="mean time between failures, minutes", title="ETTR", ylim=(0, 1), xscale="log")
+        axes[1].set(title=f"share of time lost, a failure every {_span(worst)}")
+        axes[1].tick_params(axis="x", rotation=30)
+        axes[2].set(xlabel="hours", title="iterations committed, first seed there")
+        for axis in axes:
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=8)

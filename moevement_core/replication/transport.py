@@ -39,7 +39,8 @@ class GlooTransport(Transport):
     def __init__(self, timeout: timedelta = timedelta(days=7)) -> None:
         # A receive waits for the next snapshot however long an evaluation takes; silence is noticed elsewhere.
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self.refused = False
+        self._refused = False
+        self._under_way = 0
         with _posting:
             _transports.add(self)
 
@@ -50,24 +51,21 @@ class GlooTransport(Transport):
         self._wait(lambda: dist.irecv(data, src=peer, group=self._group, tag=tag))
 
     def _wait(self, post: Callable[[], Any]) -> None:
-        global _under_way
         with _posting:
-            if self.refused:
+            if self._refused:
                 raise RuntimeError("communication has been aborted")
             work = post()
-            _under_way += 1
+            self._under_way += 1
         try:
             work.wait()
         finally:
             with _posting:
-                _under_way -= 1
+                self._under_way -= 1
                 _posting.notify_all()
 
 
 _posting = threading.Condition()
 _transports: WeakSet[GlooTransport] = WeakSet()
-_under_way = 0
-"""Sends and receives of all transports that have been posted and are not over."""
 
 
 def refuse() -> None:
@@ -78,10 +76,10 @@ def refuse() -> None:
     """
     with _posting:
         for transport in _transports:
-            transport.refused = True
+            transport._refused = True
 
 
 def drained(timeout_s: float) -> bool:
     """Wait until everything that was posted is over, with an error or without; whether that came in time."""
     with _posting:
-        return _posting.wait_for(lambda: _under_way == 0, timeout_s)
+        return _posting.wait_for(lambda: not any(transport._under_way for transport in _transports), timeout_s)

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
 
 from megatron.moevement.restart.abort import shut_down_connections
+from moevement_core.replication import transport
+from tests.harness import run_ranks
 
 
 def test_every_wait_ends_but_those_of_the_store() -> None:
@@ -25,3 +32,33 @@ def test_every_wait_ends_but_those_of_the_store() -> None:
         assert served.recv(1) == b"x"
         for one in (peer, to_store, others, served):
             one.close()
+
+
+def _abort_while_receiving() -> None:
+    mine = transport.GlooTransport()
+    failed: list[Exception] = []
+
+    def receive() -> None:
+        try:
+            mine.receive(1 - dist.get_rank(), 1, torch.empty(8, dtype=torch.uint8))
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 10
+    while not mine._under_way and time.monotonic() < deadline:
+        time.sleep(0.01)
+    dist.barrier()
+    assert not transport.drained(0.0), "nobody sends, so the receive is under way"
+    transport.refuse()
+    shut_down_connections(but=0)
+    assert transport.drained(10), "the broken connection has ended it"
+    thread.join(10)
+    assert len(failed) == 1
+    with pytest.raises(RuntimeError, match="aborted"):
+        mine.send(1 - dist.get_rank(), 1, torch.empty(8, dtype=torch.uint8))
+
+
+def test_an_abort_ends_what_was_posted_and_refuses_the_rest() -> None:
+    run_ranks(_abort_while_receiving, 2)

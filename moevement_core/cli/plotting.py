@@ -1,0 +1,40 @@
+"""A figure that is written to a file, with one-line errors where it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from moevement_core.errors import ConfigError
+
+
+@contextmanager
+def figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[Any]:
+    """Axes beside each other, to draw on; saved at the end.
+
+    Args:
+        path: its suffix says the format; folders are made.
+        columns: of axes.
+        size: inches.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib; install the package with its report extra") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    made, axes = plt.subplots(1, columns, figsize=size, layout="constrained")
+    try:
+        yield axes
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: cannot be written: {' '.join(str(error).split())}") from None
+    finally:
+        plt.close(made)
