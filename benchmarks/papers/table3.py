@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.environment import measured_on
-from benchmarks.papers.windows import PRESETS
-from megatron.moevement.describe import describe
-from moevement_core.description.cluster import CLUSTERS, GB
-from moevement_core.policy.plan import CheckpointPlan, PlanInput
+from moevement_core.cli.simulate import SCENARIOS
 from moevement_core.simulator.failures import FailureModel
+from moevement_core.simulator.scenario import load
 from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Costs, Dense, Strategy
 from moevement_core.simulator.training import train
 
@@ -78,10 +76,7 @@ def main() -> None:
 
 def costs_of(model: Model) -> Costs:
     """The job at the paper's bandwidths; 0.2 GB/s of storage a GPU, 1 s to detect and 10 s to regroup are assumed."""
-    job = describe(model.preset, ["--config", str(PRESETS / f"{model.preset}.yaml")], model.ranks)
-    plan = CheckpointPlan(PlanInput(job, CLUSTERS["moevement-a100"], job.regime, model.iteration_s))
-    stages = job.pipeline_parallel
-    return Costs(plan, 0.2 * GB, 1.0, 10.0, (stages - 1) / (job.micro_batches + stages - 1))
+    return load(SCENARIOS / f"{model.preset}.yaml").costs()
 
 
 def rows_of(model: Model, costs: Costs) -> list[str]:

@@ -71,6 +71,11 @@ def describe(name: str, flags: list[str], ranks: int) -> JobShape:
         boundary_bytes=tokens * args.micro_batch_size * args.hidden_size * element_bytes,
         regime=regime,
         stages=stages,
+        chunks=args.virtual_pipeline_model_parallel_size or 1,
+        tokens=args.micro_batch_size * args.seq_length // args.context_parallel_size,
+        experts_per_token=args.moe_router_topk if args.num_experts else 0,
+        seq_length=args.seq_length,
+        hidden_size=args.hidden_size,
     )
 
 

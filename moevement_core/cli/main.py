@@ -199,16 +199,21 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_job(plan: argparse.ArgumentParser) -> None:
-    """What is planned or simulated: a model, a layout, machines."""
-    from moevement_core.description.cluster import CLUSTERS
-    from moevement_core.policy.window import WindowKind
-    from moevement_core.precision import PRESETS, Scaling
-
+    """What is planned: a model, a layout, machines."""
     plan.add_argument("model", metavar="MODEL", help="a preset (gpt_moe, ...) or a .yaml of Megatron's flags")
     plan.add_argument("--ranks", type=int, required=True, metavar="N", help="GPUs of the job")
     plan.add_argument(
         "--iteration-time", type=float, required=True, metavar="S", help="seconds that an iteration takes; measure one"
     )
+    _add_machines(plan)
+
+
+def _add_machines(plan: argparse.ArgumentParser, *, has_defaults: bool = True) -> None:
+    """What is planned or simulated beside the job; without defaults, what is left out is a scenario's."""
+    from moevement_core.description.cluster import CLUSTERS
+    from moevement_core.policy.window import WindowKind
+    from moevement_core.precision import PRESETS, Scaling
+
     plan.add_argument("--cluster", choices=tuple(CLUSTERS), help="machines of the paper; what you give below wins")
     plan.add_argument(
         "--d2h-bandwidth", type=float, metavar="GB/S", help="copies of one GPU to its host, all GPUs copying"
@@ -219,9 +224,18 @@ def _add_job(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node")
     plan.add_argument("--host-memory", type=float, metavar="GB", help="host memory of a node, to be checked")
-    plan.add_argument("--replicas", type=int, default=2, metavar="R", help="peers that keep a copy (default: 2)")
     plan.add_argument(
-        "--window-kind", choices=[str(kind) for kind in WindowKind], default="aligned", help="default: aligned"
+        "--replicas",
+        type=int,
+        default=2 if has_defaults else None,
+        metavar="R",
+        help="peers that keep a copy (default: 2)",
+    )
+    plan.add_argument(
+        "--window-kind",
+        choices=[str(kind) for kind in WindowKind],
+        default="aligned" if has_defaults else None,
+        help="default: aligned",
     )
     plan.add_argument("--window", type=int, metavar="W", help="impose a window (default: the smallest that fits)")
     plan.add_argument(
@@ -232,7 +246,7 @@ def _add_job(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--fp8-scaling",
         choices=[str(scaling) for scaling in Scaling],
-        default="tensor",
+        default="tensor" if has_defaults else None,
         help="a scale for each tensor, 128 x 128 block, or 32 elements (default: tensor)",
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -251,35 +265,43 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
         "simulate",
         help="what a failure rate costs under each way of checkpointing",
         description="Hours of a training with failures, drawn or recorded, under several ways of checkpointing: the "
-        "effective training time ratio by the formula and by simulation, and where the rest of the time went. The job "
-        "is described as for moevement plan. docs/simulator.md says what is assumed.",
+        "effective training time ratio by the formula and by simulation, and where the rest of the time went. WHAT is "
+        "a scenario file, which says everything, or a model as for moevement plan; several are compared. What stands "
+        "on the command line wins over the file. docs/simulator.md has every field, and says what is assumed.",
         allow_abbrev=False,
     )
-    _add_job(simulate)
     add = simulate.add_argument
-    add("--mtbf", type=float, nargs="+", default=[7200, 3600, 1800, 1200, 600], metavar="S",
+    add("what", nargs="+", metavar="WHAT",
+        help="a scenario (deepseek_671b, ..., or a .yaml with a job), or a model by Megatron's flags with --ranks, "
+        "--iteration-time and a cluster")  # fmt: skip
+    add("--ranks", type=int, nargs="+", metavar="N", help="GPUs of the job; several are compared")
+    add("--iteration-time", type=float, metavar="S", help="seconds of an iteration, if it is known")
+    _add_machines(simulate, has_defaults=False)
+    add("--mtbf", type=float, nargs="+", metavar="S",
         help="mean seconds between failures of the job (default: the paper's 2 h to 10 min)")  # fmt: skip
-    add("--strategy", nargs="+", choices=list(STRATEGIES), default=["checkfreq", "gemini", "moc", "moevement"],
-        metavar="NAME", help=f"any of {', '.join(STRATEGIES)}")  # fmt: skip
-    add("--hours", type=float, default=12.0, metavar="H", help="of wall time (default: 12)")
-    add("--seeds", type=int, default=20, metavar="N", help="trainings of each kind (default: 20)")
-    add("--first-seed", type=int, default=0, metavar="N", help="the others follow (default: 0)")
-    add("--weibull", type=float, default=1.0, metavar="K",
+    add("--strategy", nargs="+", choices=list(STRATEGIES), metavar="NAME", help=f"any of {', '.join(STRATEGIES)}")
+    add("--hours", type=float, metavar="H", help="of wall time (default: 12)")
+    add("--seeds", type=int, metavar="N", help="trainings of each kind (default: 20)")
+    add("--first-seed", type=int, metavar="N", help="the others follow (default: 0)")
+    add("--weibull", type=float, metavar="K",
         help="shape of the time between failures: 1 is a Poisson process, less gives bursts (default: 1)")  # fmt: skip
-    add("--together", type=float, default=0.0, metavar="P",
-        help="probability that a failing node takes another one along (default: 0)")  # fmt: skip
+    add("--together", type=float, metavar="P",
+        help="probability that a failing node takes the next one along (default: 0)")  # fmt: skip
     add("--trace", type=Path, metavar="FILE",
         help="recorded failures instead of drawn ones: lines of milliseconds,add|remove,NODE")  # fmt: skip
-    add("--speedup", type=float, default=1.0, metavar="X", help="let the trace run X times as fast (default: 1)")
+    add("--speedup", type=float, metavar="X", help="let the trace run X times as fast (default: 1)")
     add("--spares", type=int, metavar="N", help="spare nodes at the start (default: always one more)")
-    add("--repair", type=float, default=float("inf"), metavar="S",
+    add("--repair", type=float, metavar="S",
         help="seconds after which a failed node is a spare again (default: never)")  # fmt: skip
-    add("--detect", type=float, default=1.0, metavar="S", help="until a failure is noticed (default: 1)")
-    add("--regroup", type=float, default=10.0, metavar="S", help="until process groups are there again (default: 10)")
-    add("--storage-bandwidth", type=float, default=0.2, metavar="GB/S",
-        help="of a GPU to durable storage, all GPUs writing (default: 0.2)")  # fmt: skip
-    add("--best", action="store_true", help="say what to choose at each failure rate, and why")
-    add("--plot", type=Path, metavar="FILE", help="ETTR over the failure rate, lost time, and goodput")
+    add("--detect", type=float, metavar="S", help="until a failure is noticed (default: 1)")
+    add("--regroup", type=float, metavar="S", help="until process groups are there again (default: 10)")
+    add("--interference", type=float, metavar="F",
+        help="share of the seconds of copies beside training by which they lengthen it (default: 0)")  # fmt: skip
+    add("--skew", type=float, metavar="S", help="of the popularity of experts, 0 to 1 (default: 0)")
+    add("--storage-bandwidth", type=float, metavar="GB/S", help="to durable storage, all nodes together")
+    add("--workers", type=int, default=1, metavar="N", help="processes; more pay from thousands of trainings on")
+    add("--best", action="store_true", help="propose strategy, window, replicas and interval, with reasons")
+    add("--plot", type=Path, metavar="FILE", help="ETTR over failure rate and interval, lost time, goodput")
     simulate.set_defaults(run=_simulate, flags=[])
 
 

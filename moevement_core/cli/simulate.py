@@ -6,153 +6,163 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from moevement_core.cli.plan import input_of
+from moevement_core import precision
+from moevement_core.cli.plan import PRESETS, config_path, input_of
 from moevement_core.cli.plotting import figure
-from moevement_core.description.cluster import GB
+from moevement_core.description.cluster import CLUSTERS, GB
 from moevement_core.errors import ConfigError
-from moevement_core.policy.plan import CheckpointPlan
-from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
-from moevement_core.simulator.strategies import STRATEGIES, Costs, Strategy
-from moevement_core.simulator.training import Outcome, Spares, train
+from moevement_core.simulator import scenario
+from moevement_core.simulator.advice import Advice, advise, reasons
+from moevement_core.simulator.experiment import Cell, run
+from moevement_core.simulator.iteration import IterationTime
+from moevement_core.simulator.scenario import Scenario
+from moevement_core.simulator.strategies import Gemini
 
-
-@dataclass(frozen=True)
-class Cell:
-    """One strategy at one failure rate, over all seeds."""
-
-    strategy: Strategy
-    mtbf_s: float
-    outcomes: tuple[Outcome, ...]
-
-    @property
-    def ettr(self) -> float:
-        """Mean of the trainings."""
-        return statistics.fmean(one.ettr for one in self.outcomes)
-
-    @property
-    def interval(self) -> float:
-        """Half of the 95% confidence interval of the mean."""
-        if len(self.outcomes) < 2:
-            return math.nan
-        return 1.96 * statistics.stdev(one.ettr for one in self.outcomes) / math.sqrt(len(self.outcomes))
-
-    @property
-    def formula(self) -> float:
-        """The analytical ratio."""
-        return self.strategy.analytic_ettr(self.mtbf_s)
-
-    @property
-    def loses(self) -> float:
-        """Updates that no checkpoint had, in iterations, mean of the trainings."""
-        return statistics.fmean(one.tokens_lost for one in self.outcomes)
-
-    @property
-    def lost(self) -> dict[str, float]:
-        """Share of wall time by what it went to, the largest first."""
-        wall_s = sum(one.wall_s for one in self.outcomes)
-        shares = {name: sum(one.lost_s[name] for one in self.outcomes) / wall_s for name in self.outcomes[0].lost_s}
-        return dict(sorted(shares.items(), key=lambda one: -one[1]))
+SCENARIOS = PRESETS.parents[1] / "simulate"
+INTERVALS = 40
+"""Points of the plot of ETTR over the interval."""
 
 
 def simulate(arguments: argparse.Namespace) -> int:
     """Simulate, print, draw; returns the exit code."""
-    _check(arguments)
-    plan = CheckpointPlan(input_of(arguments))
-    job = plan.given.job
-    stages = job.pipeline_parallel
-    costs = Costs(
-        plan, arguments.storage_bandwidth * GB, arguments.detect, arguments.regroup,
-        (stages - 1) / (job.micro_batches + stages - 1),
-    )  # fmt: skip
-    nodes = math.ceil(job.ranks / plan.given.cluster.gpus_per_node)
-    cells = [
-        _cell(name, mtbf_s, draws, costs, arguments)
-        for mtbf_s, draws in _failures(arguments, nodes)
-        for name in arguments.strategy
-    ]
+    given = [_overridden(one, arguments) for name in arguments.what for one in _scenarios(name, arguments)]
+    if arguments.workers < 1:
+        raise ConfigError(f"--workers {arguments.workers}; needs 1 or more")
     console = Console()
-    console.print(
-        f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), {plan.given.iteration_s:g} s an iteration, "
-        f"W = {plan.size}; {arguments.hours:g} hours, {len(cells[0].outcomes)} trainings of each kind; "
-        f"{arguments.detect:g} s to detect, {arguments.regroup:g} s to regroup"
-    )
+    cells: list[Cell] = []
+    for one in given:
+        costs = one.costs()
+        cells += run(costs, one.run.strategies, one.draws(), one.until_s, one.spares(), arguments.workers)
+        console.print(_headline(one, costs.time, costs.plan.size, len(cells[-1].outcomes)))
     console.print(_table(cells))
-    console.print(_lost_table(cells))
+    for here in _worst(cells):
+        console.print(_lost_table(here))
+        console.print(_counted_table(here))
     if arguments.best:
-        for line in _advice(cells):
-            console.print(line)
+        for one in given:
+            for mtbf_s in dict.fromkeys(draws.mtbf_s for draws in one.draws()):
+                for line in _advice(one, advise(one.costs(), mtbf_s, one.failures.together)):
+                    console.print(line)
     if arguments.plot is not None:
         draw(cells, arguments.plot)
         print(f"plot: {arguments.plot}")
     if arguments.json:
-        print(json.dumps({"window": plan.size, "results": [_as_json(cell) for cell in cells]}))
+        print(json.dumps({"results": [_as_json(cell) for cell in cells]}))
     return 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    for flag, value, least in (
-        ("--hours", arguments.hours, 0.0), ("--speedup", arguments.speedup, 0.0),
-        ("--storage-bandwidth", arguments.storage_bandwidth, 0.0), *(("--mtbf", one, 0.0) for one in arguments.mtbf),
-    ):  # fmt: skip
-        if not least < value < math.inf:
-            raise ConfigError(f"{flag} {value}; needs more than 0")
-    for flag, value in (
-        ("--detect", arguments.detect),
-        ("--regroup", arguments.regroup),
-        ("--repair", arguments.repair),
-    ):
-        if not value >= 0:
-            raise ConfigError(f"{flag} {value}; needs 0 or more")
-    if arguments.seeds < 1 or (arguments.spares is not None and arguments.spares < 0):
-        raise ConfigError(f"--seeds {arguments.seeds} --spares {arguments.spares}; needs 1 or more, and 0 or more")
+def scenario_path(name: str) -> Path | None:
+    """The file of a scenario, by its path or a preset's name; None if it is a model that Megatron describes."""
+    for path in (Path(name), SCENARIOS / f"{name}.yaml"):
+        if path.is_file():
+            return path if scenario.is_scenario(path) else None
+    return None
 
 
-def _failures(arguments: argparse.Namespace, nodes: int) -> list[tuple[float, list[list[Failure]]]]:
-    """By mean time between failures: those of each training."""
-    until_s = arguments.hours * 3600
-    if arguments.trace is not None:
-        found = [one for one in recorded(arguments.trace, nodes, arguments.speedup) if one.at_s < until_s]
-        if not found:
-            raise ConfigError(
-                f"--trace {arguments.trace}: no failure in {arguments.hours:g} hours at --speedup "
-                f"{arguments.speedup:g}; needs one at least"
-            )
-        return [(mean_time_between(found, until_s), [found])]
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    models = [FailureModel(mtbf_s, nodes, arguments.weibull, arguments.together) for mtbf_s in arguments.mtbf]
-    return [(model.mtbf_s, [model.draw(until_s, seed) for seed in seeds]) for model in models]
+def _scenarios(name: str, arguments: argparse.Namespace) -> Iterator[Scenario]:
+    path = scenario_path(name)
+    ranks = arguments.ranks or []
+    if path is not None:
+        for count in ranks or [None]:
+            yield scenario.load(path, ranks=count)
+        return
+    _check_known(name)
+    if not ranks or arguments.iteration_time is None:
+        raise ConfigError(f"{name} is a model by Megatron's flags; it needs --ranks and --iteration-time too")
+    for count in ranks:
+        filled = {
+            "model": name, "ranks": count, "window_kind": arguments.window_kind or "aligned",
+            "replicas": 2 if arguments.replicas is None else arguments.replicas,
+            "fp8_scaling": arguments.fp8_scaling or "tensor",
+        }  # fmt: skip
+        described = input_of(argparse.Namespace(**{**vars(arguments), **filled}))
+        cluster = described.cluster
+        if cluster.storage_bytes_per_s is None and arguments.storage_bandwidth is not None:
+            cluster = replace(cluster, storage_bytes_per_s=arguments.storage_bandwidth * GB)
+        yield Scenario(
+            replace(described.job, regime=described.regime), cluster, described.iteration_s,
+            checkpointing=scenario.Checkpointing(
+                window_kind=str(described.kind), window=described.window, replicas=described.replicas
+            ),
+        )  # fmt: skip
 
 
-def _cell(
-    name: str, mtbf_s: float, draws: Sequence[list[Failure]], costs: Costs, arguments: argparse.Namespace
-) -> Cell:
-    # A strategy may change in a training: each has its own.
-    made = tuple(
-        train(
-            STRATEGIES[name](costs, mtbf_s),
-            failures,
-            arguments.hours * 3600,
-            Spares(arguments.spares, arguments.repair),
-        )
-        for failures in draws
+def _check_known(name: str) -> None:
+    try:
+        config_path(name)
+    except ConfigError as error:
+        known = ", ".join(sorted(path.stem for path in SCENARIOS.glob("*.yaml")))
+        raise ConfigError(f"{error}; scenarios are {known or 'none, in this installation'}") from None
+
+
+def _overridden(given: Scenario, arguments: argparse.Namespace) -> Scenario:
+    """What stands on the command line wins over the file."""
+
+    def changed(base: Any, **values: Any) -> Any:
+        return replace(base, **{name: value for name, value in values.items() if value is not None})
+
+    def tupled(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
+        return None if values is None else tuple(values)
+
+    def bytes_of(value: float | None) -> float | None:
+        return None if value is None else value * GB
+
+    regime = given.job.regime if arguments.regime is None else precision.parse(arguments.regime)
+    if arguments.fp8_scaling is not None:
+        regime = replace(regime, scaling=precision.Scaling(arguments.fp8_scaling))
+    return changed(
+        given,
+        job=replace(given.job, regime=regime),
+        iteration_s=arguments.iteration_time,
+        cluster=changed(
+            CLUSTERS[arguments.cluster] if arguments.cluster else given.cluster,
+            storage_bytes_per_s=bytes_of(arguments.storage_bandwidth),
+            d2h_bytes_per_s=bytes_of(arguments.d2h_bandwidth),
+            network_bytes_per_s=bytes_of(arguments.network_bandwidth),
+            host_memory_bytes=bytes_of(arguments.host_memory),
+            network_share=arguments.network_share, gpus_per_node=arguments.gpus_per_node,
+        ),
+        checkpointing=changed(
+            given.checkpointing, detect_s=arguments.detect, regroup_s=arguments.regroup, skew=arguments.skew,
+            interference=arguments.interference, replicas=arguments.replicas, window=arguments.window,
+            window_kind=arguments.window_kind,
+        ),
+        failures=changed(
+            given.failures, mtbf_s=tupled(arguments.mtbf), weibull=arguments.weibull, together=arguments.together,
+            trace=None if arguments.trace is None else str(arguments.trace), speedup=arguments.speedup,
+            spares=arguments.spares, repair_s=arguments.repair,
+        ),
+        run=changed(
+            given.run, strategies=tupled(arguments.strategy), hours=arguments.hours, seeds=arguments.seeds,
+            first_seed=arguments.first_seed,
+        ),
+    )  # fmt: skip
+
+
+def _headline(one: Scenario, time: IterationTime, window: int, trainings: int) -> str:
+    job, saved = one.job, one.checkpointing
+    return (
+        f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), {time.total_s:.3g} s an iteration (closed form "
+        f"{time.closed_form_s:.3g} s), {time.bubble:.0%} of it waiting; W = {window}; {one.run.hours:g} hours, "
+        f"{trainings} trainings of each kind; {saved.detect_s:g} s to detect, {saved.regroup_s:g} s to regroup"
     )
-    return Cell(STRATEGIES[name](costs, mtbf_s), mtbf_s, made)
 
 
 def _table(cells: Sequence[Cell]) -> Table:
-    table = Table("MTBF", "strategy", "every", "overhead", "E[R]", "ETTR by formula", "simulated")
+    jobs = _jobs(cells)
+    table = Table("MTBF", _kept("strategy"), "every", "overhead", "E[R]", "by formula", "ETTR, simulated")
     for cell in cells:
         strategy = cell.strategy
         table.add_row(
-            _span(cell.mtbf_s), strategy.name, str(strategy.interval or "never"),
+            _span(cell.mtbf_s), _name(cell, jobs), str(strategy.interval or "never"),
             f"{strategy.overhead_s / strategy.costs.iteration_s:.1%}", f"{strategy.expected_recovery_s():.1f} s",
             f"{cell.formula:.3f}",
             f"{cell.ettr:.3f} ± {cell.interval:.3f}" if len(cell.outcomes) > 1 else f"{cell.ettr:.3f}",
@@ -160,50 +170,99 @@ def _table(cells: Sequence[Cell]) -> Table:
     return table
 
 
-def _lost_table(cells: Sequence[Cell]) -> Table:
-    """Where the time went at the highest failure rate."""
-    worst = min(cell.mtbf_s for cell in cells)
-    here = [cell for cell in cells if cell.mtbf_s == worst]
-    table = Table(f"lost, a failure every {_span(worst)}", *(cell.strategy.name for cell in here))
-    for part in here[0].outcomes[0].lost_s:
-        table.add_row(part, *(f"{cell.lost[part]:.2%}" for cell in here))
-    table.add_row("failures", *(f"{statistics.fmean(one.failures for one in cell.outcomes):.1f}" for cell in here))
-    table.add_row(
-        "of them in a recovery",
-        *(f"{statistics.fmean(one.during_recovery for one in cell.outcomes):.1f}" for cell in here),
-    )
+def _jobs(cells: Sequence[Cell]) -> int:
+    return len({(cell.job, cell.ranks) for cell in cells})
+
+
+def _name(cell: Cell, jobs: int) -> str:
+    """Of the strategy, and of the job where there are several."""
+    return cell.strategy.name if jobs == 1 else f"{cell.strategy.name}, {cell.job} on {cell.ranks}"
+
+
+def _worst(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Of each job, its cells at the highest failure rate."""
+    for job in dict.fromkeys((cell.job, cell.ranks) for cell in cells):
+        own = [cell for cell in cells if (cell.job, cell.ranks) == job]
+        worst = min(cell.mtbf_s for cell in own)
+        yield [cell for cell in own if cell.mtbf_s == worst]
+
+
+def _kept(header: str) -> Column:
+    """A column that is not abbreviated where the console is narrow."""
+    return Column(header, no_wrap=True)
+
+
+PARTS = {
+    "checkpointing": "saving", "interrupted": "interrupted", "detect": "detect", "no spare": "no spare",
+    "regroup": "regroup", "fetch": "fetch", "convert": "convert", "catch up": "catch up",
+}  # fmt: skip
+
+
+def _lost_table(here: Sequence[Cell]) -> Table:
+    """Where the time went, percent of it."""
+    table = Table(_kept("% lost to"), *PARTS.values(), title=_rate(here))
+    for cell in here:
+        table.add_row(cell.strategy.name, *(f"{100 * cell.lost[part]:.2f}" for part in PARTS))
     return table
 
 
-def _advice(cells: Sequence[Cell]) -> list[str]:
-    """The best that loses no update, by failure rate; what would be faster and loses some is named."""
-    lines = []
-    for mtbf_s in dict.fromkeys(cell.mtbf_s for cell in cells):
-        here = sorted((cell for cell in cells if cell.mtbf_s == mtbf_s), key=lambda cell: (cell.loses > 0, -cell.ettr))
-        best, strategy = here[0], here[0].strategy
-        every = f", every {strategy.interval} iterations" if strategy.interval > 1 else ""
-        lines.append(
-            f"a failure every {_span(mtbf_s)}: [bold]{strategy.name}[/bold]{every}, ETTR {best.ettr:.3f}; "
-            f"{strategy.overhead_s / strategy.costs.iteration_s:.1%} of overhead, {strategy.expected_rollback:.1f} "
-            "iterations computed again after a failure"
-        )
-        for cell in here[1:]:
-            loses = f", and loses the updates of {cell.loses:.0f} iterations" if cell.loses else ""
-            lines.append(f"    {cell.strategy.name} {cell.ettr:.3f}: most lost to {next(iter(cell.lost))}{loses}")
-    return lines
+def _counted_table(here: Sequence[Cell]) -> Table:
+    """What is copied and kept, and what failures met."""
+    table = Table(
+        _kept(""), "copied in an iteration", "host memory of a rank", "failures", "in a recovery", "from storage",
+        "iterations' updates lost", title=_rate(here),
+    )  # fmt: skip
+    for cell in here:
+        table.add_row(
+            cell.strategy.name, f"{cell.strategy.copied_bytes / GB:.3g} GB", f"{cell.strategy.host_bytes / GB:.3g} GB",
+            *(
+                f"{statistics.fmean(getattr(one, counted) for one in cell.outcomes):.1f}"
+                for counted in ("failures", "during_recovery", "from_storage", "tokens_lost")
+            ),
+        )  # fmt: skip
+    return table
+
+
+def _rate(here: Sequence[Cell]) -> str:
+    return f"{here[0].job}, {here[0].ranks} ranks, a failure every {_span(here[0].mtbf_s)}"
+
+
+def _advice(one: Scenario, advice: Advice) -> Iterator[str]:
+    mtbf_s, best = advice.mtbf_s, advice.best
+    yield (
+        f"{one.job.name}, {one.job.ranks} ranks, a failure every {_span(mtbf_s)}: [bold]{best.flags}[/bold], "
+        f"ETTR {best.ettr(mtbf_s):.3f}"
+    )
+    for reason in reasons(best, mtbf_s):
+        yield f"    {reason}"
+    if advice.sparse is not best:
+        yield f"    of sparse checkpoints: [bold]{advice.sparse.flags}[/bold], ETTR {advice.sparse.ettr(mtbf_s):.3f}"
+    told = ", ".join(
+        f"{other.strategy.name} {other.ettr(mtbf_s):.3f}"
+        + (f" (every {other.strategy.interval})" if other.strategy.interval > 1 else "")
+        for other in advice.others
+    )
+    yield f"    the best of others: {told}"
+    lossy = ", ".join(f"{other.name} {other.analytic_ettr(mtbf_s):.3f}" for other in advice.lossy)
+    yield f"    not proposed, because they lose the updates of experts: {lossy}"
 
 
 def _as_json(cell: Cell) -> dict[str, Any]:
     strategy = cell.strategy
     return {
-        "mtbf_s": cell.mtbf_s, "strategy": strategy.name, "interval": strategy.interval,
-        "overhead_s": strategy.overhead_s, "expected_rollback": _finite(strategy.expected_rollback),
+        "job": cell.job, "ranks": cell.ranks, "mtbf_s": cell.mtbf_s, "strategy": strategy.name,
+        "interval": strategy.interval, "window": strategy.costs.plan.size,
+        "iteration_s": strategy.costs.iteration_s, "overhead_s": strategy.overhead_s,
+        "copied_bytes": strategy.copied_bytes, "host_bytes": strategy.host_bytes,
+        "expected_rollback": _finite(strategy.expected_rollback),
         "expected_recovery_s": _finite(strategy.expected_recovery_s()), "ettr_formula": cell.formula,
         "ettr": cell.ettr, "ettr_confidence": _finite(cell.interval), "lost": cell.lost,
         "failures": [one.failures for one in cell.outcomes],
         "during_recovery": [one.during_recovery for one in cell.outcomes],
+        "from_storage": [one.from_storage for one in cell.outcomes],
         "iterations": [one.iterations for one in cell.outcomes],
         "tokens_lost": [one.tokens_lost for one in cell.outcomes],
+        "goodput": [list(point) for point in cell.outcomes[0].goodput],
     }  # fmt: skip
 
 
@@ -218,28 +277,44 @@ def _span(seconds: float) -> str:
 
 
 def draw(cells: Sequence[Cell], path: Path) -> None:
-    """ETTR over the failure rate, what the time went to at the highest one, and iterations over time there."""
-    with figure(path, 3, (14, 4)) as axes:
+    """ETTR over failure rate and interval, what the time went to at the highest rate, and goodput there."""
+    with figure(path, 4, (20, 4.5)) as axes:
         worst = min(cell.mtbf_s for cell in cells)
-        bottom = dict.fromkeys((cell.strategy.name for cell in cells), 0.0)
-        for name in bottom:
-            own = [cell for cell in cells if cell.strategy.name == name]
+        lines: dict[str, list[Cell]] = {}
+        for cell in cells:
+            lines.setdefault(_name(cell, _jobs(cells)), []).append(cell)
+        for name, own in lines.items():
             axes[0].errorbar(
                 [cell.mtbf_s / 60 for cell in own], [cell.ettr for cell in own], marker="o", label=name,
                 yerr=[cell.interval if len(cell.outcomes) > 1 else 0 for cell in own],
             )  # fmt: skip
-            first = next(cell for cell in own if cell.mtbf_s == worst).outcomes[0]
-            points = [(0.0, 0), *first.goodput]
-            axes[2].plot([at / 3600 for at, _ in points], [count for _, count in points], label=name)
-        here = [cell for cell in cells if cell.mtbf_s == worst]
-        for part in here[0].lost:
-            shares = [cell.lost[part] for cell in here]
-            axes[1].bar(list(bottom), shares, bottom=list(bottom.values()), label=part)
-            bottom = {name: below + share for (name, below), share in zip(bottom.items(), shares, strict=True)}
+            last = min(own, key=lambda cell: cell.mtbf_s)
+            points = [(0.0, 0), *last.outcomes[0].goodput]
+            axes[3].plot([at / 3600 for at, _ in points], [count for _, count in points], label=name)
+        here = {name: min(own, key=lambda cell: cell.mtbf_s) for name, own in lines.items()}
+        bottom = dict.fromkeys(here, 0.0)
+        for part in PARTS:
+            shares = {name: cell.lost[part] for name, cell in here.items()}
+            axes[2].bar(list(here), list(shares.values()), bottom=list(bottom.values()), label=part)
+            bottom = {name: below + shares[name] for name, below in bottom.items()}
+        _draw_intervals(cells, axes[1])
         axes[0].set(xlabel="mean time between failures, minutes", title="ETTR", ylim=(0, 1), xscale="log")
-        axes[1].set(title=f"share of time lost, a failure every {_span(worst)}")
-        axes[1].tick_params(axis="x", rotation=30)
-        axes[2].set(xlabel="hours", title="iterations committed, first seed there")
+        axes[2].set(title=f"share of time lost, a failure every {_span(worst)}")
+        axes[2].tick_params(axis="x", rotation=30)
+        axes[3].set(xlabel="hours", title="iterations committed, first seed there")
         for axis in axes:
             axis.grid(alpha=0.3)
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=7)
+
+
+def _draw_intervals(cells: Sequence[Cell], axis: Any) -> None:
+    """Dense checkpoints in peers' memory of the first job, by the formula; its sparse ones have no interval."""
+    costs = cells[0].strategy.costs
+    for mtbf_s in dict.fromkeys(cell.mtbf_s for cell in cells):
+        best = Gemini(costs, mtbf_s).interval
+        intervals = sorted(
+            {max(1, round(8 * best ** (step / (INTERVALS / 2)) / 8)) for step in range(INTERVALS)} | {best}
+        )
+        ratios = [Gemini(costs, mtbf_s, interval=one).analytic_ettr(mtbf_s) for one in intervals]
+        axis.plot(intervals, ratios, label=f"a failure every {_span(mtbf_s)}, best {best}")
+    axis.set(xlabel="iterations between dense checkpoints in memory", xscale="log", ylim=(0, 1), title="ETTR (gemini)")

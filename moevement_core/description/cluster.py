@@ -22,23 +22,57 @@ class Cluster:
     """Fraction of it that is left for replication beside training's own traffic."""
     host_memory_bytes: float | None = None
     """Host memory of a node, if it is to be checked."""
+    storage_bytes_per_s: float | None = None
+    """To and from durable storage, all nodes together."""
+    flops: float | None = None
+    """Of a GPU, in the format that is computed in, per second at most ..."""
+    utilization: float = 0.4
+    """... and the fraction of it that matrix products of the model reach."""
+    link_bytes_per_s: float | None = None
+    """What a GPU sends to the others of its node (NVLink), one direction."""
+    memory_bytes_per_s: float | None = None
+    """Of a GPU's own memory."""
+    overlap: float = 0.9
+    """Fraction of gradient synchronisation and parameter gathering that hides behind computation."""
+    speeds: tuple[tuple[float, int], ...] = ()
+    """Relative speeds of nodes and how many have each, in the order of the nodes; left out all have the speed 1."""
 
     def __post_init__(self) -> None:
         if self.gpus_per_node < 1:
             raise ConfigError(f"{self.gpus_per_node} GPUs per node; needs at least 1")
         if not 0.0 < self.network_share <= 1.0:
             raise ConfigError(f"a network share of {self.network_share}; needs more than 0 and at most 1")
+        if not 0.0 < self.utilization <= 1.0 or not 0.0 <= self.overlap <= 1.0:
+            raise ConfigError(f"utilization {self.utilization}, overlap {self.overlap}; needs fractions")
+        if any(speed <= 0 or count < 1 for speed, count in self.speeds):
+            raise ConfigError(f"speeds {list(self.speeds)}; needs pairs of a speed above 0 and 1 or more nodes")
 
     @property
     def replication_bytes_per_s(self) -> float:
         """What the network carries for the snapshots of one GPU."""
         return self.network_bytes_per_s * self.network_share / self.gpus_per_node
 
+    def speed_of(self, node: int) -> float:
+        """Of a node, by its number; those that are not mentioned have the speed 1."""
+        for speed, count in self.speeds:
+            if node < count:
+                return speed
+            node -= count
+        return 1.0
+
 
 # Network and memory are those that MoEvement states for its two clusters (sections 5.1 and 5.7). It gives no bandwidth
 # from device to host; 25 GB/s and 50 GB/s are round numbers below what PCIe 4.0 x16 (32 GB/s) and 5.0 x16 (64 GB/s) can
-# carry. Neither binds in any of the paper's cases, which docs/windows.md shows.
+# carry. Neither binds in any of the paper's cases, which docs/windows.md shows. The 40 Gb/s of storage are the first
+# cluster's; the second is given the same, since nothing is said of it. Links are half of the 600 and 900 GB/s that
+# NVLink carries in both directions; FLOP and memory bandwidth are the data sheets' (dense BF16; 80 GB cards).
 CLUSTERS: dict[str, Cluster] = {
-    "moevement-a100": Cluster(8, 25 * GB, 80 / 8 * GB, host_memory_bytes=880 * GB),
-    "moevement-h100": Cluster(8, 50 * GB, 200 / 8 * GB, host_memory_bytes=2100 * GB),
-}
+    "moevement-a100": Cluster(
+        8, 25 * GB, 80 / 8 * GB, host_memory_bytes=880 * GB, storage_bytes_per_s=40 / 8 * GB, flops=312e12,
+        link_bytes_per_s=300 * GB, memory_bytes_per_s=2000 * GB,
+    ),
+    "moevement-h100": Cluster(
+        8, 50 * GB, 200 / 8 * GB, host_memory_bytes=2100 * GB, storage_bytes_per_s=40 / 8 * GB, flops=989e12,
+        link_bytes_per_s=450 * GB, memory_bytes_per_s=3350 * GB,
+    ),
+}  # fmt: skip

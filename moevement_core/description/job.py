@@ -62,6 +62,14 @@ class JobShape:
     regime: Regime
     """The formats that the job's own flags ask for."""
     stages: tuple[StageShape, ...]
+    chunks: int = 1
+    """Virtual stages of a stage."""
+    tokens: int = 0
+    """Of a micro-batch on a rank, after context parallelism."""
+    experts_per_token: int = 0
+    """Top-k of the routers; 0 without experts."""
+    seq_length: int = 0
+    hidden_size: int = 0
 
     def __post_init__(self) -> None:
         if len(self.stages) != self.pipeline_parallel:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from moevement_core.errors import ConfigError
 
@@ -54,7 +54,16 @@ class Pipeline:
 
     def alone(self, stage: int) -> float:
         """Seconds in which ``stage`` replays an iteration from logs: no bubble (MoEvement, section 3.4)."""
-        return self.micro_batches * (self.forward_s[stage] + self.backward_s[stage])
+        return self.part([stage]).simulate()
+
+    def part(self, stages: Sequence[int]) -> Pipeline:
+        """Neighbouring stages by themselves, fed from outside without waiting; their chunks one after another."""
+        return replace(
+            self,
+            forward_s=tuple(self.forward_s[one] for one in stages),
+            backward_s=tuple(self.backward_s[one] for one in stages),
+            chunks=1,
+        )
 
     def simulate(self) -> float:
         """Seconds from the first forward pass to the last backward pass, each beginning when all it needs is there."""

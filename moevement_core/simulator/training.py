@@ -32,6 +32,8 @@ class Outcome:
     failures: int = 0
     during_recovery: int = 0
     """Failures that came while the job was still coming back from another."""
+    from_storage: int = 0
+    """Failures after which no copy in memory was left."""
     lost_s: dict[str, float] = field(default_factory=dict)
     """Wall seconds that went elsewhere, by what."""
     tokens_lost: float = 0.0
@@ -47,7 +49,8 @@ class Outcome:
 def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spares: Spares | None = None) -> Outcome:
     """Run until ``until_s``.
 
-    A failure interrupts an iteration, whose time is lost, or a recovery, which begins anew.
+    A failure interrupts an iteration, whose time is lost, or a recovery, which begins anew for all that has been lost
+    since state was whole.
 
     Args:
         strategy: a fresh one; it may change on the way.
@@ -58,26 +61,30 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
     iteration_s = strategy.costs.iteration_s
     made = Outcome(until_s, 0, iteration_s)
     made.lost_s = dict.fromkeys(
-        ("checkpointing", "interrupted", "detect", "no spare", "regroup", "fetch", "replay"), 0.0
+        ("checkpointing", "interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up"), 0.0
     )
     pool = _Pool(spares or Spares())
-    recovering, failed_at = dict[str, float](), 0.0
+    recovering, failed_at, lost = dict[str, float](), 0.0, set[int]()
     for failure in (*(one for one in failures if one.at_s < until_s), Failure(until_s, ())):
         ready = failed_at + sum(recovering.values())
         _spend(made.lost_s, recovering, failure.at_s - failed_at)
         if failure.at_s >= ready:
             _advance(made, strategy.overhead_s, failure.at_s - ready)
+            lost.clear()
         else:
             made.during_recovery += bool(failure.nodes)
         made.goodput.append((failure.at_s, made.iterations))
         if failure.nodes:
             made.failures += 1
-            recovery = strategy.recover(made.iterations)
+            lost |= set(failure.nodes)
+            recovery = strategy.recover(made.iterations, lost)
+            made.from_storage += recovery.from_storage
             made.tokens_lost += recovery.tokens_lost
             failed_at = failure.at_s
             recovering = {
                 "detect": recovery.detect_s, "no spare": pool.take(failed_at, len(failure.nodes)),
-                "regroup": recovery.regroup_s, "fetch": recovery.fetch_s, "replay": recovery.replay_s,
+                "regroup": recovery.regroup_s, "fetch": recovery.fetch_s, "convert": recovery.convert_s,
+                "catch up": recovery.catch_up_s,
             }  # fmt: skip
     return made
 

@@ -12,6 +12,7 @@ import pytest
 from megatron.moevement.describe import describe
 from moevement_core.cli.main import main
 from moevement_core.cli.plan import PRESETS, config_path
+from moevement_core.cli.simulate import SCENARIOS
 from moevement_core.description.cluster import CLUSTERS, Cluster
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import ConfigError, WindowError
@@ -19,7 +20,9 @@ from moevement_core.operators import OperatorKind
 from moevement_core.policy.plan import CheckpointPlan, PlanInput
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import MIXED, parse
+from moevement_core.simulator.scenario import load
 from tests.unit.test_presets import TABLE_2
+from tests.unit.test_transformer import as_plain
 
 # Two stages: eight experts of 1,000 parameters, and four of them with an embedding. 12 bytes full, 2 compute.
 EXPERTS = tuple(OperatorShape(f"layers.0.experts.{e}", OperatorKind.EXPERT, (600, 400), 1) for e in range(8))
@@ -127,6 +130,8 @@ def test_described_presets_have_the_parameters_of_the_paper(name: str) -> None:
     if tied:
         in_all -= 50304 * 2048
     assert in_all == pytest.approx(total, rel=0.03)
+    by_numbers = load(SCENARIOS / f"{name}.yaml").job
+    assert as_plain(by_numbers) == as_plain(shape), "what is simulated is what Megatron makes of the flags"
 
 
 def test_flags_win_over_the_file_and_a_regime_follows_from_them() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from moevement_core import precision
 from moevement_core.description.cluster import GB, Cluster
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
-from moevement_core.operators import OperatorKind
+from moevement_core.operators import OperatorKind, expert_name, gate_name, non_expert_name
 from moevement_core.policy.plan import CheckpointPlan, PlanInput
 from moevement_core.policy.window import WindowKind
+from moevement_core.simulator.iteration import from_total
 from moevement_core.simulator.strategies import Costs
 
 
@@ -23,25 +24,25 @@ def costs(
     storage: float = 0.2,
     window: int | None = None,
     regroup_s: float = 10.0,
+    replicas: int = 2,
+    skew: float = 0.0,
 ) -> Costs:
-    """Eight experts, a gate and the rest in each of four layers of a stage; bandwidths in GB/s."""
+    """Eight experts, a gate and the rest in each of four layers of a stage; bandwidths in GB/s, of storage a rank's."""
     layers = range(4)
     operators = tuple(
         OperatorShape(name, kind_, (size,), 1)
         for layer in layers
         for name, kind_, size in (
-            *((f"layer.{layer}.expert.{number}", OperatorKind.EXPERT, 8_000_000) for number in range(8)),
-            (f"layer.{layer}.gate", OperatorKind.GATE, 20_000),
-            (f"layer.{layer}.non_expert", OperatorKind.NON_EXPERT, 12_000_000),
+            *((expert_name(layer, number), OperatorKind.EXPERT, 8_000_000) for number in range(8)),
+            (gate_name(layer), OperatorKind.GATE, 20_000),
+            (non_expert_name(layer), OperatorKind.NON_EXPERT, 12_000_000),
         )
     )
-    regime = (
-        precision.parse("FP16-FP32") if "FP16-FP32" in precision.PRESETS else next(iter(precision.PRESETS.values()))
-    )
+    regime = precision.MIXED
     job = JobShape(
-        "made", ranks, 1, stages, 8, 1, ranks // stages, micro_batches, 1 << 20, regime,
-        tuple(StageShape(operators, 2) for _ in range(stages)),
+        "made", ranks, 1, stages, 1, 1, ranks // stages, micro_batches, 1 << 20, regime,
+        tuple(StageShape(operators, 2) for _ in range(stages)), tokens=2048, experts_per_token=2,
     )  # fmt: skip
     cluster = Cluster(8, d2h * GB, network * GB)
-    plan = CheckpointPlan(PlanInput(job, cluster, regime, iteration_s, kind, 2, window))
-    return Costs(plan, storage * GB, 1.0, regroup_s, (stages - 1) / (micro_batches + stages - 1))
+    plan = CheckpointPlan(PlanInput(job, cluster, regime, iteration_s, kind, replicas, window))
+    return Costs(plan, from_total(iteration_s, job), storage * ranks * GB, 1.0, regroup_s, skew=skew)

@@ -1,0 +1,156 @@
+"""What a real run took, measured by ``moevement profile`` and read by the simulator; seconds and bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from moevement_core.description.cluster import Cluster
+from moevement_core.errors import ConfigError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageProfile:
+    """One pipeline stage, the slowest of its ranks."""
+
+    forward_s: float
+    """Of a micro-batch, all chunks, with the communication that is inside (all-to-all, tensor parallelism)."""
+    backward_s: float
+    layers: int
+    parameters: int
+    """On a rank."""
+    layer_activation_bytes: int
+    """That one layer keeps for its backward pass of a micro-batch, the mean of the stage's layers."""
+    layer_output_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Affine:
+    """``T(m, p) = a(p) + b(p) m`` for one collective on a group of p ranks (MoEvement, appendix C)."""
+
+    collective: str
+    ranks: int
+    a_s: float
+    b_s_per_byte: float
+    samples: tuple[tuple[int, float], ...] = ()
+    """Bytes of a rank's message, seconds."""
+
+    @classmethod
+    def fit(cls, collective: str, ranks: int, samples: Sequence[tuple[int, float]]) -> Affine:
+        """Least squares of relative errors, so that small messages count as much as large ones; neither is negative.
+
+        Raises:
+            ConfigError: fewer than two sizes.
+        """
+        if len({size for size, _ in samples}) < 2:
+            raise ConfigError(f"{len(samples)} samples of {collective}; needs two sizes at least")
+        sizes, seconds = (np.array(column, dtype=np.float64) for column in zip(*samples, strict=True))
+        rows = np.stack([np.ones_like(sizes), sizes], axis=1) / seconds[:, None]
+        a, b = np.linalg.lstsq(rows, np.ones_like(seconds), rcond=None)[0]
+        if a < 0:
+            a, b = 0.0, float((sizes / seconds).sum() / ((sizes / seconds) ** 2).sum())
+        elif b < 0:
+            a, b = float((1 / seconds).sum() / (1 / seconds**2).sum()), 0.0
+        return cls(
+            collective=collective, ranks=ranks, a_s=float(a), b_s_per_byte=float(b),
+            samples=tuple((int(size), float(one)) for size, one in samples),
+        )  # fmt: skip
+
+    def seconds(self, nbytes: float) -> float:
+        """Of a message of ``nbytes`` a rank."""
+        return self.a_s + self.b_s_per_byte * nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A run on some ranks."""
+
+    device: str
+    """``cuda`` or ``cpu``, with its name."""
+    backend: str
+    ranks: int
+    pipeline: int
+    chunks: int
+    micro_batches: int
+    tokens: int
+    """Of a micro-batch on a rank."""
+    iteration_s: float
+    """Median, without the timers that the other seconds come from."""
+    sync_s: float
+    """Of gradient reduction and parameter gathering, what training waits for."""
+    update_s: float
+    send_s: float
+    """Of a boundary tensor to the next stage."""
+    d2h_bytes_per_s: float
+    """Copies of a rank to its host while all copy."""
+    network_bytes_per_s: float
+    """What all ranks send together, from the largest messages between two ranks."""
+    storage_bytes_per_s: float
+    """All ranks writing at once and waiting until it is durable."""
+    cores: int = 0
+    """That ranks share if they compute on the host's processors; 0 if each has its own device."""
+    stages: tuple[StageProfile, ...]
+    collectives: tuple[Affine, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if len(self.stages) != self.pipeline:
+            raise ConfigError(f"{len(self.stages)} stages of pipeline {self.pipeline}; needs as many")
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine that was measured, as one node for each rank."""
+        return Cluster(
+            1, self.d2h_bytes_per_s, self.network_bytes_per_s / self.ranks, storage_bytes_per_s=self.storage_bytes_per_s
+        )
+
+    def save(self, path: Path) -> None:
+        """Write it as YAML."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump({"format": FORMAT, **_plain(asdict(self))}, sort_keys=False, width=120)
+        path.write_text("# moevement profile; docs/simulator.md\n" + text, encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """Read it.
+
+        Raises:
+            ConfigError: it is none, or of another format.
+        """
+        try:
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"profile {path}: {' '.join(str(error).split())}") from None
+        if not isinstance(found, Mapping) or found.get("format") != FORMAT:
+            raise ConfigError(f"profile {path}: no format {FORMAT}; write one with moevement profile")
+        values = {key: value for key, value in found.items() if key != "format"}
+        try:
+            values["stages"] = tuple(StageProfile(**one) for one in values["stages"])
+            values["collectives"] = tuple(
+                Affine(**{**one, "samples": tuple(map(tuple, one["samples"]))}) for one in values["collectives"]
+            )
+            made = cls(**values)
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"profile {path}: {error}; write one with moevement profile") from None
+        for one in dataclasses.fields(made):
+            value = getattr(made, one.name)
+            if str(one.type) in ("int", "float") and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"profile {path}: {one.name} {value!r}; needs a number")
+        return made
+
+
+def _plain(value: Any) -> Any:
+    """As YAML writes it without tags."""
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(one) for one in value]
+    return value

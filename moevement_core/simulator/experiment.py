@@ -1,0 +1,95 @@
+"""Trainings of several strategies at several failure rates, many seeds of each."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from moevement_core.simulator.failures import Failure
+from moevement_core.simulator.strategies import STRATEGIES, Costs, Strategy
+from moevement_core.simulator.training import Outcome, Spares, train
+
+CONFIDENCE = 1.96
+"""Standard errors on each side of a mean in which it is with a probability of 95%."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One strategy at one failure rate, over all seeds."""
+
+    job: str
+    ranks: int
+    strategy: Strategy
+    mtbf_s: float
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def ettr(self) -> float:
+        """Mean of the trainings."""
+        return statistics.fmean(one.ettr for one in self.outcomes)
+
+    @property
+    def interval(self) -> float:
+        """Half of the 95% confidence interval of the mean."""
+        if len(self.outcomes) < 2:
+            return math.nan
+        return CONFIDENCE * statistics.stdev(one.ettr for one in self.outcomes) / math.sqrt(len(self.outcomes))
+
+    @property
+    def formula(self) -> float:
+        """The analytical ratio."""
+        return self.strategy.analytic_ettr(self.mtbf_s)
+
+    @property
+    def loses(self) -> float:
+        """Updates that no checkpoint had, in iterations, mean of the trainings."""
+        return statistics.fmean(one.tokens_lost for one in self.outcomes)
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Share of wall time by what it went to, the largest first."""
+        wall_s = sum(one.wall_s for one in self.outcomes)
+        shares = {name: sum(one.lost_s[name] for one in self.outcomes) / wall_s for name in self.outcomes[0].lost_s}
+        return dict(sorted(shares.items(), key=lambda one: -one[1]))
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Failures at one rate: those of each training."""
+
+    mtbf_s: float
+    failures: tuple[list[Failure], ...]
+
+
+def run(
+    costs: Costs, strategies: Sequence[str], draws: Sequence[Draws], until_s: float, spares: Spares, workers: int = 1
+) -> list[Cell]:
+    """Every strategy at every rate.
+
+    Args:
+        costs: of the job.
+        strategies: names.
+        draws: by rate.
+        until_s: wall seconds of a training.
+        spares: of a training.
+        workers: processes that share the trainings. One training of hours is a matter of milliseconds, so more than one
+            pays from thousands of them on.
+    """
+    tasks = [(costs, name, one, until_s, spares) for one in draws for name in strategies]
+    if workers == 1:
+        return [_cell(*task) for task in tasks]
+    # Forked, a worker would inherit threads of whatever else this process does.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(_cell, *zip(*tasks, strict=True)))
+
+
+def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares) -> Cell:
+    job = costs.plan.given.job
+    strategy = STRATEGIES[name](costs, draws.mtbf_s)
+    # A strategy may change in a training: each has its own.
+    outcomes = tuple(train(strategy.fresh(), failures, until_s, spares) for failures in draws.failures)
+    return Cell(job.name, job.ranks, strategy, draws.mtbf_s, outcomes)

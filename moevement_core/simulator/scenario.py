@@ -1,0 +1,341 @@
+"""What is simulated, as a plain file: job, layout, cluster, failures, strategies. docs/simulator.md has every field."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moevement_core import precision
+from moevement_core.description.cluster import CLUSTERS, GB, Cluster
+from moevement_core.description.job import JobShape
+from moevement_core.description.profile import Profile
+from moevement_core.description.transformer import Layout, MultiLatentAttention, Transformer, describe
+from moevement_core.errors import ConfigError
+from moevement_core.policy.plan import CheckpointPlan, PlanInput
+from moevement_core.policy.window import WindowKind
+from moevement_core.precision import Scaling
+from moevement_core.simulator.experiment import Draws
+from moevement_core.simulator.failures import FailureModel, mean_time_between, recorded
+from moevement_core.simulator.iteration import IterationTime, from_machines, from_profile, from_total
+from moevement_core.simulator.strategies import STRATEGIES, Costs
+from moevement_core.simulator.training import Spares
+
+MTBFS_S = (7200.0, 3600.0, 1800.0, 1200.0, 600.0)
+"""MoEvement, table 3."""
+SHOWN = ("checkfreq", "gemini", "moc", "moevement")
+"""The systems of that table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """How state is saved, and what else costs time."""
+
+    window_kind: str = "aligned"
+    window: int | None = None
+    """Imposed; left out it is the smallest that fits."""
+    replicas: int = 2
+    detect_s: float = 1.0
+    regroup_s: float = 10.0
+    interference: float = 0.0
+    """Of the seconds that copies take beside training, the share by which they lengthen it."""
+    weight_gradient_share: float = 1 / 3
+    skew: float = 0.0
+    """Of the popularity of experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """When nodes fail, and what replaces them."""
+
+    mtbf_s: tuple[float, ...] = MTBFS_S
+    weibull: float = 1.0
+    together: float = 0.0
+    trace: str | None = None
+    speedup: float = 1.0
+    spares: int | None = None
+    repair_s: float = math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """How much of it."""
+
+    strategies: tuple[str, ...] = SHOWN
+    hours: float = 12.0
+    seeds: int = 20
+    first_seed: int = 0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One job on one cluster, checked as a whole; a file is read by :func:`load`."""
+
+    job: JobShape
+    cluster: Cluster
+    iteration_s: float | None = None
+    """Left out it comes from the profile, or from what the cluster computes."""
+    profile: Profile | None = None
+    checkpointing: Checkpointing = field(default_factory=Checkpointing)
+    failures: Failures = field(default_factory=Failures)
+    run: Run = field(default_factory=Run)
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("iteration_s", self.iteration_s, 0.0, False),
+            ("hours", self.run.hours, 0.0, False),
+            ("speedup", self.failures.speedup, 0.0, False),
+            ("storage bandwidth", self.cluster.storage_bytes_per_s, 0.0, False),
+            *(("mtbf", one, 0.0, False) for one in self.failures.mtbf_s),
+            ("detect", self.checkpointing.detect_s, 0.0, True),
+            ("regroup", self.checkpointing.regroup_s, 0.0, True),
+            ("interference", self.checkpointing.interference, 0.0, True),
+        )
+        for what, value, least, is_included in checks:
+            if value is None:
+                continue
+            if not (least <= value if is_included else least < value) or value == math.inf:
+                raise ConfigError(f"{what} {value}; needs {'0 or more' if is_included else 'more than 0'}")
+        if not self.failures.repair_s >= 0:
+            raise ConfigError(f"repair {self.failures.repair_s}; needs 0 or more")
+        if self.run.seeds < 1 or (self.failures.spares is not None and self.failures.spares < 0):
+            raise ConfigError(f"seeds {self.run.seeds}, spares {self.failures.spares}; needs 1 or more, and 0 or more")
+        if not self.failures.mtbf_s or not self.run.strategies:
+            raise ConfigError("no failure rate or no strategy; needs one of each at least")
+        for name in self.run.strategies:
+            if name not in STRATEGIES:
+                raise ConfigError(f"strategy {name!r}; needs one of {', '.join(STRATEGIES)}")
+        if self.cluster.storage_bytes_per_s is None:
+            raise ConfigError("no storage bandwidth; give what all nodes together write (storage, --storage-bandwidth)")
+
+    @property
+    def time(self) -> IterationTime:
+        """What an iteration takes, by the best that is known: as given, as measured, as estimated."""
+        if self.iteration_s is not None:
+            return from_total(self.iteration_s, self.job)
+        if self.profile is not None:
+            return from_profile(self.profile, self.job)
+        return from_machines(self.job, self.cluster)
+
+    def costs(self) -> Costs:
+        """What strategies are made of."""
+        saved, time = self.checkpointing, self.time
+        plan = CheckpointPlan(
+            PlanInput(
+                self.job, self.cluster, self.job.regime, time.total_s, WindowKind(saved.window_kind), saved.replicas,
+                saved.window,
+            )
+        )  # fmt: skip
+        assert self.cluster.storage_bytes_per_s is not None
+        return Costs(
+            plan, time, self.cluster.storage_bytes_per_s, saved.detect_s, saved.regroup_s, saved.interference,
+            saved.weight_gradient_share, saved.skew, self.run.first_seed,
+        )  # fmt: skip
+
+    @property
+    def until_s(self) -> float:
+        """Wall seconds of a training."""
+        return self.run.hours * 3600
+
+    def draws(self) -> list[Draws]:
+        """Failures by rate: of every seed, or as recorded.
+
+        Raises:
+            ConfigError: a trace without a failure in that time.
+        """
+        nodes, how = math.ceil(self.job.ranks / self.cluster.gpus_per_node), self.failures
+        if how.trace is not None:
+            found = [one for one in recorded(Path(how.trace), nodes, how.speedup) if one.at_s < self.until_s]
+            if not found:
+                raise ConfigError(
+                    f"trace {how.trace}: no failure in {self.run.hours:g} hours at speedup {how.speedup:g}; needs one "
+                    "at least"
+                )
+            return [Draws(mean_time_between(found, self.until_s), (found,))]
+        seeds = range(self.run.first_seed, self.run.first_seed + self.run.seeds)
+        models = [FailureModel(mtbf_s, nodes, how.weibull, how.together) for mtbf_s in how.mtbf_s]
+        return [Draws(model.mtbf_s, tuple(model.draw(self.until_s, seed) for seed in seeds)) for model in models]
+
+    def spares(self) -> Spares:
+        """As the failures say."""
+        return Spares(self.failures.spares, self.failures.repair_s)
+
+
+def is_scenario(path: Path) -> bool:
+    """Whether a file is a scenario, and not a list of Megatron's flags."""
+    return isinstance(_read(path).get("job"), Mapping)
+
+
+def load(path: Path, ranks: int | None = None) -> Scenario:
+    """Read a scenario.
+
+    Args:
+        path: of the file.
+        ranks: in place of the file's; more ranks are more data parallelism.
+
+    Raises:
+        ConfigError: what stands there is none; the message names file and field.
+    """
+    fields = dict(_read(path))
+    try:
+        if ranks is not None:
+            fields["parallel"] = {**_section(fields, "parallel"), "ranks": ranks}
+        return _scenario(path, fields)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{path}: needs fields and values")
+    return found
+
+
+def _scenario(path: Path, fields: dict[str, Any]) -> Scenario:
+    known = {"job", "parallel", "cluster", "iteration_s", "profile", "checkpointing", "failures", "run"}
+    _refuse_unknown("", fields, known)
+    measured = None
+    if (named := fields.get("profile")) is not None:
+        measured = Profile.load(path.parent / str(named))
+    failures = _section(fields, "failures")
+    if failures.get("trace") is not None:
+        failures["trace"] = str(path.parent / str(failures["trace"]))
+    iteration_s = fields.get("iteration_s")
+    return Scenario(
+        _job(path.stem, _section(fields, "job"), _section(fields, "parallel")),
+        _cluster(fields.get("cluster"), measured),
+        None if iteration_s is None else _number("iteration_s", iteration_s),
+        measured,
+        _made(Checkpointing, "checkpointing", _section(fields, "checkpointing")),
+        _made(Failures, "failures", failures),
+        _made(Run, "run", _section(fields, "run")),
+    )
+
+
+def _job(stem: str, model: dict[str, Any], parallel: dict[str, Any]) -> JobShape:
+    name = str(model.pop("name", stem))
+    regime = precision.parse(str(model.pop("regime", "mixed")), _scaling(model.pop("fp8_scaling", "tensor")))
+    batch: dict[str, Any] = {key: model.pop(key) for key in ("global_batch_size", "micro_batch_size") if key in model}
+    latent = model.pop("multi_latent_attention", None)
+    if latent is not None:
+        model["multi_latent_attention"] = _made(MultiLatentAttention, "job.multi_latent_attention", latent)
+    layout: dict[str, Any] = {**parallel, **batch}
+    return describe(name, _made(Transformer, "job", model), _made(Layout, "parallel", layout), regime)
+
+
+def _scaling(value: object) -> Scaling:
+    try:
+        return Scaling(str(value))
+    except ValueError:
+        raise ConfigError(f"fp8_scaling {value!r}; needs one of {', '.join(Scaling)}") from None
+
+
+_CLUSTER_UNITS = {
+    "d2h": ("d2h_bytes_per_s", GB), "network": ("network_bytes_per_s", GB), "storage": ("storage_bytes_per_s", GB),
+    "nvlink": ("link_bytes_per_s", GB), "memory": ("memory_bytes_per_s", GB), "host_memory": ("host_memory_bytes", GB),
+    "tflops": ("flops", 1e12), "gpus_per_node": ("gpus_per_node", None), "network_share": ("network_share", None),
+    "utilization": ("utilization", None), "overlap": ("overlap", None),
+}  # fmt: skip
+
+
+def _cluster(given: object, measured: Profile | None) -> Cluster:
+    """A preset by name, one with other values, one by all its values, or the one that a profile has measured."""
+    if isinstance(given, str):
+        given = {"preset": given}
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"cluster {given!r}; needs a preset's name or fields")
+    _refuse_unknown("cluster.", given, {"preset", "speeds", *_CLUSTER_UNITS})
+    values: dict[str, Any] = {
+        name: _number(f"cluster.{key}", given[key]) * (factor or 1)
+        for key, (name, factor) in _CLUSTER_UNITS.items()
+        if key in given
+    }
+    if "gpus_per_node" in values:
+        values["gpus_per_node"] = int(values["gpus_per_node"])
+    speeds = given.get("speeds", ())
+    try:
+        pairs = tuple((float(speed), int(count)) for speed, count in speeds)
+    except (TypeError, ValueError):
+        raise ConfigError(f"cluster.speeds {speeds!r}; needs pairs of a speed and a number of nodes") from None
+    base: Cluster | None = measured.cluster if measured is not None else None
+    if (preset := given.get("preset")) is not None:
+        if preset not in CLUSTERS:
+            raise ConfigError(f"cluster {preset!r}; needs one of {', '.join(CLUSTERS)}, or fields")
+        base = CLUSTERS[str(preset)]
+    if base is None:
+        missing = [key for key in ("gpus_per_node", "d2h", "network") if key not in given]
+        if missing:
+            raise ConfigError(f"cluster without {', '.join(missing)}; needs them, a preset or a profile")
+        base = Cluster(1, 1.0, 1.0)
+    if pairs:
+        values["speeds"] = pairs
+    return replace(base, **values)
+
+
+def _section(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = fields.get(name, {})
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{name} {found!r}; needs fields and values")
+    return dict(found)
+
+
+def _made[Made](kind: type[Made], where: str, values: object) -> Made:
+    """An instance of a dataclass from fields of a file, each checked by its annotation."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} {values!r}; needs fields and values")
+    declared = {one.name: one for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    _refuse_unknown(f"{where}.", values, set(declared))
+    missing = [
+        name for name, one in declared.items()
+        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING and name not in values
+    ]  # fmt: skip
+    if missing:
+        raise ConfigError(f"{where} without {', '.join(missing)}; needs them")
+    return kind(**{name: _converted(f"{where}.{name}", str(declared[name].type), one) for name, one in values.items()})
+
+
+def _converted(where: str, kind: str, value: Any) -> Any:
+    if value is None or dataclasses.is_dataclass(value):
+        return value
+    if kind.startswith("tuple"):
+        each = "float" if "float" in kind else "int" if "int" in kind else "str"
+        values = value if isinstance(value, list) else [value]
+        return tuple(_converted(where, each, one) for one in values)
+    if kind.startswith("str"):
+        return str(value)
+    if kind.startswith("bool"):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{where} {value!r}; needs true or false")
+        return value
+    number = _number(where, value)
+    if kind.startswith("int"):
+        if number != int(number):
+            raise ConfigError(f"{where} {value!r}; needs a whole number")
+        return int(number)
+    return number
+
+
+def _number(where: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ConfigError(f"{where} {value!r}; needs a number")
+    try:
+        return float(value)  # YAML takes 1e9 for a string
+    except ValueError:
+        raise ConfigError(f"{where} {value!r}; needs a number") from None
+
+
+def _refuse_unknown(where: str, values: Mapping[Any, Any], known: set[str]) -> None:
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{where}{key} is not known; needs one of {', '.join(sorted(known))}")

@@ -1,0 +1,50 @@
+"""What each way of checkpointing costs in every iteration, and what a failure costs under it.
+
+All share one description of the job (:class:`Costs`, from a :class:`CheckpointPlan`). Rollback, segments and windows
+are those of the policy that a live run has; how long replaying takes follows from the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moevement_core.policy.window import WindowKind
+from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, TokenLoss
+from moevement_core.simulator.strategies.dense import CheckFreq, Dense, DenseSynchronous, Gemini, NoCheckpoints
+from moevement_core.simulator.strategies.partial import MoC, MoEtion
+from moevement_core.simulator.strategies.sparse import MoEvement, Techniques
+
+__all__ = [
+    "STRATEGIES", "CheckFreq", "Costs", "Dense", "DenseSynchronous", "Gemini", "MoC", "MoEtion", "MoEvement",
+    "NoCheckpoints", "Recovery", "Strategy", "Techniques", "TokenLoss",
+]  # fmt: skip
+
+
+def _sparse(
+    name: str, techniques: Techniques | None = None, kind: WindowKind | None = None
+) -> Callable[[Costs, float], Strategy]:
+    return lambda costs, mtbf_s: MoEvement(costs, techniques, kind, name)
+
+
+STRATEGIES: dict[str, Callable[[Costs, float], Strategy]] = {
+    "none": lambda costs, mtbf_s: NoCheckpoints(costs),
+    "dense": DenseSynchronous,
+    "checkfreq": lambda costs, mtbf_s: CheckFreq(costs),
+    "gemini": Gemini,
+    "gemini-young-daly": lambda costs, mtbf_s: Gemini(costs, mtbf_s, is_oracle=False),
+    "moc": lambda costs, mtbf_s: MoC(costs),
+    "moetion": lambda costs, mtbf_s: MoEtion(costs),
+    **{
+        name: _sparse(name, techniques, kind)
+        for name, techniques, kind in (
+            ("moevement", None, None),
+            ("moevement-aligned", None, WindowKind.ALIGNED),
+            ("moevement-rolling", None, WindowKind.ROLLING),
+            ("moevement-all-stages", Techniques(is_local=False), None),
+            ("moevement-all-gradients", Techniques(skips_frozen=False), None),
+            ("moevement-no-reorder", Techniques(reorders=False), None),
+            ("moevement-sparse-only", Techniques(False, False, False), None),
+        )
+    },
+}
+"""By name, for a job and its mean time between failures."""

@@ -1,0 +1,144 @@
+"""Strategies that save all state at once: none, synchronous, CheckFreq, Gemini."""
+
+from __future__ import annotations
+
+import math
+
+from moevement_core.errors import ConfigError
+from moevement_core.policy.plan import DENSE_OVERHEAD
+from moevement_core.simulator.strategies.base import Costs, Strategy
+
+
+class NoCheckpoints(Strategy):
+    """Every failure starts from the beginning."""
+
+    name = "none"
+    in_memory = False
+    overhead_s = 0.0
+    interval = 0
+    fetch_s = 0.0
+    copied_bytes = 0.0
+    host_bytes = 0.0
+    expected_rollback = math.inf
+
+    def rollback(self, committed: int) -> int:
+        """All."""
+        return committed
+
+
+class Dense(Strategy):
+    """All state every ``interval`` iterations; every stage rolls back.
+
+    Args:
+        costs: of the job.
+        interval: iterations.
+        stall_s: by which one checkpoint delays training.
+        lag: iterations until a checkpoint is where it has to be.
+        fetch_s: until state is back on the device.
+        in_memory: whether it is kept by peers; otherwise it is in storage, and host memory only passes it on.
+    """
+
+    name = "dense-interval"
+
+    def __init__(
+        self, costs: Costs, interval: int, stall_s: float, lag: int, fetch_s: float, *, in_memory: bool = False
+    ) -> None:
+        super().__init__(costs)
+        if interval < 1:
+            raise ConfigError(f"a checkpoint every {interval} iterations; needs 1 or more")
+        self._interval, self._stall_s, self.lag, self._fetch_s = interval, stall_s, lag, fetch_s
+        self.in_memory = in_memory
+
+    @property
+    def overhead_s(self) -> float:
+        """Stalls and slowing, spread over the interval."""
+        return (self._stall_s + self.slowed_s(self.costs.full_bytes)) / self._interval
+
+    @property
+    def interval(self) -> int:
+        """As given."""
+        return self._interval
+
+    @property
+    def fetch_s(self) -> float:
+        """All state of a rank."""
+        return self._fetch_s
+
+    @property
+    def copied_bytes(self) -> float:
+        """All state, spread over the interval."""
+        return self.costs.full_bytes / self._interval
+
+    @property
+    def host_bytes(self) -> float:
+        """Two buffers, and as much for each peer: one is being filled while the other is what counts."""
+        return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.given.replicas if self.in_memory else 0))
+
+    def rollback(self, committed: int) -> int:
+        """To the newest checkpoint that is where it has to be."""
+        there = max(0, committed - self.lag)
+        return committed - there // self._interval * self._interval
+
+    @property
+    def expected_rollback(self) -> float:
+        """Half the interval (MoEvement, section 2.4), and the lag."""
+        return self._interval / 2 + self.lag
+
+
+class DenseSynchronous(Dense):
+    """Training stops while all state is written to storage; the interval is Young's and Daly's unless given."""
+
+    name = "dense"
+
+    def __init__(self, costs: Costs, mtbf_s: float, interval: int | None = None) -> None:
+        write_s = costs.copy_s(costs.full_bytes) + costs.store_s()
+        super().__init__(costs, interval or young_daly(costs, write_s, mtbf_s), write_s, 0, costs.store_s())
+
+
+class CheckFreq(Dense):
+    """Snapshot beside the next iteration, persisted in the background; at most 3% of overhead (its policy's cap)."""
+
+    name = "checkfreq"
+
+    def __init__(self, costs: Costs) -> None:
+        copy_s, write_s = costs.copy_s(costs.full_bytes), costs.store_s()
+        stall_s = max(0.0, copy_s - costs.iteration_s)
+        delay_s = stall_s + costs.interference * copy_s
+        hidden = math.ceil(delay_s / (DENSE_OVERHEAD * costs.iteration_s))
+        interval = max(1, hidden, costs.iterations(max(copy_s, write_s)))
+        super().__init__(costs, interval, stall_s, costs.iterations(copy_s + write_s), write_s)
+
+
+class Gemini(Dense):
+    """All state in peers' memory, at the interval that is best for the failure rate (an oracle), or Young's.
+
+    Copies go out over the network while training communicates too: a checkpoint that takes longer than an iteration
+    delays the next ones.
+    """
+
+    name = "gemini"
+
+    def __init__(self, costs: Costs, mtbf_s: float, *, is_oracle: bool = True, interval: int | None = None) -> None:
+        busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
+        self._lag = costs.iterations(busy_s)
+        self._all_s = max(0.0, busy_s - costs.iteration_s)
+        if interval is None and is_oracle:
+            interval = self._best(costs, mtbf_s)
+        elif interval is None:
+            interval = young_daly(costs, self._all_s, mtbf_s)
+        super().__init__(costs, interval, self._all_s, self._lag, costs.fetch_s(costs.full_bytes), in_memory=True)
+        if not is_oracle:
+            self.name = "gemini-young-daly"
+
+    def _best(self, costs: Costs, mtbf_s: float) -> int:
+        delay_s = self._all_s + costs.interference * costs.copy_s(costs.full_bytes)
+        longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
+        return max(range(1, longest + 1), key=lambda one: self._at(costs, one).analytic_ettr(mtbf_s))
+
+    def _at(self, costs: Costs, interval: int) -> Dense:
+        return Dense(costs, interval, self._all_s, self._lag, costs.fetch_s(costs.full_bytes), in_memory=True)
+
+
+def young_daly(costs: Costs, write_s: float, mtbf_s: float) -> int:
+    """``sqrt(2 C MTBF)``, iterations."""
+    return max(1, round(math.sqrt(2 * write_s * mtbf_s) / costs.iteration_s))

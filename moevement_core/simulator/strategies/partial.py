@@ -1,0 +1,167 @@
+"""Strategies that save some experts and lose the newest updates of the others: MoC-System and MoEtion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.operators import OperatorKind
+from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, TokenLoss, popularity
+
+GRADIENT_BYTES = 2
+"""Of an element that is sent in place of its state (MoEtion, section 5.2)."""
+
+
+class Partial(Strategy):
+    """Everything but the experts in every iteration, and some experts; every stage rolls back by one iteration."""
+
+    interval = 1
+    expected_rollback = 1.5
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs)
+        stage = max(costs.plan.stages, key=lambda one: one.full_bytes)
+        pairs = list(zip(stage.shape.operators, stage.table.full[0].tolist(), strict=True))
+        experts = [(one, size) for one, size in pairs if one.kind is OperatorKind.EXPERT]
+        self.expert_bytes = sum(size for _, size in experts)
+        self.other_bytes = sum(size for one, size in pairs if one.kind is not OperatorKind.EXPERT)
+        self.layers = max(1, sum(one.kind is OperatorKind.GATE for one, _ in pairs))
+        self.experts = max(1, round(len(experts) / self.layers * costs.plan.given.job.expert_parallel))
+        """Of a layer, on all ranks that share it."""
+        self.parameters = sum(one.parameters / one.shards for one, _ in experts)
+        """Of the experts of a rank, of which it holds the state."""
+
+    @cached_property
+    def popularity(self) -> npt.NDArray[np.float64]:
+        """Share of the tokens of a layer by expert, ``[layers, experts]``."""
+        return popularity(self.costs.skew, self.experts, self.layers, np.random.default_rng(self.costs.skew_seed))
+
+    @property
+    def fetch_s(self) -> float:
+        """All state of a rank, from a peer."""
+        return self.costs.fetch_s(self.costs.full_bytes)
+
+    @property
+    def host_bytes(self) -> float:
+        """The newest state of everything, and what is being copied; as much for each peer."""
+        return (self.costs.full_bytes + self.copied_bytes) * (1 + self.costs.plan.given.replicas)
+
+    def rollback(self, committed: int) -> int:
+        """The interrupted iteration, and the one that was being copied."""
+        return 1
+
+    def loses(self, ages: npt.NDArray[np.float64]) -> float:
+        """Updates of experts of these ages, as a share of the tokens of an iteration, times iterations (its PLT)."""
+        return float((self.popularity * ages).sum()) / self.layers
+
+
+class MoC(Partial):
+    """K experts of each layer in every iteration, one after the other; K doubles when too much is lost."""
+
+    name = "moc"
+
+    def __init__(self, costs: Costs, experts_saved: int = 0, budget: TokenLoss | None = None) -> None:
+        super().__init__(costs)
+        # An eighth of the experts is what both papers start it with.
+        saved = experts_saved or max(1, self.experts // 8)
+        self.experts_saved = self._first_saved = min(saved, self.experts)
+        self.budget = budget or TokenLoss()
+
+    def fresh(self) -> Strategy:
+        """Nothing lost yet."""
+        return MoC(self.costs, self._first_saved, TokenLoss(self.budget.threshold))
+
+    @property
+    def copied_bytes(self) -> float:
+        """Non-experts, and the share of the experts."""
+        return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
+
+    @property
+    def overhead_s(self) -> float:
+        """What does not hide behind one iteration."""
+        nbytes = self.copied_bytes
+        late_s = max(self.costs.copy_s(nbytes), self.costs.send_s(nbytes)) - self.costs.iteration_s
+        return max(0.0, late_s) + self.slowed_s(nbytes)
+
+    def ages(self, committed: int) -> npt.NDArray[np.float64]:
+        """Iterations since each expert was saved, ``[experts]``; their turn comes every E / K iterations."""
+        turns = math.ceil(self.experts / self.experts_saved)
+        turn = np.arange(self.experts) // self.experts_saved
+        return np.minimum((committed - turn) % turns, committed).astype(np.float64)
+
+    def recover(self, committed: int, nodes: Collection[int] = (0,)) -> Recovery:
+        """Experts come back as they were up to E / K iterations ago; those updates are lost."""
+        made = super().recover(committed, nodes)
+        if made.from_storage:
+            return made
+        lost = self.loses(self.ages(committed))
+        self.budget.lost += lost
+        if committed and self.budget.lost / committed > self.budget.threshold:
+            self.experts_saved = min(self.experts, 2 * self.experts_saved)
+        return replace(made, tokens_lost=lost)
+
+
+class MoEtion(Partial):
+    """As many experts as both budgets carry, those with the most tokens at risk first (its Algorithm 1).
+
+    The network's budget goes further than the copies': what data-parallel peers hold anyway is not sent (section 5.1),
+    and for experts that were saved the last time too only gradients are (section 5.2).
+    """
+
+    name = "moetion"
+
+    def __init__(self, costs: Costs) -> None:
+        super().__init__(costs)
+        self.is_redundant = any(one.shards > 1 for one in costs.plan.stages[0].shape.operators)
+        each = self.expert_bytes / max(1, self.layers * self.experts)
+        local = costs.plan.given.cluster.d2h_bytes_per_s * costs.iteration_s - self.other_bytes
+        remote = costs.plan.given.cluster.replication_bytes_per_s * costs.iteration_s / max(
+            1, costs.plan.given.replicas
+        ) - (0 if self.is_redundant else self.other_bytes)
+        sent = min(each, self.parameters / max(1, self.layers * self.experts) * GRADIENT_BYTES)
+        fits = min(local / each, remote / sent) if each else math.inf
+        self.experts_saved = max(1, min(self.experts, math.floor(fits / self.layers)))
+        """S, of each layer (the mean; layers with more tokens at risk have more)."""
+        self._sent = self.experts_saved * self.layers * sent
+
+    @property
+    def copied_bytes(self) -> float:
+        """Non-experts, and S experts of each layer."""
+        return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
+
+    @property
+    def sent_bytes(self) -> float:
+        """To each peer."""
+        return self._sent + (0 if self.is_redundant else self.other_bytes)
+
+    @property
+    def overhead_s(self) -> float:
+        """What hides behind no iteration, because S is at least 1."""
+        late_s = max(self.costs.copy_s(self.copied_bytes), self.costs.send_s(self.sent_bytes)) - self.costs.iteration_s
+        return max(0.0, late_s) + self.slowed_s(self.copied_bytes)
+
+    @cached_property
+    def at_risk(self) -> float:
+        """Updates that a failure loses, on average: the selection is run for a while and its tokens at risk counted."""
+        if self.experts_saved >= self.experts:
+            return 0.0
+        risk, seen, steps = np.zeros_like(self.popularity), [], 4 * self.experts
+        total = self.experts_saved * self.layers
+        for step in range(steps):
+            risk += self.popularity
+            # The shares of the layers are proportional to their risk; taking the riskiest of all experts makes them so.
+            chosen = np.argpartition(risk.ravel(), -total)[-total:]
+            risk.ravel()[chosen] = 0.0
+            if step >= steps // 2:
+                seen.append(risk.sum() / self.layers)
+        return float(np.mean(seen))
+
+    def recover(self, committed: int, nodes: Collection[int] = (0,)) -> Recovery:
+        """Experts that were not saved come back as they were when they last were."""
+        made = super().recover(committed, nodes)
+        return made if made.from_storage else replace(made, tokens_lost=min(self.at_risk, float(committed)))

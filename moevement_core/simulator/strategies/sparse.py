@@ -1,0 +1,141 @@
+"""MoEvement: a slice of the state in every iteration (section 3), and recovery of the stages that lost theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from moevement_core.operators import OperatorKind
+from moevement_core.policy.plan import CheckpointPlan, StagePlan
+from moevement_core.policy.popularity import order_operators
+from moevement_core.policy.schedule import expected_rollback
+from moevement_core.policy.window import WindowKind
+from moevement_core.simulator.strategies.base import Costs, Strategy
+
+
+@dataclass(frozen=True)
+class Techniques:
+    """What of section 3 is in use beside sparse snapshots."""
+
+    skips_frozen: bool = True
+    """Frozen operators compute no weight gradients in a replay (section 3.3)."""
+    reorders: bool = True
+    """The most popular experts are saved last, and stay frozen longest (section 3.5)."""
+    is_local: bool = True
+    """Only the stages that lost state replay, from logs (section 3.4)."""
+
+
+class MoEvement(Strategy):
+    """Sparse checkpoints of the plan's window.
+
+    Args:
+        costs: of the job.
+        techniques: in use; all if left out.
+        kind: of the window; the plan's if left out.
+        name: how it is called.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        techniques: Techniques | None = None,
+        kind: WindowKind | None = None,
+        name: str = "moevement",
+    ) -> None:
+        if kind is not None and kind is not costs.plan.given.kind:
+            costs = replace(costs, plan=CheckpointPlan(replace(costs.plan.given, kind=kind)))
+        super().__init__(costs)
+        self.techniques, self.name = techniques or Techniques(), name
+
+    @cached_property
+    def overhead_s(self) -> float:
+        """Stalls of the plan, what replication falls behind in a window, and slowing."""
+        plan = self.costs.plan
+        return plan.stall_s + plan.behind_s / plan.size + self.slowed_s(self.copied_bytes)
+
+    interval = 1
+
+    @cached_property
+    def copied_bytes(self) -> float:
+        """An average slot of the heaviest rank, and its boundary log."""
+        logged = self.techniques.is_local
+        return max(
+            float(stage.window.slot_bytes[0].mean()) + stage.log_bytes * logged for stage in self.costs.plan.stages
+        )
+
+    @cached_property
+    def host_bytes(self) -> float:
+        """Of the plan."""
+        snapshots, replicas, logs = self.costs.plan.host_memory
+        return snapshots + replicas + logs * self.techniques.is_local
+
+    @cached_property
+    def fetch_s(self) -> float:
+        """All slots of a window, of one rank."""
+        return self.costs.fetch_s(max(int(stage.window.slot_bytes[0].sum()) for stage in self.costs.plan.stages))
+
+    @property
+    def converted(self) -> int:
+        """W, from the snapshot of the first slot on: the state is dense after as many."""
+        return self.costs.plan.size
+
+    def rollback(self, committed: int) -> int:
+        """The window that is on all peers, and what came after it."""
+        size, lag = self.costs.plan.size, self._lag
+        return lag + size + ((committed - lag) % size if self.costs.plan.given.kind is WindowKind.ALIGNED else 0)
+
+    @cached_property
+    def _lag(self) -> int:
+        return self.costs.plan.lag
+
+    @property
+    def expected_rollback(self) -> float:
+        """Of the policy, as a live run has it."""
+        plan = self.costs.plan
+        return expected_rollback(plan.given.kind, plan.size, plan.lag)
+
+    @cached_property
+    def frozen_share(self) -> float:
+        """Of the work of a rank, that of frozen operators, mean over the iterations that make a dense state."""
+        return float(np.mean([self._frozen_share(stage) for stage in self.costs.plan.stages]))
+
+    def _frozen_share(self, stage: StagePlan) -> float:
+        """An expert works for the tokens that reach it, everything else for all; an embedding has no products."""
+        factor = {OperatorKind.EXPERT: float(self.costs.plan.given.job.experts_per_token), OperatorKind.EMBEDDING: 0.0}
+        each = np.array([one.parameters * factor.get(one.kind, 1.0) for one in stage.shape.operators])
+        ends = np.array(stage.window.ends)
+        active, total = np.zeros(len(ends)), 0.0
+        for shares in self.costs.shares(stage.shape):
+            order = stage.order
+            if self.techniques.reorders:
+                order = order_operators(stage.table, np.where(stage.table.is_expert, shares, 0.0))
+            work = (each * shares)[order]
+            active += np.concatenate(([0.0], np.cumsum(work)))[ends]
+            total += float(work.sum())
+        return float(np.mean(1 - active / total))
+
+    def replay_iteration_s(self, nodes: Collection[int]) -> float:
+        """Without the bubble where one stage replays alone."""
+        if not self.techniques.is_local:
+            return self.costs.iteration_s
+        return self._local_s(frozenset(self.costs.segments(nodes)))
+
+    def _local_s(self, found: frozenset[frozenset[int]]) -> float:
+        """Segments replay at the same time; the slowest counts."""
+        if found not in self._known:
+            self._known[found] = max(self.costs.time.segment_s(segment) for segment in found)
+        return self._known[found]
+
+    @cached_property
+    def _known(self) -> dict[frozenset[frozenset[int]], float]:
+        return {}
+
+    def convert_iteration_s(self, nodes: Collection[int]) -> float:
+        """Without the weight gradients of frozen operators."""
+        seconds = self.replay_iteration_s(nodes)
+        if self.techniques.skips_frozen:
+            seconds *= 1 - self.costs.weight_gradient_share * self.frozen_share
+        return seconds
