@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ MODEL = {
     "--moe-aux-loss-coeff": 0.01, "--micro-batch-size": 1, "--lr": 1e-4, "--lr-decay-style": "constant",
     "--eval-iters": 0, "--eval-interval": 100000, "--log-interval": 1, "--seed": 1234, "--num-workers": 0,
 }  # fmt: skip
+LAST_LINES = 15
 SWITCHES = ("--swiglu", "--disable-bias-linear", "--bf16")
 """57 M parameters; with the distributed optimizer over three data-parallel ranks 228 MB of full state a rank."""
 
@@ -68,4 +70,12 @@ def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> N
     argv = [*argv, "--run-dir", str(run_dir)]
     code = launch.launch_on_this_host(launch.Launch(nproc, argv, False, False, spares))
     if code:
-        raise ConfigError(f"the measured run ended with {code}; its output stands above")
+        raise failed(code, run_dir)
+
+
+def failed(code: int, run_dir: Path) -> ConfigError:
+    """The error of a measured run, whose folder will be gone: what its ranks said last is printed."""
+    for path in sorted(run_dir.glob("logs/rank_*")):
+        if lines := path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]:
+            print(f"-- {path.name}", *lines, sep="\n", file=sys.stderr)
+    return ConfigError(f"the measured run ended with {code}; what its ranks said last stands above")

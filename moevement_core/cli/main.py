@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_data(commands)
     _add_plan(commands)
     _add_simulate(commands)
+    _add_profile(commands)
     _add_bench(commands)
     _add_verify(commands)
     _add_report(commands)
@@ -309,6 +310,33 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from moevement_core.cli import simulate
 
     return simulate.simulate(arguments)
+
+
+def _add_profile(commands: argparse._SubParsersAction) -> None:
+    profile = commands.add_parser(
+        "profile",
+        help="measure what an iteration of a real run is made of, for moevement simulate",
+        description="Train SCRIPT for a few iterations and write what it took: forward and backward pass of each stage, "
+        "synchronisation, update, memory of a layer, copies, storage, collectives over message sizes. A scenario with "
+        "'profile: FILE' is simulated with that.",
+    )
+    profile.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
+    profile.add_argument("--iterations", type=int, default=16, metavar="K", help="half of them timed (default: 16)")
+    profile.add_argument(
+        "--output", type=Path, default=Path("profile.yaml"), metavar="FILE", help="default: profile.yaml"
+    )
+    profile.add_argument(
+        "--storage", type=Path, metavar="DIR", help="folder on the storage to be measured (default: a temporary one)"
+    )
+    profile.add_argument("script", metavar="SCRIPT", help="a training script")
+    profile.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    profile.set_defaults(run=_profile)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from moevement_core.cli import profile
+
+    return profile.profile(arguments)
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:

@@ -1,0 +1,295 @@
+"""A run that is measured part by part for ``moevement profile``: what a simulated iteration is made of.
+
+Iterations take turns: without Megatron's timers, for the length of an iteration, and with them (``--timing-log-level 2``,
+which waits for the device at each end) for its parts. After the last one the ranks measure copies, storage and
+collectives together. The script that is measured follows this one on the command line; nothing of the fork has to be on.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.moevement.bench.observed import OUTPUT_ENV
+
+ITERATIONS_ENV, STORAGE_ENV = "MOEVEMENT_BENCH_ITERATIONS", "MOEVEMENT_BENCH_STORAGE"
+WARM_UP = 3
+PARTS = {
+    "forward": ("forward-compute",),
+    "backward": ("backward-compute",),
+    "reduce": ("all-grads-sync", "embedding-grads-all-reduce", "non-tensor-parallel-grads-all-reduce"),
+    "gather": ("params-all-gather",),
+    "optimizer": ("optimizer",),
+}
+"""Megatron's timers by part; the optimizer's holds the gathering of parameters too."""
+SIZES = tuple(4**power for power in range(5, 12))
+"""Bytes of a rank's message: 1 KB to 4 MB."""
+REPEATS = 7
+COPIED_BYTES, STORED_BYTES = 64 << 20, 32 << 20
+
+
+class Measured:
+    """What one rank has seen."""
+
+    def __init__(self, iterations: int) -> None:
+        self.iterations = iterations
+        self.whole_s: list[float] = []
+        self.parts_s: dict[str, list[float]] = {part: [] for part in PARTS}
+        self.layers: dict[str, Any] = {}
+        self.count = 0
+
+    def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
+        """``train_step`` of Megatron's trainer, measured."""
+
+        @functools.wraps(train_step)
+        def measured(*arguments: Any, **named: Any) -> Any:
+            config = named.get("config", arguments[5] if len(arguments) > 5 else None)
+            model = named.get("model", arguments[2] if len(arguments) > 2 else None)
+            is_timed = self.count % 2 == 1
+            timers = config.timers
+            config.timers = timers if is_timed else None
+            _clear(timers)
+            _settle()
+            began = time.perf_counter()
+            try:
+                if self.count == WARM_UP - 1:
+                    with _layers(model, self.layers):
+                        made = train_step(*arguments, **named)
+                else:
+                    made = train_step(*arguments, **named)
+            finally:
+                config.timers = timers
+            _settle()
+            if self.count >= WARM_UP:
+                if is_timed:
+                    for part, names in PARTS.items():
+                        self.parts_s[part].append(sum(_elapsed(timers, name) for name in names))
+                else:
+                    self.whole_s.append(time.perf_counter() - began)
+            self.count += 1
+            if self.count == self.iterations:
+                self._tell(model)
+            return made
+
+        return measured
+
+    def _tell(self, model: Any) -> None:
+        """Gather what all ranks have seen; rank 0 writes it."""
+        from megatron.core import parallel_state
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+        from megatron.training import get_args
+
+        args = get_args()
+        told = {
+            "stage": parallel_state.get_pipeline_model_parallel_rank(),
+            "whole_s": self.whole_s,
+            "parts_s": self.parts_s,
+            "layers": self.layers,
+            "parameters": sum(one.numel() for chunk in model for one in chunk.parameters()),
+            "d2h_bytes_per_s": _copy_rate(),
+            "storage_bytes_per_s": _storage_rate(Path(os.environ[STORAGE_ENV])),
+        }
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, told)
+        collectives = list(_collectives())
+        if dist.get_rank() == 0:
+            written = {
+                "ranks": ranks,
+                "collectives": collectives,
+                "backend": dist.get_backend(),
+                "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+                "cores": 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0)),
+                "pipeline": args.pipeline_model_parallel_size,
+                "chunks": args.virtual_pipeline_model_parallel_size or 1,
+                "micro_batches": get_num_microbatches(),
+                "tokens": args.micro_batch_size * args.seq_length // args.context_parallel_size,
+                "boundary_bytes": _boundary_bytes(args),
+            }
+            Path(os.environ[OUTPUT_ENV], "samples.json").write_text(json.dumps(written), encoding="utf-8")
+
+
+def _boundary_bytes(args: Any) -> int:
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    if args.sequence_parallel:
+        tokens //= args.tensor_model_parallel_size
+    return int(tokens * args.hidden_size * torch.finfo(args.params_dtype).bits // 8)
+
+
+def _settle() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _clear(timers: Any) -> None:
+    for name in {name for names in PARTS.values() for name in names}:
+        _elapsed(timers, name)
+
+
+def _elapsed(timers: Any, name: str) -> float:
+    """Since it was last asked; 0 of what this run has not."""
+    return float(timers._timers[name].elapsed(reset=True)) if name in timers._timers else 0.0
+
+
+@contextmanager
+def _layers(model: Any, found: dict[str, Any]) -> Iterator[None]:
+    """Of each transformer layer in one micro-batch: bytes that it keeps for its backward pass, and of its output."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    kept: list[int] = []
+    outputs: list[int] = []
+    handles, hooks = [], []
+
+    def before(*_: Any) -> None:
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, torch.nn.Parameter):
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        hook = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        hook.__enter__()
+        hooks.append((hook, sizes))
+
+    def after(_: Any, __: Any, output: Any) -> None:
+        hook, sizes = hooks.pop()
+        hook.__exit__(None, None, None)
+        kept.append(sum(sizes.values()))
+        tensor = output[0] if isinstance(output, tuple) else output
+        outputs.append(tensor.numel() * tensor.element_size())
+
+    layers = [one for chunk in model for one in chunk.modules() if isinstance(one, TransformerLayer)]
+    for one in layers:
+        handles += [one.register_forward_pre_hook(before), one.register_forward_hook(after)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    found |= {
+        "count": len(layers),
+        "activation_bytes": round(statistics.fmean(kept)) if kept else 0,
+        "output_bytes": round(statistics.fmean(outputs)) if outputs else 0,
+    }
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _rate(nbytes: int, action: Callable[[], None]) -> float:
+    """Bytes per second, median, all ranks at once."""
+    seconds = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        began = time.perf_counter()
+        action()
+        seconds.append(time.perf_counter() - began)
+    return nbytes / statistics.median(seconds)
+
+
+def _copy_rate() -> float:
+    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=_device())
+    host = torch.zeros(COPIED_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    def copy() -> None:
+        host.copy_(source, non_blocking=True)
+        _settle()
+
+    return _rate(COPIED_BYTES, copy)
+
+
+def _storage_rate(folder: Path) -> float:
+    """Until it is durable."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data = os.urandom(STORED_BYTES)
+
+    def write() -> None:
+        with tempfile.NamedTemporaryFile(dir=folder) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    return _rate(STORED_BYTES, write)
+
+
+def _collectives() -> Iterator[dict[str, Any]]:
+    """Seconds of each collective over sizes, on groups of each number of ranks; every rank calls it."""
+    ranks = dist.get_world_size()
+    sizes = sorted({2**power for power in range(1, ranks.bit_length())} | {ranks})
+    for count in (one for one in sizes if 1 < one <= ranks):
+        # All ranks at once, in neighbouring groups, as a training uses them.
+        groups = [dist.new_group(list(range(first, first + count))) for first in range(0, ranks - count + 1, count)]
+        place = dist.get_rank() // count
+        group = groups[place] if place < len(groups) else None
+        for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", *(("send",) if count == 2 else ())):
+            samples = []
+            for size in SIZES:
+                seconds = _once(name, size, group, count)
+                slowest = torch.tensor([seconds], dtype=torch.float64, device=_device())
+                dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+                samples.append([size, float(slowest)])
+            yield {"collective": name, "ranks": count, "samples": samples}
+        for one in groups:
+            dist.destroy_process_group(one)
+
+
+def _once(name: str, size: int, group: Any, count: int) -> float:
+    if group is None:
+        for _ in range(REPEATS):
+            dist.barrier()
+        return 0.0
+    whole = torch.zeros(max(size // 4, count) // count * count, device=_device())
+    part = torch.zeros(len(whole) // count, device=_device())
+    own = dist.get_rank(group)
+
+    def run() -> None:
+        match name:
+            case "all_reduce":
+                dist.all_reduce(whole, group=group)
+            case "all_gather":
+                dist.all_gather_into_tensor(whole, part, group=group)
+            case "reduce_scatter":
+                dist.reduce_scatter_tensor(part, whole, group=group)
+            case "all_to_all":
+                dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
+            case "send" if own == 0:
+                dist.send(whole, group=group, group_dst=1)
+            case "send":
+                dist.recv(whole, group=group, group_src=0)
+        _settle()
+
+    seconds = []
+    for _ in range(REPEATS):
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    """Run the script that follows, measured."""
+    from megatron.training import training
+
+    measured = Measured(int(os.environ[ITERATIONS_ENV]))
+    training.train_step = measured.around(training.train_step)
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""``moevement profile``: what an iteration of a real run is made of, as a file that ``moevement simulate`` reads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moevement_core.cli.bench_run import failed
+from moevement_core.description.profile import Affine, Profile, StageProfile
+from moevement_core.errors import ConfigError
+from moevement_core.simulator.pipeline import Pipeline
+
+FEWEST = 8
+SWITCH = "--moevement-sparse-ckpt"
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Run, write the file, print what it says; returns the exit code."""
+    if arguments.nproc < 1 or arguments.iterations < FEWEST:
+        raise ConfigError(
+            f"--nproc {arguments.nproc} --iterations {arguments.iterations}; needs 1 or more, and {FEWEST} or more: "
+            "the first warm up, the others take turns with and without timers"
+        )
+    made = profile_of(_run(arguments))
+    made.save(arguments.output)
+    _print(made, Console())
+    print(f"profile: {arguments.output}")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+    from megatron.moevement import config_file, launch
+    from megatron.moevement.bench import profile as script
+    from megatron.moevement.bench.observed import OUTPUT_ENV
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {
+            OUTPUT_ENV: folder,
+            script.ITERATIONS_ENV: str(arguments.iterations),
+            script.STORAGE_ENV: str((arguments.storage or Path(folder)).absolute()),
+        }
+        # Snapshots beside training would be measured as a part of it.
+        flags = [word for word in config_file.expand(arguments.arguments) if word != SWITCH]
+        flags += ["--train-iters", str(arguments.iterations), "--timing-log-level", "2", "--eval-iters", "0"]
+        flags += ["--log-interval", "1", "--run-dir", str(Path(folder, "run"))]
+        argv = [str(script.__file__), arguments.script, *flags]
+        code = launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, False, False, None))
+        samples = Path(folder, "samples.json")
+        if code or not samples.exists():
+            raise failed(code, Path(folder, "run"))
+        return dict(json.loads(samples.read_text(encoding="utf-8")))
+
+
+def profile_of(told: Mapping[str, Any]) -> Profile:
+    """From what the ranks have told: medians over iterations, of a stage its slowest rank."""
+    ranks: Sequence[Mapping[str, Any]] = told["ranks"]
+    count = told["micro_batches"]
+
+    def median(rank: Mapping[str, Any], part: str) -> float:
+        return statistics.median(rank["parts_s"][part])
+
+    stages = []
+    for number in range(told["pipeline"]):
+        own = [rank for rank in ranks if rank["stage"] == number]
+        stages.append(
+            StageProfile(
+                forward_s=max(median(rank, "forward") for rank in own) / count,
+                backward_s=max(median(rank, "backward") for rank in own) / count,
+                layers=own[0]["layers"]["count"],
+                parameters=max(rank["parameters"] for rank in own),
+                layer_activation_bytes=max(rank["layers"]["activation_bytes"] for rank in own),
+                layer_output_bytes=max(rank["layers"]["output_bytes"] for rank in own),
+            )
+        )
+    fits = [
+        Affine.fit(one["collective"], one["ranks"], [(int(size), seconds) for size, seconds in one["samples"]])
+        for one in told["collectives"]
+    ]
+    send = next((one for one in fits if one.collective == "send"), None)
+    network = (len(ranks) // 2) / send.b_s_per_byte if send is not None and send.b_s_per_byte > 0 else 0.0
+    sync_s = max(median(rank, "reduce") + median(rank, "gather") for rank in ranks)
+    # The gathering of parameters is inside the optimizer's timer.
+    update_s = max(max(0.0, median(rank, "optimizer") - median(rank, "gather")) for rank in ranks)
+    return Profile(
+        device=told["device"], backend=told["backend"], ranks=len(ranks), pipeline=told["pipeline"],
+        chunks=told["chunks"], micro_batches=count, tokens=told["tokens"],
+        iteration_s=max(statistics.median(rank["whole_s"]) for rank in ranks),
+        sync_s=sync_s, update_s=update_s, send_s=send.seconds(told["boundary_bytes"]) if send is not None else 0.0,
+        d2h_bytes_per_s=min(rank["d2h_bytes_per_s"] for rank in ranks),
+        network_bytes_per_s=network,
+        storage_bytes_per_s=sum(rank["storage_bytes_per_s"] for rank in ranks),
+        cores=told["cores"], stages=tuple(stages), collectives=tuple(fits),
+        versions={name: version(name) for name in ("torch", "megatron-core")},
+    )  # fmt: skip
+
+
+def _print(made: Profile, console: Console) -> None:
+    table = Table("stage", "layers", "parameters of a rank", "forward", "backward", "kept by a layer", "its output")
+    for number, one in enumerate(made.stages):
+        table.add_row(
+            str(number), str(one.layers), f"{one.parameters / 1e6:.3g} M", f"{1e3 * one.forward_s:.3g} ms",
+            f"{1e3 * one.backward_s:.3g} ms", f"{one.layer_activation_bytes / 1e6:.3g} MB",
+            f"{one.layer_output_bytes / 1e6:.3g} MB",
+        )  # fmt: skip
+    console.print(
+        f"{made.ranks} ranks, {made.backend} on {made.device}; {made.micro_batches} micro-batches of {made.tokens} "
+        "tokens; seconds of a micro-batch:"
+    )
+    console.print(table)
+    pipeline = Pipeline(
+        tuple(one.forward_s for one in made.stages), tuple(one.backward_s for one in made.stages), made.micro_batches,
+        made.chunks, made.send_s,
+    )  # fmt: skip
+    rest = made.sync_s + made.update_s
+    console.print(
+        f"an iteration: {made.iteration_s:.4g} s measured, {pipeline.simulate() + rest:.4g} s by event simulation, "
+        f"{pipeline.closed_form() + rest:.4g} s by the closed form; {made.sync_s:.3g} s of it synchronisation, "
+        f"{made.update_s:.3g} s update"
+        + (f"; ranks share {made.cores} processors, so parts of stages that wait are too long" if made.cores else "")
+    )
+    console.print(
+        f"a rank copies {made.d2h_bytes_per_s / 1e9:.3g} GB/s to its host; all ranks send "
+        f"{made.network_bytes_per_s / 1e9:.3g} GB/s and write {made.storage_bytes_per_s / 1e9:.3g} GB/s to storage"
+    )
+    fitted = Table("collective", "ranks", "a", "b", "1 MB")
+    for fit in made.collectives:
+        fitted.add_row(
+            fit.collective, str(fit.ranks), f"{1e6 * fit.a_s:.4g} us", f"{1e9 * fit.b_s_per_byte:.3g} ns/B",
+            f"{1e3 * fit.seconds(1e6):.3g} ms",
+        )  # fmt: skip
+    console.print(fitted)

@@ -1,0 +1,83 @@
+"""``moevement profile`` on real ranks, and a simulation of what it has measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moevement_core.cli.main import main
+from moevement_core.description.profile import Profile
+from tests.training import ROOT, SCRIPT
+
+FLAGS = {
+    "num-layers": 4, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 32, "num-experts": 4,
+    "moe-router-topk": 2, "moe-ffn-hidden-size": 48, "normalization": "RMSNorm", "swiglu": True,
+    "untie-embeddings-and-output-weights": True, "disable-bias-linear": True, "max-position-embeddings": 32,
+    "position-embedding-type": "rope", "pipeline-model-parallel-size": 2, "use-distributed-optimizer": True,
+    "micro-batch-size": 2, "global-batch-size": 8, "lr": 0.001, "bf16": True, "moevement-sparse-ckpt": True,
+    "moe-token-dispatcher-type": "alltoall", "eval-interval": 1000,
+}  # fmt: skip
+
+
+def profile(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "-m", "moevement_core.cli.main", "profile", "--nproc", "2", *words]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
+
+
+def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, output = tmp_path / "flags.yaml", tmp_path / "profile.yaml"
+    config.write_text(yaml.safe_dump(FLAGS))
+    done = profile("--iterations", "8", "--output", str(output), str(SCRIPT), "--config", str(config))
+    assert done.returncode == 0, done.stderr
+    assert "by event simulation" in " ".join(done.stdout.split())
+    made = Profile.load(output)
+    assert (made.ranks, made.pipeline, made.micro_batches, made.tokens, made.backend) == (2, 2, 4, 64, "gloo")
+    assert [one.layers for one in made.stages] == [2, 2]
+    for one in made.stages:
+        assert 0 < one.forward_s < made.iteration_s
+        assert 0 < one.backward_s < made.iteration_s
+        assert one.layer_output_bytes == 64 * 64 * 2
+        assert one.layer_activation_bytes > one.layer_output_bytes
+    assert {one.collective for one in made.collectives} == {
+        "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
+    }  # fmt: skip
+    assert min(made.d2h_bytes_per_s, made.network_bytes_per_s, made.storage_bytes_per_s) > 0
+    job = {
+        "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 259, "seq_length": 32,
+        "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "global_batch_size": 8, "micro_batch_size": 2,
+    }  # fmt: skip
+    scenario = tmp_path / "scenario.yaml"
+    scenario.write_text(
+        yaml.safe_dump(
+            {
+                "job": job,
+                "parallel": {"ranks": 2, "pipeline": 2},
+                "profile": "profile.yaml",
+                "checkpointing": {"replicas": 1},
+            }
+        )  # fmt: skip
+    )
+    assert main(["simulate", str(scenario), "--mtbf", "600", "--strategy", "moevement", "--seeds", "2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
+    assert result["iteration_s"] == pytest.approx(made.iteration_s)
+
+
+def test_too_few_iterations_are_refused() -> None:
+    done = profile("--iterations", "3", str(SCRIPT))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--iterations 3; needs" in done.stderr
+
+
+@pytest.mark.full
+def test_why_a_run_failed_is_said(tmp_path: Path) -> None:
+    config = tmp_path / "flags.yaml"
+    config.write_text(yaml.safe_dump({**FLAGS, "eval-interval": None}))
+    done = profile(str(SCRIPT), "--config", str(config))
+    assert done.returncode == 2
+    assert "--eval-interval: missing" in done.stderr, "the run's folder is gone, what it said is not"
+    assert "the measured run ended with" in done.stderr

@@ -1,0 +1,101 @@
+"""Profiles: fits, files, and what the simulator makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moevement_core.description.profile import Affine, Profile, StageProfile
+from moevement_core.errors import ConfigError
+from moevement_core.simulator.iteration import from_profile
+from moevement_core.simulator.scenario import Scenario, load
+from tests.unit.test_transformer import BASE
+
+STAGE = StageProfile(
+    forward_s=0.1, backward_s=0.2, layers=2, parameters=1000, layer_activation_bytes=10, layer_output_bytes=5
+)
+PROFILE = Profile(
+    device="cpu", backend="gloo", ranks=4, pipeline=2, chunks=1, micro_batches=4, tokens=32, iteration_s=3.0, sync_s=0.1,
+    update_s=0.2, send_s=0.01, d2h_bytes_per_s=1e9, network_bytes_per_s=2e9, storage_bytes_per_s=3e8, cores=2,
+    stages=(STAGE, replace(STAGE, forward_s=0.15)),
+    collectives=(Affine.fit("all_reduce", 2, [(1000, 0.001), (1000000, 0.002)]),), versions={"torch": "1"},
+)  # fmt: skip
+
+
+@given(a=st.floats(1e-6, 1e-2), b=st.floats(1e-12, 1e-8))
+@settings(max_examples=30, deadline=None)
+def test_an_affine_time_is_found_again(a: float, b: float) -> None:
+    sizes = [1 << power for power in range(10, 24, 2)]
+    fit = Affine.fit("all_to_all", 4, [(size, a + b * size) for size in sizes])
+    assert fit.a_s == pytest.approx(a, rel=1e-3)
+    assert fit.b_s_per_byte == pytest.approx(b, rel=1e-3)
+
+
+def test_a_fit_is_never_negative() -> None:
+    assert Affine.fit("send", 2, [(1000, 1.0), (2000, 0.5)]).b_s_per_byte == 0
+    falling = Affine.fit("send", 2, [(1000, 0.001), (2000, 0.01)])
+    assert falling.a_s == 0
+    assert falling.b_s_per_byte > 0
+    with pytest.raises(ConfigError, match="two sizes at least"):
+        Affine.fit("send", 2, [(1000, 1.0)])
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
+    PROFILE.save(tmp_path / "deep" / "profile.yaml")
+    assert Profile.load(tmp_path / "deep" / "profile.yaml") == PROFILE
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 9}, "no format 1"),
+        ({"stages": []}, "0 stages of pipeline 2"),
+        ({"iteration_s": "soon"}, "iteration_s 'soon'; needs a number"),
+        ({"speed": 1}, "speed"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "profile.yaml"
+    PROFILE.save(path)
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=message):
+        Profile.load(path)
+
+
+def scenario_of(tmp_path: Path, **parallel: int) -> Scenario:
+    PROFILE.save(tmp_path / "profile.yaml")
+    path = tmp_path / "scenario.yaml"
+    layout = {"ranks": 4, "pipeline": 2, "expert": 2, **parallel}
+    path.write_text(
+        yaml.safe_dump({"job": {**BASE, "global_batch_size": 8}, "parallel": layout, "profile": "profile.yaml"})
+    )
+    return load(path)
+
+
+def test_the_job_that_was_measured_takes_as_long(tmp_path: Path) -> None:
+    made = scenario_of(tmp_path)
+    assert made.time.total_s == pytest.approx(3.0)
+    assert made.cluster.storage_bytes_per_s == 3e8
+    assert made.costs().plan.given.iteration_s == pytest.approx(3.0)
+
+
+def test_other_jobs_follow_from_the_parts(tmp_path: Path) -> None:
+    """Twice the data-parallel ranks have half the micro-batches each: (2 + 1) 0.35 or less, and what is fixed."""
+    made = scenario_of(tmp_path, ranks=8).time
+    assert made.closed_form_s == pytest.approx(3 * 0.35 + 0.3)
+    assert made.total_s <= made.closed_form_s + 4 * 0.01
+    with pytest.raises(ConfigError, match="a profile of 2 stages"):
+        _ = scenario_of(tmp_path, ranks=8, pipeline=4).time
+
+
+def test_ranks_that_share_processors_get_more_of_them_alone(tmp_path: Path) -> None:
+    """Four ranks on two cores: two of them alone are twice as fast."""
+    job = scenario_of(tmp_path).job
+    shared, own = (from_profile(replace(PROFILE, cores=cores), job) for cores in (2, 0))
+    assert shared.segment_s([0]) == pytest.approx(own.segment_s([0]) / 2)
+    assert shared.segment_s([0, 1]) == pytest.approx(own.segment_s([0, 1]))
