@@ -316,9 +316,9 @@ def _add_profile(commands: argparse._SubParsersAction) -> None:
     profile = commands.add_parser(
         "profile",
         help="measure what an iteration of a real run is made of, for moevement simulate",
-        description="Train SCRIPT for a few iterations and write what it took: forward and backward pass of each stage, "
-        "synchronisation, update, memory of a layer, copies, storage, collectives over message sizes. A scenario with "
-        "'profile: FILE' is simulated with that.",
+        description="Train SCRIPT for a few iterations and write what it took: forward and backward pass of each "
+        "stage, synchronisation, update, memory of a layer, copies, storage, collectives over message sizes. A "
+        "scenario with 'profile: FILE' is simulated with that.",
     )
     profile.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
     profile.add_argument("--iterations", type=int, default=16, metavar="K", help="half of them timed (default: 16)")

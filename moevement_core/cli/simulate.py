@@ -149,9 +149,10 @@ def _overridden(given: Scenario, arguments: argparse.Namespace) -> Scenario:
 
 def _headline(one: Scenario, time: IterationTime, window: int, trainings: int) -> str:
     job, saved = one.job, one.checkpointing
+    alone = max(time.segment_s([stage]) for stage in range(time.stages))
     return (
         f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), {time.total_s:.3g} s an iteration (closed form "
-        f"{time.closed_form_s:.3g} s), {time.bubble:.0%} of it waiting; W = {window}; {one.run.hours:g} hours, "
+        f"{time.closed_form_s:.3g} s), {alone:.3g} s for a stage alone; W = {window}; {one.run.hours:g} hours, "
         f"{trainings} trainings of each kind; {saved.detect_s:g} s to detect, {saved.regroup_s:g} s to regroup"
     )
 

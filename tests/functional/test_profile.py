@@ -49,19 +49,12 @@ def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureF
     assert min(made.d2h_bytes_per_s, made.network_bytes_per_s, made.storage_bytes_per_s) > 0
     job = {
         "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 259, "seq_length": 32,
-        "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "global_batch_size": 8, "micro_batch_size": 2,
+        "num_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "global_batch_size": 8,
+        "micro_batch_size": 2,
     }  # fmt: skip
+    whole = {"job": job, "parallel": {"ranks": 2, "pipeline": 2}, "profile": "profile.yaml"}
     scenario = tmp_path / "scenario.yaml"
-    scenario.write_text(
-        yaml.safe_dump(
-            {
-                "job": job,
-                "parallel": {"ranks": 2, "pipeline": 2},
-                "profile": "profile.yaml",
-                "checkpointing": {"replicas": 1},
-            }
-        )  # fmt: skip
-    )
+    scenario.write_text(yaml.safe_dump({**whole, "checkpointing": {"replicas": 1}}))
     assert main(["simulate", str(scenario), "--mtbf", "600", "--strategy", "moevement", "--seeds", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
     assert result["iteration_s"] == pytest.approx(made.iteration_s)

@@ -1,8 +1,8 @@
 """A run that is measured part by part for ``moevement profile``: what a simulated iteration is made of.
 
-Iterations take turns: without Megatron's timers, for the length of an iteration, and with them (``--timing-log-level 2``,
+Iterations take turns: without Megatron's timers, for the length of an iteration, and with them (log level 2,
 which waits for the device at each end) for its parts. After the last one the ranks measure copies, storage and
-collectives together. The script that is measured follows this one on the command line; nothing of the fork has to be on.
+collectives together. The script that is measured follows on the command line; nothing of the fork has to be on.
 """
 
 from __future__ import annotations

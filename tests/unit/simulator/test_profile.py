@@ -20,11 +20,25 @@ STAGE = StageProfile(
     forward_s=0.1, backward_s=0.2, layers=2, parameters=1000, layer_activation_bytes=10, layer_output_bytes=5
 )
 PROFILE = Profile(
-    device="cpu", backend="gloo", ranks=4, pipeline=2, chunks=1, micro_batches=4, tokens=32, iteration_s=3.0, sync_s=0.1,
-    update_s=0.2, send_s=0.01, d2h_bytes_per_s=1e9, network_bytes_per_s=2e9, storage_bytes_per_s=3e8, cores=2,
+    device="cpu",
+    backend="gloo",
+    ranks=4,
+    pipeline=2,
+    chunks=1,
+    micro_batches=4,
+    tokens=32,
+    iteration_s=3.0,
+    sync_s=0.1,
+    update_s=0.2,
+    send_s=0.01,
+    d2h_bytes_per_s=1e9,
+    network_bytes_per_s=2e9,
+    storage_bytes_per_s=3e8,
+    cores=2,
     stages=(STAGE, replace(STAGE, forward_s=0.15)),
-    collectives=(Affine.fit("all_reduce", 2, [(1000, 0.001), (1000000, 0.002)]),), versions={"torch": "1"},
-)  # fmt: skip
+    collectives=(Affine.fit("all_reduce", 2, [(1000, 0.001), (1000000, 0.002)]),),
+    versions={"torch": "1"},
+)
 
 
 @given(a=st.floats(1e-6, 1e-2), b=st.floats(1e-12, 1e-8))

@@ -1,0 +1,181 @@
+"""Predicted against measured: jobs whose ranks are killed, and a simulation of them; writes benchmarks/predicted.md.
+
+    python -m benchmarks.predicted        (about half an hour)
+
+1. ``moevement profile`` of the laptop preset: what an iteration is made of.
+2. One job with three kills: what noticing, regrouping, fetching and entering the loop again take on this machine.
+3. Jobs with random kills. Each is simulated with 1 and 2, with the failures that it had; nothing of its own speed is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import measured_on
+from moevement_core.cli.simulate import SCENARIOS
+from moevement_core.description.profile import Profile
+from moevement_core.run_record import RunRecord
+from moevement_core.simulator.failures import Failure
+from moevement_core.simulator.scenario import Scenario, load
+from moevement_core.simulator.strategies import MoEvement
+from moevement_core.simulator.training import train
+
+OUTPUT = Path(__file__).with_suffix(".md")
+PROFILE = Path(__file__).with_name("laptop_profile.yaml")
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
+CONFIG = ROOT / "examples" / "pretrain_moe" / "configs" / "laptop.yaml"
+JOBS = ((30.0, 1), (30.0, 2), (60.0, 3), (120.0, 4))
+"""Mean seconds between failures, and the seed."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One job with kills, and its simulation."""
+
+    mtbf_s: float
+    seed: int
+    failures: int
+    wall_s: float
+    iterations: int
+    iteration_s: float
+    """Of the job itself where nothing disturbed it, median."""
+    lost_s: float
+    """From each failure to the resumption, measured."""
+    predicted_iterations: int
+    predicted_lost_s: float
+    predicted_ettr: float
+
+    @property
+    def ettr(self) -> float:
+        """Iterations at the length that they have undisturbed, over the time that the job took."""
+        return self.iterations * self.iteration_s / self.wall_s
+
+
+def main() -> None:
+    """Measure, simulate, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=300, help="of each job (default: 300)")
+    parser.add_argument("--keep-profile", action="store_true", help="use the profile that is there")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if not arguments.keep_profile:
+            command("profile", "--nproc", "4", "--iterations", "60", "--output", str(PROFILE), *training())
+        kills = [f"rank={rank},iteration={at},phase=backward" for rank, at in ((1, 20), (2, 45), (0, 70))]
+        words = [word for kill in kills for word in ("--moevement-inject", kill)]
+        calm = job(Path(folder, "calibrate"), "--train-iters", "95", *words)
+        scenario = calibrated(load(SCENARIOS / "laptop.yaml"), calm)
+        rows = []
+        for mtbf_s, seed in JOBS:
+            words = ["--moevement-inject-mtbf", str(mtbf_s), "--moevement-inject-seed", str(seed)]
+            run = job(Path(folder, f"job_{seed}"), "--train-iters", str(arguments.iterations), *words)
+            rows.append(compared(run, scenario, mtbf_s, seed))
+            print(rows[-1], flush=True)
+    OUTPUT.write_text(report(rows, scenario, Profile.load(PROFILE), arguments.iterations), encoding="utf-8")
+
+
+def training() -> list[str]:
+    """The script and its configuration."""
+    return [str(SCRIPT), "--config", str(CONFIG)]
+
+
+def command(*words: str) -> None:
+    """Run ``moevement``."""
+    subprocess.run([str(Path(sys.executable).with_name("moevement")), *words], check=True)
+
+
+def job(folder: Path, *flags: str) -> RunRecord:
+    """A job with spares, to its end."""
+    command("launch", "--nproc", "4", "--spares", "2", *training(), *flags, "--run-dir", str(folder))
+    return RunRecord(folder)
+
+
+def failures_of(run: RunRecord) -> list[dict[str, Any]]:
+    """The accounts of its recoveries."""
+    return [event for event in run.events() if event["event"] == "failure"]
+
+
+def calibrated(scenario: Scenario, run: RunRecord) -> Scenario:
+    """With the seconds that the kills of one job took; replaying is what is predicted."""
+    told = failures_of(run)
+
+    def median(*parts: str) -> float:
+        return statistics.median(sum(one["parts"][part] for part in parts) for one in told)
+
+    saved = replace(
+        scenario.checkpointing,
+        detect_s=median("detect", "abort"),
+        regroup_s=median("regroup", "set up and fetch", "enter the loop"),
+    )
+    return replace(scenario, checkpointing=saved)
+
+
+def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Compared:
+    """A job beside its simulation, from its first iteration to its last."""
+    metrics, told = list(run.metrics()), failures_of(run)
+    began, ended = metrics[0]["time"] - metrics[0]["iteration_s"], metrics[-1]["time"]
+    ends = [(one["failed_at"], one["resumed_at"]) for one in told]
+    calm = [
+        one["iteration_s"]
+        for one in metrics[5:]
+        if not any(failed <= one["time"] <= resumed + 2 * one["iteration_s"] for failed, resumed in ends)
+    ]
+    failures = [Failure(one["failed_at"] - began, (rank_of(one),)) for one in told if one["failed_at"] > began]
+    strategy = MoEvement(scenario.costs())
+    made = train(strategy, failures, ended - began)
+    parts = ("detect", "regroup", "fetch", "convert", "catch up", "interrupted")
+    # An iteration that a failure interrupts is lost on both sides; it is counted from the last one that was committed.
+    lost_s = sum(resumed - failed for failed, resumed in ends) + sum(
+        failed - max((one["time"] for one in metrics if one["time"] <= failed), default=failed) for failed, _ in ends
+    )
+    return Compared(
+        mtbf_s, seed, len(told), ended - began, len(metrics), statistics.median(calm), lost_s, made.iterations,
+        sum(made.lost_s[part] for part in parts), made.ettr,
+    )  # fmt: skip
+
+
+def rank_of(failure: dict[str, Any]) -> int:
+    """The rank that failed, which is a node of its own here."""
+    words = str(failure["failures"][0]).split()
+    return int(words[words.index("rank") + 1])
+
+
+def report(rows: list[Compared], scenario: Scenario, profile: Profile, iterations: int) -> str:
+    """The whole file."""
+    table = "\n".join(
+        f"| {one.mtbf_s:g} s | {one.seed} | {one.failures} | {one.wall_s:.0f} s | {one.iteration_s:.3f} s | "
+        f"{one.lost_s / max(1, one.failures):.2f} s | {one.predicted_lost_s / max(1, one.failures):.2f} s | "
+        f"{one.ettr:.3f} | {one.predicted_ettr:.3f} | {one.predicted_ettr - one.ettr:+.3f} |"
+        for one in rows
+    )
+    worst = max(abs(one.predicted_ettr - one.ettr) for one in rows)
+    saved = scenario.checkpointing
+    return f"""# Predicted against measured
+
+    python -m benchmarks.predicted        (writes this file and benchmarks/laptop_profile.yaml)
+
+The laptop preset on four ranks (pipeline 2, expert 2) with two spares, {iterations} iterations a job, ranks killed by SIGKILL
+at random (`--moevement-inject-mtbf`). Predicted: the profile, {saved.detect_s:.2f} s to notice and abort and
+{saved.regroup_s:.2f} s to regroup, set up and enter the loop (medians of three kills of another job), and the failures that
+each job had, simulated with the schedule and rollback of the policy. An iteration takes {profile.iteration_s:.3f} s in the
+profile. ETTR is measured against the length that iterations of the same job have where nothing disturbs them.
+
+| MTBF | seed | failures | wall | iteration | lost to a failure, measured | predicted | ETTR, measured | predicted | off by |
+|---|---|---|---|---|---|---|---|---|---|
+{table}
+
+The largest difference is {worst:.3f}.
+
+{measured_on("torch", "megatron-core")}.
+"""
+
+
+if __name__ == "__main__":
+    main()
