@@ -11,13 +11,14 @@ from moevement_core.errors import ConfigError
 
 
 @contextmanager
-def figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[Any]:
-    """Axes beside each other, to draw on; saved at the end.
+def figure(path: Path, columns: int, size: tuple[float, float], rows: int = 1) -> Iterator[Any]:
+    """Axes beside each other, to draw on, row after row; saved at the end.
 
     Args:
         path: its suffix says the format; folders are made.
         columns: of axes.
         size: inches.
+        rows: of axes.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -29,9 +30,9 @@ def figure(path: Path, columns: int, size: tuple[float, float]) -> Iterator[Any]
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    made, axes = plt.subplots(1, columns, figsize=size, layout="constrained")
+    made, axes = plt.subplots(rows, columns, figsize=size, layout="constrained")
     try:
-        yield axes
+        yield axes.ravel() if rows > 1 else axes
         path.parent.mkdir(parents=True, exist_ok=True)
         made.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

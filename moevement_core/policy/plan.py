@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from moevement_core.description.cluster import Cluster
-from moevement_core.description.job import JobShape, StageShape
+from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorKind, OperatorTable
 from moevement_core.policy.popularity import Order, Ordering, order_operators
@@ -64,6 +64,12 @@ class StagePlan:
     """Its slots in the window of the job."""
     log_bytes: int
     """Boundary log of an iteration."""
+
+    @cached_property
+    def operators(self) -> tuple[OperatorShape, ...]:
+        """Of its shape, in the order of the table."""
+        by_name = {one.name: one for one in self.shape.operators}
+        return tuple(by_name[name] for name in self.table.names)
 
     @property
     def full_bytes(self) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from moevement_core.description.job import StageShape
+from moevement_core.description.job import OperatorShape
 from moevement_core.operators import OperatorKind
 from moevement_core.policy.plan import CheckpointPlan
 from moevement_core.policy.popularity import Scores
@@ -107,15 +107,15 @@ class Costs:
         job = self.plan.given.job
         return segments(Pipeline(job.pipeline_parallel, job.chunks > 1), self.stages_of(nodes))
 
-    def shares(self, stage: StageShape) -> Scores:
+    def shares(self, operators: Sequence[OperatorShape]) -> Scores:
         """Share of the tokens of its layer that reaches each operator, ``[expert-parallel ranks, operators]``.
 
         1 for what serves all. Drawn for each layer with the wanted skew, equal for equal seeds.
         """
         ranks = self.plan.given.job.expert_parallel
-        found = np.ones((ranks, len(stage.operators)))
+        found = np.ones((ranks, len(operators)))
         of_layer: dict[str, list[int]] = {}
-        for place, one in enumerate(stage.operators):
+        for place, one in enumerate(operators):
             if one.kind is OperatorKind.EXPERT:
                 of_layer.setdefault(one.name.split(".experts.")[0], []).append(place)
         generator = np.random.default_rng(self.skew_seed)

@@ -26,7 +26,7 @@ class Partial(Strategy):
     def __init__(self, costs: Costs) -> None:
         super().__init__(costs)
         stage = max(costs.plan.stages, key=lambda one: one.full_bytes)
-        pairs = list(zip(stage.shape.operators, stage.table.full[0].tolist(), strict=True))
+        pairs = list(zip(stage.operators, stage.table.full[0].tolist(), strict=True))
         experts = [(one, size) for one, size in pairs if one.kind is OperatorKind.EXPERT]
         self.expert_bytes = sum(size for _, size in experts)
         self.other_bytes = sum(size for one, size in pairs if one.kind is not OperatorKind.EXPERT)

@@ -105,10 +105,10 @@ class MoEvement(Strategy):
     def _frozen_share(self, stage: StagePlan) -> float:
         """An expert works for the tokens that reach it, everything else for all; an embedding has no products."""
         factor = {OperatorKind.EXPERT: float(self.costs.plan.given.job.experts_per_token), OperatorKind.EMBEDDING: 0.0}
-        each = np.array([one.parameters * factor.get(one.kind, 1.0) for one in stage.shape.operators])
+        each = np.array([one.parameters * factor.get(one.kind, 1.0) for one in stage.operators])
         ends = np.array(stage.window.ends)
         active, total = np.zeros(len(ends)), 0.0
-        for shares in self.costs.shares(stage.shape):
+        for shares in self.costs.shares(stage.operators):
             order = stage.order
             if self.techniques.reorders:
                 order = order_operators(stage.table, np.where(stage.table.is_expert, shares, 0.0))

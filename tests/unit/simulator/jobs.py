@@ -33,9 +33,9 @@ def costs(
         OperatorShape(name, kind_, (size,), 1)
         for layer in layers
         for name, kind_, size in (
-            *((expert_name(layer, number), OperatorKind.EXPERT, 8_000_000) for number in range(8)),
-            (gate_name(layer), OperatorKind.GATE, 20_000),
             (non_expert_name(layer), OperatorKind.NON_EXPERT, 12_000_000),
+            (gate_name(layer), OperatorKind.GATE, 20_000),
+            *((expert_name(layer, number), OperatorKind.EXPERT, 8_000_000) for number in range(8)),
         )
     )
     regime = precision.MIXED

@@ -1,0 +1,138 @@
+"""What the papers publish, as far as their text and tables give it as numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MTBFS_S = (7200, 3600, 1800, 1200, 600)
+HOURS = 12
+
+
+@dataclass(frozen=True)
+class System:
+    """One system on one model in MoEvement's table 3."""
+
+    name: str
+    interval: int | None
+    """Iterations; W for MoEvement; None where it is another one for each failure rate."""
+    overhead: float
+    """Share of an iteration, at a failure every two hours."""
+    recovery_s: tuple[float, ...]
+    """In all of twelve hours, by failure rate."""
+    ettr: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of table 3; ``preset`` is its scenario."""
+
+    preset: str
+    parameters: float
+    systems: tuple[System, ...]
+    gemini_gb: float
+    """Table 6: host memory of Gemini, of all nodes together ..."""
+    sparse_gb: float
+    """... of MoEvement's snapshots ..."""
+    logs_gb: float
+    """... and of its logs."""
+    sparse_only: float
+    """Figure 13: ETTR with sparse checkpoints alone."""
+    skewed_gain: float
+    """Figure 13: by which reordering raises it."""
+
+
+MODELS = (
+    Model("moe_llava", 2.9e9, (
+        System("checkfreq", 57, 0.02, (1265, 2530, 5059, 7589, 11178), (0.945, 0.914, 0.853, 0.792, 0.712)),
+        System("gemini", None, 0.01, (938, 1551, 2203, 2570, 4161), (0.959, 0.939, 0.897, 0.852, 0.764)),
+        System("moc", 1, 0.08, (10, 20, 41, 61, 98), (0.922, 0.375, 0.328, 0.231, 0.184)),
+        System("moevement", 3, 0.01, (11, 24, 57, 74, 117), (0.981, 0.979, 0.975, 0.971, 0.964)),
+    ), 75.4, 81.2, 1.9, 0.57, 0.0),
+    Model("gpt_moe", 7.3e9, (
+        System("checkfreq", 78, 0.01, (1424, 2848, 4486, 8543, 13086), (0.937, 0.903, 0.834, 0.765, 0.687)),
+        System("gemini", None, 0.01, (1121, 1718, 2160, 3259, 4627), (0.947, 0.923, 0.868, 0.815, 0.722)),
+        System("moc", 1, 0.09, (13, 25, 50, 76, 132), (0.919, 0.384, 0.326, 0.220, 0.179)),
+        System("moevement", 3, 0.01, (18, 28, 78, 105, 161), (0.979, 0.976, 0.971, 0.966, 0.959)),
+    ), 189.8, 205.2, 4.2, 0.43, 0.15),
+    Model("qwen_moe", 14.3e9, (
+        System("checkfreq", 113, 0.02, (1170, 2340, 4680, 7020, 10040), (0.927, 0.898, 0.841, 0.783, 0.703)),
+        System("gemini", None, 0.02, (961, 1402, 2114, 2331, 3495), (0.934, 0.915, 0.868, 0.819, 0.717)),
+        System("moc", 1, 0.09, (15, 30, 60, 90, 146), (0.927, 0.380, 0.325, 0.205, 0.162)),
+        System("moevement", 5, 0.02, (17, 33, 83, 140, 207), (0.981, 0.977, 0.970, 0.963, 0.957)),
+    ), 371.6, 420.8, 12.4, 0.37, 0.32),
+    Model("deepseek_moe", 16.4e9, (
+        System("checkfreq", 124, 0.03, (992, 1984, 3967, 5951, 9402), (0.902, 0.877, 0.827, 0.777, 0.672)),
+        System("gemini", None, 0.02, (800, 1218, 1879, 1983, 3236), (0.910, 0.894, 0.853, 0.814, 0.728)),
+        System("moc", 1, 0.08, (17, 35, 70, 104, 176), (0.933, 0.349, 0.324, 0.168, 0.134)),
+        System("moevement", 6, 0.02, (22, 43, 104, 167, 241), (0.975, 0.970, 0.965, 0.956, 0.951)),
+    ), 426.4, 478.7, 21.1, 0.49, 0.32),
+)  # fmt: skip
+"""MoEvement, tables 2, 3 and 6 and figure 13. Overheads are rounded to percent there."""
+
+GEMINI_EVERY_ITERATION = 2.5
+"""Figure 1a: by which Gemini slows DeepSeek-MoE on 96 A100 if it checkpoints in every iteration."""
+GEMINI_BEST = {7200: 0.93, 1800: 0.79, 600: 0.47}
+"""Figure 1b: its best ETTR by MTBF."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A row of MoEvement's table 7, at failures every hour and every ten minutes."""
+
+    gemini: tuple[tuple[int, float], ...]
+    """Interval and seconds of overhead of an iteration, for a failure every hour, 30 and 10 minutes."""
+    checkfreq: tuple[int, float]
+    window: int
+    ettr: dict[str, tuple[float, float]]
+    """By system: a failure every hour, every ten minutes."""
+    recovery_s: dict[str, tuple[float, float]]
+
+
+TABLE_7 = (
+    Precision(
+        ((71, 0.11), (48, 0.16), (27, 0.29)), (77, 0.11), 3,
+        {"checkfreq": (0.918, 0.706), "gemini": (0.925, 0.885), "moc": (0.613, 0.425), "moevement": (0.984, 0.973)},
+        {"checkfreq": (2036, 10648), "gemini": (1854, 4324), "moc": (79, 246), "moevement": (86, 268)},
+    ),
+    Precision(
+        ((182, 0.09), (94, 0.17), (46, 0.34)), (227, 0.09), 6,
+        {"checkfreq": (0.853, 0.302), "gemini": (0.878, 0.718), "moc": (0.357, 0.115), "moevement": (0.952, 0.941)},
+        {"checkfreq": (5162, 28574), "gemini": (3591, 5446), "moc": (48, 185), "moevement": (59, 232)},
+    ),
+    Precision(
+        ((157, 0.08), (79, 0.16), (43, 0.30)), (205, 0.08), 4,
+        {"checkfreq": (0.881, 0.439), "gemini": (0.893, 0.738), "moc": (0.368, 0.163), "moevement": (0.966, 0.953)},
+        {"checkfreq": (3763, 22581), "gemini": (2846, 4756), "moc": (45, 151), "moevement": (53, 172)},
+    ),
+    Precision(
+        ((68, 0.10), (61, 0.11), (29, 0.22)), (94, 0.10), 3,
+        {"checkfreq": (0.916, 0.739), "gemini": (0.923, 0.806), "moc": (0.557, 0.321), "moevement": (0.976, 0.965)},
+        {"checkfreq": (1554, 9322), "gemini": (1108, 2934), "moc": (52, 196), "moevement": (57, 213)},
+    ),
+    Precision(
+        ((59, 0.09), (52, 0.18), (24, 0.31)), (78, 0.09), 3,
+        {"checkfreq": (0.937, 0.752), "gemini": (0.943, 0.816), "moc": (0.584, 0.326), "moevement": (0.979, 0.971)},
+        {"checkfreq": (1153, 6921), "gemini": (876, 2100), "moc": (40, 162), "moevement": (44, 178)},
+    ),
+)  # fmt: skip
+"""In the order of ``moevement_core.precision.TABLE_7``. One column gives the overhead of CheckFreq and of Gemini."""
+
+TABLE_7_ITERATION_S = tuple(
+    round(stall / share, 2)
+    for stall, share in zip((2.91, 8.89, 7.25, 2.92, 2.19), (0.97, 3.86, 3.45, 1.54, 1.29), strict=True)
+)
+"""Quotients of MoC's published overheads in seconds and in percent."""
+
+SCALED = {
+    "deepseek_32b": {}, "deepseek_67b": {}, "deepseek_145b": {},
+    "deepseek_671b": {("moevement", 600): 0.86, ("gemini", 600): 0.55},
+}  # fmt: skip
+"""Figure 11, where the text gives values; it says too that MoEvement stays above 0.91 at a failure every hour."""
+
+SKEWED = {"checkfreq": (0.67, 0.67), "gemini": (0.72, 0.72), "moc": (0.17, 0.13)}
+"""Figure 16: ETTR at skew 0 and 0.99, a failure every ten minutes. MoEvement's rises; its value is not in the text."""
+SKEW_ALPHAS = {0.25: 0.0469, 0.50: 0.0156, 0.75: 0.0052, 0.99: 0.000158}
+"""Appendix D."""
+
+GOODPUT_RATIOS = {"checkfreq": 1.25, "gemini": 1.15, "moc": 1.98}
+"""Figure 10: MoEvement's goodput over that of each, on six hours of the GCP trace with 24 failures."""
