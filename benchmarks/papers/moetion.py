@@ -139,10 +139,11 @@ def report(made: dict[str, dict[str, Strategy]]) -> str:
         "model", "system", "iteration, s", "checkpoint, GB (fig. 4)", "checkpoint, s (fig. 5)",
         "in 100 iterations (fig. 6)", "overhead of an iteration, s", "wasted, s (fig. 7)",
     )  # fmt: skip
+    ours = [MoEtion(costs_of(model)) for model in MODELS]
     selected = [
-        [model.name, model.selected, f"{model.selected / model.model.num_experts:.0%}", own["moetion"].experts_saved,
-         f"{share_of(model):.0f}", f"{own['moetion'].at_risk:.2f}", model.wasted_s]
-        for model, own in zip(MODELS, made.values(), strict=True)
+        [model.name, model.selected, f"{model.selected / model.model.num_experts:.0%}", own.experts_saved,
+         f"{share_of(model):.0f}", f"{own.at_risk:.2f}", model.wasted_s]
+        for model, own in zip(MODELS, ours, strict=True)
     ]  # fmt: skip
     return f"""# MoEtion's figures 4 to 7 again
 

@@ -46,7 +46,9 @@ def main() -> None:
         slow = at_bandwidth(stated, middle)
         bandwidths.append(bandwidth_row(published, regime, stated, slow, own))
         ratios += ettr_rows(published, regime, stated, slow)
-    OUTPUT.write_text(report(bandwidths, ratios, sorted(value for values in found for value in values)), encoding="utf-8")
+    OUTPUT.write_text(
+        report(bandwidths, ratios, sorted(value for values in found for value in values)), encoding="utf-8"
+    )
 
 
 def costs_of(regime: Regime, iteration_s: float) -> Costs:

@@ -8,6 +8,7 @@ collectives together. The script that is measured follows on the command line; n
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import runpy
@@ -56,8 +57,8 @@ class Measured:
 
         @functools.wraps(train_step)
         def measured(*arguments: Any, **named: Any) -> Any:
-            config = named.get("config", arguments[5] if len(arguments) > 5 else None)
-            model = named.get("model", arguments[2] if len(arguments) > 2 else None)
+            given = inspect.signature(train_step).bind(*arguments, **named).arguments
+            config, model = given["config"], given["model"]
             is_timed = self.count % 2 == 1
             timers = config.timers
             config.timers = timers if is_timed else None
