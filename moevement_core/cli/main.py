@@ -323,6 +323,9 @@ def _add_profile(commands: argparse._SubParsersAction) -> None:
     profile.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
     profile.add_argument("--iterations", type=int, default=16, metavar="K", help="half of them timed (default: 16)")
     profile.add_argument(
+        "--micro-batch-sizes", type=int, nargs="+", metavar="B", help="measure each (default: what the flags say)"
+    )
+    profile.add_argument(
         "--output", type=Path, default=Path("profile.yaml"), metavar="FILE", help="default: profile.yaml"
     )
     profile.add_argument(

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_core.cli.bench_run import failed
-from moevement_core.description.profile import Affine, Profile, StageProfile
+from moevement_core.description.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.pipeline import Pipeline
 
@@ -31,14 +31,14 @@ def profile(arguments: argparse.Namespace) -> int:
             f"--nproc {arguments.nproc} --iterations {arguments.iterations}; needs 1 or more, and {FEWEST} or more: "
             "the first warm up, the others take turns with and without timers"
         )
-    made = profile_of(_run(arguments))
+    made = profile_of([_run(arguments, size) for size in arguments.micro_batch_sizes or (None,)])
     made.save(arguments.output)
     _print(made, Console())
     print(f"profile: {arguments.output}")
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> dict[str, Any]:
+def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[str, Any]:
     from megatron.moevement import config_file, launch
     from megatron.moevement.bench import profile as script
     from megatron.moevement.bench.observed import OUTPUT_ENV
@@ -53,6 +53,8 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         flags = [word for word in config_file.expand(arguments.arguments) if word != SWITCH]
         flags += ["--train-iters", str(arguments.iterations), "--timing-log-level", "2", "--eval-iters", "0"]
         flags += ["--log-interval", "1", "--run-dir", str(Path(folder, "run"))]
+        if micro_batch_size is not None:
+            flags += ["--micro-batch-size", str(micro_batch_size)]
         argv = [str(script.__file__), arguments.script, *flags]
         code = launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, False, False, None))
         samples = Path(folder, "samples.json")
@@ -61,8 +63,29 @@ def _run(arguments: argparse.Namespace) -> dict[str, Any]:
         return dict(json.loads(samples.read_text(encoding="utf-8")))
 
 
-def profile_of(told: Mapping[str, Any]) -> Profile:
-    """From what the ranks have told: medians over iterations, of a stage its slowest rank."""
+def profile_of(runs: Sequence[Mapping[str, Any]]) -> Profile:
+    """From what the ranks of each run have told, one run for each size of micro-batches."""
+    told = runs[0]
+    ranks: Sequence[Mapping[str, Any]] = told["ranks"]
+    fits = [
+        Affine.fit(one["collective"], one["ranks"], [(int(size), seconds) for size, seconds in one["samples"]])
+        for one in told["collectives"]
+    ]
+    send = next((one for one in fits if one.collective == "send"), None)
+    network = (len(ranks) // 2) / send.b_s_per_byte if send is not None and send.b_s_per_byte > 0 else 0.0
+    return Profile(
+        device=told["device"], backend=told["backend"], ranks=len(ranks), pipeline=told["pipeline"],
+        chunks=told["chunks"],
+        d2h_bytes_per_s=min(rank["d2h_bytes_per_s"] for rank in ranks),
+        network_bytes_per_s=network,
+        storage_bytes_per_s=sum(rank["storage_bytes_per_s"] for rank in ranks),
+        cores=told["cores"], sizes=tuple(_size(one, send) for one in runs), collectives=tuple(fits),
+        versions={name: version(name) for name in ("torch", "megatron-core")},
+    )  # fmt: skip
+
+
+def _size(told: Mapping[str, Any], send: Affine | None) -> SizeProfile:
+    """Medians over iterations, of a stage its slowest rank."""
     ranks: Sequence[Mapping[str, Any]] = told["ranks"]
     count = told["micro_batches"]
 
@@ -82,52 +105,20 @@ def profile_of(told: Mapping[str, Any]) -> Profile:
                 layer_output_bytes=max(rank["layers"]["output_bytes"] for rank in own),
             )
         )
-    fits = [
-        Affine.fit(one["collective"], one["ranks"], [(int(size), seconds) for size, seconds in one["samples"]])
-        for one in told["collectives"]
-    ]
-    send = next((one for one in fits if one.collective == "send"), None)
-    network = (len(ranks) // 2) / send.b_s_per_byte if send is not None and send.b_s_per_byte > 0 else 0.0
-    sync_s = max(median(rank, "reduce") + median(rank, "gather") for rank in ranks)
-    # The gathering of parameters is inside the optimizer's timer.
-    update_s = max(max(0.0, median(rank, "optimizer") - median(rank, "gather")) for rank in ranks)
-    return Profile(
-        device=told["device"], backend=told["backend"], ranks=len(ranks), pipeline=told["pipeline"],
-        chunks=told["chunks"], micro_batches=count, tokens=told["tokens"],
+    return SizeProfile(
+        tokens=told["tokens"], micro_batches=count,
         iteration_s=max(statistics.median(rank["whole_s"]) for rank in ranks),
-        sync_s=sync_s, update_s=update_s, send_s=send.seconds(told["boundary_bytes"]) if send is not None else 0.0,
-        d2h_bytes_per_s=min(rank["d2h_bytes_per_s"] for rank in ranks),
-        network_bytes_per_s=network,
-        storage_bytes_per_s=sum(rank["storage_bytes_per_s"] for rank in ranks),
-        cores=told["cores"], stages=tuple(stages), collectives=tuple(fits),
-        versions={name: version(name) for name in ("torch", "megatron-core")},
+        sync_s=max(median(rank, "reduce") + median(rank, "gather") for rank in ranks),
+        # The gathering of parameters is inside the optimizer's timer.
+        update_s=max(max(0.0, median(rank, "optimizer") - median(rank, "gather")) for rank in ranks),
+        send_s=send.seconds(told["boundary_bytes"]) if send is not None else 0.0, stages=tuple(stages),
     )  # fmt: skip
 
 
 def _print(made: Profile, console: Console) -> None:
-    table = Table("stage", "layers", "parameters of a rank", "forward", "backward", "kept by a layer", "its output")
-    for number, one in enumerate(made.stages):
-        table.add_row(
-            str(number), str(one.layers), f"{one.parameters / 1e6:.3g} M", f"{1e3 * one.forward_s:.3g} ms",
-            f"{1e3 * one.backward_s:.3g} ms", f"{one.layer_activation_bytes / 1e6:.3g} MB",
-            f"{one.layer_output_bytes / 1e6:.3g} MB",
-        )  # fmt: skip
-    console.print(
-        f"{made.ranks} ranks, {made.backend} on {made.device}; {made.micro_batches} micro-batches of {made.tokens} "
-        "tokens; seconds of a micro-batch:"
-    )
-    console.print(table)
-    pipeline = Pipeline(
-        tuple(one.forward_s for one in made.stages), tuple(one.backward_s for one in made.stages), made.micro_batches,
-        made.chunks, made.send_s,
-    )  # fmt: skip
-    rest = made.sync_s + made.update_s
-    console.print(
-        f"an iteration: {made.iteration_s:.4g} s measured, {pipeline.simulate() + rest:.4g} s by event simulation, "
-        f"{pipeline.closed_form() + rest:.4g} s by the closed form; {made.sync_s:.3g} s of it synchronisation, "
-        f"{made.update_s:.3g} s update"
-        + (f"; ranks share {made.cores} processors, so parts of stages that wait are too long" if made.cores else "")
-    )
+    console.print(f"{made.ranks} ranks, {made.backend} on {made.device}")
+    for size in made.sizes:
+        _print_size(made, size, console)
     console.print(
         f"a rank copies {made.d2h_bytes_per_s / 1e9:.3g} GB/s to its host; all ranks send "
         f"{made.network_bytes_per_s / 1e9:.3g} GB/s and write {made.storage_bytes_per_s / 1e9:.3g} GB/s to storage"
@@ -139,3 +130,26 @@ def _print(made: Profile, console: Console) -> None:
             f"{1e3 * fit.seconds(1e6):.3g} ms",
         )  # fmt: skip
     console.print(fitted)
+
+
+def _print_size(made: Profile, size: SizeProfile, console: Console) -> None:
+    table = Table("stage", "layers", "parameters of a rank", "forward", "backward", "kept by a layer", "its output")
+    for number, one in enumerate(size.stages):
+        table.add_row(
+            str(number), str(one.layers), f"{one.parameters / 1e6:.3g} M", f"{1e3 * one.forward_s:.3g} ms",
+            f"{1e3 * one.backward_s:.3g} ms", f"{one.layer_activation_bytes / 1e6:.3g} MB",
+            f"{one.layer_output_bytes / 1e6:.3g} MB",
+        )  # fmt: skip
+    console.print(f"{size.micro_batches} micro-batches of {size.tokens} tokens; seconds of one:")
+    console.print(table)
+    pipeline = Pipeline(
+        tuple(one.forward_s for one in size.stages), tuple(one.backward_s for one in size.stages), size.micro_batches,
+        made.chunks, size.send_s,
+    )  # fmt: skip
+    rest = size.sync_s + size.update_s
+    console.print(
+        f"an iteration: {size.iteration_s:.4g} s measured, {pipeline.simulate() + rest:.4g} s by event simulation, "
+        f"{pipeline.closed_form() + rest:.4g} s by the closed form; {size.sync_s:.3g} s of it synchronisation, "
+        f"{size.update_s:.3g} s update"
+        + (f"; ranks share {made.cores} processors, so parts of stages that wait are too long" if made.cores else "")
+    )

@@ -33,6 +33,23 @@ class StageProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SizeProfile:
+    """All stages at one size of micro-batches."""
+
+    tokens: int
+    """Of a micro-batch on a rank."""
+    micro_batches: int
+    iteration_s: float
+    """Median, without the timers that the other seconds come from."""
+    sync_s: float
+    """Of gradient reduction and parameter gathering, what training waits for."""
+    update_s: float
+    send_s: float
+    """Of a boundary tensor to the next stage."""
+    stages: tuple[StageProfile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Affine:
     """``T(m, p) = a(p) + b(p) m`` for one collective on a group of p ranks (MoEvement, appendix C)."""
 
@@ -79,16 +96,6 @@ class Profile:
     ranks: int
     pipeline: int
     chunks: int
-    micro_batches: int
-    tokens: int
-    """Of a micro-batch on a rank."""
-    iteration_s: float
-    """Median, without the timers that the other seconds come from."""
-    sync_s: float
-    """Of gradient reduction and parameter gathering, what training waits for."""
-    update_s: float
-    send_s: float
-    """Of a boundary tensor to the next stage."""
     d2h_bytes_per_s: float
     """Copies of a rank to its host while all copy."""
     network_bytes_per_s: float
@@ -97,13 +104,15 @@ class Profile:
     """All ranks writing at once and waiting until it is durable."""
     cores: int = 0
     """That ranks share if they compute on the host's processors; 0 if each has its own device."""
-    stages: tuple[StageProfile, ...]
+    sizes: tuple[SizeProfile, ...]
+    """By size of micro-batches."""
     collectives: tuple[Affine, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if len(self.stages) != self.pipeline:
-            raise ConfigError(f"{len(self.stages)} stages of pipeline {self.pipeline}; needs as many")
+        for one in self.sizes:
+            if len(one.stages) != self.pipeline:
+                raise ConfigError(f"{len(one.stages)} stages of pipeline {self.pipeline}; needs as many")
 
     @property
     def cluster(self) -> Cluster:
@@ -133,18 +142,26 @@ class Profile:
             raise ConfigError(f"profile {path}: no format {FORMAT}; write one with moevement profile")
         values = {key: value for key, value in found.items() if key != "format"}
         try:
-            values["stages"] = tuple(StageProfile(**one) for one in values["stages"])
+            values["sizes"] = tuple(_size(one) for one in values["sizes"])
             values["collectives"] = tuple(
                 Affine(**{**one, "samples": tuple(map(tuple, one["samples"]))}) for one in values["collectives"]
             )
             made = cls(**values)
         except (TypeError, KeyError) as error:
             raise ConfigError(f"profile {path}: {error}; write one with moevement profile") from None
-        for one in dataclasses.fields(made):
-            value = getattr(made, one.name)
-            if str(one.type) in ("int", "float") and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ConfigError(f"profile {path}: {one.name} {value!r}; needs a number")
+        parts: list[Profile | SizeProfile | StageProfile] = [made, *made.sizes]
+        for part in (*parts, *(stage for size in made.sizes for stage in size.stages)):
+            for one in dataclasses.fields(part):
+                value = getattr(part, one.name)
+                if str(one.type) in ("int", "float") and (
+                    isinstance(value, bool) or not isinstance(value, int | float)
+                ):
+                    raise ConfigError(f"profile {path}: {one.name} {value!r}; needs a number")
         return made
+
+
+def _size(values: Mapping[str, Any]) -> SizeProfile:
+    return SizeProfile(**{**values, "stages": tuple(StageProfile(**one) for one in values["stages"])})
 
 
 def _plain(value: Any) -> Any:

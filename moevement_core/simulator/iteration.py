@@ -106,19 +106,21 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
     Raises:
         ConfigError: another pipeline, or other micro-batches, than the profile is of.
     """
-    measured = (profile.pipeline, profile.chunks, profile.tokens)
-    if measured != (job.pipeline_parallel, job.chunks, job.tokens):
+    found = {one.tokens: one for one in profile.sizes}
+    if (profile.pipeline, profile.chunks) != (job.pipeline_parallel, job.chunks) or job.tokens not in found:
+        sizes = ", ".join(map(str, sorted(found)))
         raise ConfigError(
-            f"a profile of {profile.pipeline} stages, {profile.chunks} chunks and micro-batches of {profile.tokens} "
-            f"tokens for a job of {job.pipeline_parallel}, {job.chunks} and {job.tokens}; measure one of its own"
+            f"a profile of {profile.pipeline} stages, {profile.chunks} chunks and micro-batches of {sizes} tokens for "
+            f"a job of {job.pipeline_parallel}, {job.chunks} and {job.tokens}; measure one of its own"
         )
-    forward, backward = (tuple(getattr(one, name) for one in profile.stages) for name in ("forward_s", "backward_s"))
-    pipeline = Pipeline(forward, backward, job.micro_batches, job.chunks, profile.send_s)
+    size = found[job.tokens]
+    forward, backward = (tuple(getattr(one, name) for one in size.stages) for name in ("forward_s", "backward_s"))
+    pipeline = Pipeline(forward, backward, job.micro_batches, job.chunks, size.send_s)
     of_stage = job.ranks // job.pipeline_parallel
-    made = IterationTime((pipeline,), profile.sync_s, profile.update_s, of_stage, profile.cores)
-    if (job.ranks, job.micro_batches) != (profile.ranks, profile.micro_batches):
+    made = IterationTime((pipeline,), size.sync_s, size.update_s, of_stage, profile.cores)
+    if (job.ranks, job.micro_batches) != (profile.ranks, size.micro_batches):
         return made
-    return made.scaled(profile.iteration_s / made.total_s)
+    return made.scaled(size.iteration_s / made.total_s)
 
 
 def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:

@@ -19,7 +19,7 @@ FLAGS = {
     "moe-router-topk": 2, "moe-ffn-hidden-size": 48, "normalization": "RMSNorm", "swiglu": True,
     "untie-embeddings-and-output-weights": True, "disable-bias-linear": True, "max-position-embeddings": 32,
     "position-embedding-type": "rope", "pipeline-model-parallel-size": 2, "use-distributed-optimizer": True,
-    "micro-batch-size": 2, "global-batch-size": 8, "lr": 0.001, "bf16": True, "moevement-sparse-ckpt": True,
+    "micro-batch-size": 1, "global-batch-size": 8, "lr": 0.001, "bf16": True, "moevement-sparse-ckpt": True,
     "moe-token-dispatcher-type": "alltoall", "eval-interval": 1000,
 }  # fmt: skip
 
@@ -32,15 +32,17 @@ def profile(*words: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, output = tmp_path / "flags.yaml", tmp_path / "profile.yaml"
     config.write_text(yaml.safe_dump(FLAGS))
-    done = profile("--iterations", "8", "--output", str(output), str(SCRIPT), "--config", str(config))
+    words = ["--iterations", "8", "--micro-batch-sizes", "2", "--output", str(output)]
+    done = profile(*words, str(SCRIPT), "--config", str(config))
     assert done.returncode == 0, done.stderr
     assert "by event simulation" in " ".join(done.stdout.split())
     made = Profile.load(output)
-    assert (made.ranks, made.pipeline, made.micro_batches, made.tokens, made.backend) == (2, 2, 4, 64, "gloo")
-    assert [one.layers for one in made.stages] == [2, 2]
-    for one in made.stages:
-        assert 0 < one.forward_s < made.iteration_s
-        assert 0 < one.backward_s < made.iteration_s
+    (size,) = made.sizes
+    assert (made.ranks, made.pipeline, size.micro_batches, size.tokens, made.backend) == (2, 2, 4, 64, "gloo")
+    assert [one.layers for one in size.stages] == [2, 2]
+    for one in size.stages:
+        assert 0 < one.forward_s < size.iteration_s
+        assert 0 < one.backward_s < size.iteration_s
         assert one.layer_output_bytes == 64 * 64 * 2
         assert one.layer_activation_bytes > one.layer_output_bytes
     assert {one.collective for one in made.collectives} == {
@@ -57,7 +59,7 @@ def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureF
     scenario.write_text(yaml.safe_dump({**whole, "checkpointing": {"replicas": 1}}))
     assert main(["simulate", str(scenario), "--mtbf", "600", "--strategy", "moevement", "--seeds", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
-    assert result["iteration_s"] == pytest.approx(made.iteration_s)
+    assert result["iteration_s"] == pytest.approx(size.iteration_s)
 
 
 def test_too_few_iterations_are_refused() -> None:

@@ -73,7 +73,7 @@ class Observer(sparse.Observer):
 def _skewness(run: sparse.SparseRun) -> float:
     """S of the counted routing, mean over layers (MoEvement appendix D)."""
     layers: dict[str, list[float]] = {}
-    for name, kind, score in zip(run.table.names, run.table.kinds, run.popularity.scores, strict=True):
+    for name, kind, score in zip(run.table.names, run.table.kinds, run.windows.popularity.scores, strict=True):
         if kind is OperatorKind.EXPERT:
             layers.setdefault(name.rsplit(".", 1)[0], []).append(float(score))
     return float(np.mean([skewness(scores) for scores in layers.values()]))

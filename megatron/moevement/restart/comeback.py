@@ -371,7 +371,7 @@ def _tell(job: Job, comeback: Comeback, recovery: Recovery | None, replay_at: fl
     assert now is not None
     assert run is not None
     mine = (
-        now.interrupted_at, comeback.usable_at, comeback.prepared_at, replay_at, time.time(), run.iteration_s,
+        now.interrupted_at, comeback.usable_at, comeback.prepared_at, replay_at, time.time(), run.windows.iteration_s,
         run.copies_missing,
     )  # fmt: skip
     *times, iteration_s, missing = zip(*tell_all(mine), strict=True)

@@ -1,16 +1,14 @@
 """Sparse checkpointing in Megatron's trainer: what is asked of the engine, and when.
 
 Before iteration t+1 the boundary record is made and ``SS_t`` begins; before its optimizer step the copy must be over;
-at a window's beginning popularity is summed over the stage and order and window may change. All collectives stand
-here: one at a window's beginning, and one that nobody waits for each iteration (``GroupAgreement``).
+at a window's beginning order and window may change (``windows.py``). No other collective is made for it than those
+there, and one that nobody waits for each iteration (``GroupAgreement``).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
-import statistics
 import threading
 import time
 import uuid
@@ -19,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -33,36 +30,29 @@ from megatron.moevement.runtime.boundary import advanced, boundary_after, bounda
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.ranks import tell_all
+from megatron.moevement.runtime.windows import WindowDecisions
 from megatron.moevement.runtime.wiring import wire
-from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig, Verify
-from megatron.moevement.transformer.popularity import RouterCounts
+from megatron.moevement.sparse_config import SparseConfig, Verify
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.digest import digest
-from moevement_core.errors import ConfigError, RecoveryError
+from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.operators import OperatorTable
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory, slots_kept
-from moevement_core.policy.window import Budget, choose_window, impose_window
+from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.policy.window import impose_window
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
 from moevement_core.replication.keeper import Keeper
-from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.agreement import NONE, Writing
 from moevement_core.snapshot.checkpointer import Checkpointer, buffer_bytes
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 
-FIRST_WINDOW = 8
-"""W before anything is measured."""
-WARM_UP = 8
-"""Iterations that are measured before W is chosen."""
-NETWORK_HEADROOM = 0.8
-"""Share of the measured rate that a slot may need: peers that are only just in time abandon windows at every delay."""
 DISK_TIMEOUT_S = 600.0
 """How long the end of a run waits for the window that is being written."""
 RECORD_SLACK_BYTES = 64 << 10
@@ -80,8 +70,6 @@ class Totals:
     """On the training thread: boundary record, issuing copies, deciding."""
     copied_bytes: int = 0
     replicated_bytes: int = 0
-    windows: int = 0
-    reorders: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,12 +135,7 @@ class SparseRun:
         self.views = operator_views(chunks, job.optimizer)
         self.wiring = wire(config, self.views.states)
         self.table = self.wiring.table
-        self._counts = RouterCounts(chunks, self.table, config.ordering.ordering)
-        self._pending_counts: list[torch.Tensor] = []
-        self.popularity = Popularity(self.table, config.ordering)
-        self.trigger = ReorderTrigger(self.table, config.thresholds)
-        self._steps_s: list[float] = []
-        self._decided = config.window is not None
+        self.windows = WindowDecisions(chunks, self.wiring, config, self._report)
         self._announced = NONE
         self._window_start = self.began_at = job.iteration
         self._silent: set[int] = set()
@@ -161,7 +144,9 @@ class SparseRun:
         self._states = {operator.name: state for operator, state in self.views.states.items()}
         self._record_bytes = self._measure_record()
         if adopted is not None:
-            adopted = adopted if same_stage else adopted.for_table(self.table, self.popularity, self.trigger)
+            adopted = (
+                adopted if same_stage else adopted.for_table(self.table, self.windows.popularity, self.windows.trigger)
+            )
             self._adopt(adopted)
         self.checkpointer = self._start_checkpointer(adopted, kept)
         self._loaded = loaded
@@ -206,24 +191,29 @@ class SparseRun:
         self.checkpointer.write_to(self._writer, self.job.iteration)
 
     def _adopt(self, policy: Policy) -> None:
-        self.popularity, self.trigger, self._decided = policy.popularity, policy.trigger, policy.decided
+        windows = self.windows
+        windows.popularity, windows.trigger, windows.decided = policy.popularity, policy.trigger, policy.decided
         self._announced, self._window_start, self.began_at = policy.announced, policy.window_start, policy.began_at
         self._disk_job = policy.disk_job
 
     def policy(self) -> Policy:
         """What a new rank of this stage needs to know."""
         return Policy(
-            self.checkpointer.history.all, self.popularity, self.trigger, self._decided, self._announced,
-            self._window_start, self.began_at, self._disk_job, self.checkpointer.needed,
+            self.checkpointer.history.all, self.windows.popularity, self.windows.trigger, self.windows.decided,
+            self._announced, self._window_start, self.began_at, self._disk_job, self.checkpointer.needed,
         )  # fmt: skip
 
     def _start_checkpointer(
         self, adopted: Policy | None, kept: Sequence[Mapping[int, Collection[int]]]
     ) -> Checkpointer:
-        history = ScheduleHistory(*adopted.schedules) if adopted is not None else self._first_schedule()
-        own_bytes = max(self._slots(one.size) for one in history.all) * max(
-            buffer_bytes(one, self._states, self._record_bytes) for one in history.all
-        )
+        def bytes_of(schedule: Schedule) -> int:
+            return int(buffer_bytes(schedule, self._states, self._record_bytes))
+
+        if adopted is not None:
+            history = ScheduleHistory(*adopted.schedules)
+        else:
+            history = self.windows.first(self.job.iteration, bytes_of)
+        own_bytes = max(self.windows.slots(one.size) for one in history.all) * max(map(bytes_of, history.all))
         self._senders, keepers = self._connect(own_bytes, {})
         return Checkpointer(
             self.wiring.rank,
@@ -244,14 +234,6 @@ class SparseRun:
         """By peer, the iterations of this rank's snapshots that it keeps, from what every rank said."""
         rank = self.wiring.rank
         return {peer: kept[peer].get(rank, ()) for peer in self.wiring.peers[rank]} if kept else {}
-
-    def _first_schedule(self) -> ScheduleHistory:
-        size = self._first_size(self.wiring.most_operators)
-        window = impose_window(self.table, self.popularity.order(), size, self.config.window_kind)
-        # One window before the first iteration: it holds the state that the run starts from, whole.
-        first = Schedule(self.table, self.popularity.order(), window, start=self.job.iteration - size)
-        self._refuse_beyond_cap(first)
-        return ScheduleHistory(first)
 
     def _connect(self, own_bytes: int, before: dict[int, Keeper]) -> tuple[list[Sender], list[Keeper]]:
         """Threads that bring snapshots to peers, and that keep those of others.
@@ -295,7 +277,7 @@ class SparseRun:
         Args:
             kept: what :meth:`keeps` said, of every rank.
         """
-        self.wiring = wire(self.config, self.views.states)
+        self.wiring = self.windows.wiring = wire(self.config, self.views.states)
         before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
         own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
         self._senders, keepers = self._connect(own_bytes, before)
@@ -333,11 +315,6 @@ class SparseRun:
             self.checkpointer.wait()
 
     @property
-    def iteration_s(self) -> float:
-        """Seconds that an iteration takes, the middle one of those of this process; 0 before any."""
-        return statistics.median(self._steps_s) if self._steps_s else 0.0
-
-    @property
     def copies_missing(self) -> int:
         """Snapshots of this rank, each as often as a peer does not have it yet."""
         return sum(
@@ -349,10 +326,7 @@ class SparseRun:
     def begin_anew(self, committed: int) -> None:
         """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
         self._last_record = {"iteration": committed, "step": self._outcome_of(committed)}
-        self._counts.take()
-        self._pending_counts.clear()
-        if not self._decided:
-            self._steps_s.clear()
+        self.windows.forget()
 
     def _outcome_of(self, iteration: int) -> Mapping[str, Any]:
         """What came of the step of ``iteration``; nothing if it was not the last one that was committed."""
@@ -368,41 +342,11 @@ class SparseRun:
             return None
         return lambda: dist.barrier(group=self.wiring.job_group)
 
-    def _first_size(self, most_operators: int) -> int:
-        """W until something is measured: what was asked for, and never more slots than operators."""
-        wanted = self.config.window or FIRST_WINDOW
-        if self.config.window is not None and wanted > most_operators and self.wiring.rank == 0:
-            self._report(
-                f"--moevement-window {wanted}: no stage has more than {most_operators} operators; the window is "
-                f"{most_operators} iterations"
-            )
-        return min(wanted, most_operators)
-
-    def _slots(self, size: int) -> int:
-        """Snapshots that this rank keeps at most."""
-        return slots_kept(size, LAG_ALLOWANCE, to_disk=self.config.persist_dir is not None)
-
     def _measure_record(self) -> int:
         """Bytes to set aside for boundary records."""
         _, tensors = plain.flatten(boundary_state(self.job))
         needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
         return needed + RECORD_SLACK_BYTES
-
-    def _refuse_beyond_cap(self, schedule: Schedule) -> int:
-        """Compare what every rank will need with the cap, on every rank alike; returns this rank's own buffers."""
-        count = self._slots(schedule.size)
-        needed = tell_all(buffer_bytes(schedule, self._states, self._record_bytes))
-        for rank in range(self.wiring.world):
-            sources = sources_of(self.wiring.peers, rank)
-            own, kept = count * needed[rank], sum((count + 1) * needed[source] for source in sources)
-            if own + kept > self.config.host_memory_bytes:
-                raise ConfigError(
-                    f"--moevement-host-memory-gb {self.config.host_memory_bytes / 1e9:g}: rank {rank} needs "
-                    f"{(own + kept) / 1e9:.3f} GB ({own / 1e9:.3f} for its own snapshots, {kept / 1e9:.3f} for those "
-                    f"of {len(sources)} peers, at W = {schedule.size}); give that much, or fewer replicas, or another "
-                    "window"
-                )
-        return int(count * needed[self.wiring.rank])
 
     # Once an iteration
 
@@ -417,12 +361,12 @@ class SparseRun:
             self.checkpointer.pause(committed)
             self.last_begin_s = 0.0
             return
-        self._pending_counts.append(self._counts.take())
+        self.windows.count()
         # Iterations may be left out (--iterations-to-skip), the first of a window among them.
         window_start = self.checkpointer.history.at(committed).window_start(committed)
         if window_start > self._window_start:
             self._window_start = window_start
-            self._decide(committed)
+            self.windows.decide(committed, self.checkpointer, self._senders)
         # Of an iteration that was left out there is no record.
         outcome = self._last_record if self._last_record.get("iteration") == committed else {}
         boundary = boundary_copy(self.job)
@@ -476,7 +420,7 @@ class SparseRun:
             outcome: its record: whether it was skipped, gradient norm, losses.
         """
         progress = self.checkpointer.progress
-        self._steps_s.append(step_s - progress.stall_s)
+        self.windows.measured(step_s - progress.stall_s)
         self._last_record = {"iteration": committed, "step": self._outcome_of(committed), **outcome}
         self.totals.iterations += 1
         self.totals.train_s += step_s
@@ -565,11 +509,13 @@ class SparseRun:
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Iterations that run meanwhile are no progress: they are neither captured nor counted."""
-        self._replaying = self._counts.paused = True
+        self._replaying = True
+        self.windows.pause(True)
         try:
             yield
         finally:
-            self._replaying = self._counts.paused = False
+            self._replaying = False
+            self.windows.pause(False)
 
     def begin_training(self) -> None:
         """Inside Megatron's training loop, before its first iteration; every rank calls it.
@@ -625,95 +571,6 @@ class SparseRun:
     def _everything_digest(self) -> dict[str, str]:
         boundary = boundary_state(self.job)
         return self.checkpointer.whole_now() | {part: digest(value) for part, value in boundary.items()}
-
-    # At a window's beginning
-
-    def _decide(self, boundary: int) -> None:
-        """Order and window of the window that begins next; every rank comes to the same answer.
-
-        Orders are the stage's and windows the job's, so every rank takes part in every collective here, whether or not
-        it wants a change itself.
-        """
-        self._observe()
-        history = self.checkpointer.history
-        old = history.newest
-        reorder = self.trigger.should_reorder(self.popularity.scores)
-        order = self.popularity.order() if reorder else old.order
-        measured = not self._decided and len(self._steps_s) >= WARM_UP
-        size = self._measured_window(order) if measured else old.size
-        self.totals.windows += 1
-        if math.isinf(self.config.host_memory_bytes) and not reorder and size == old.size:
-            self._decided = self._decided or measured
-            return
-        wanted = [self._schedule(order, size), self._schedule(order, old.size)]
-        beyond = self._beyond_cap(wanted)
-        fitting = [schedule for schedule, is_beyond in zip(wanted, beyond, strict=True) if not is_beyond]
-        if any(beyond) and self.wiring.rank == 0:
-            self._report(
-                f"a window of {size} iterations needs more host memory than --moevement-host-memory-gb "
-                f"{self.config.host_memory_bytes / 1e9:g}; the window stays at {old.size}"
-            )
-        if not fitting:
-            return
-        chosen = fitting[0]
-        self._decided = self._decided or measured
-        if reorder:
-            self.trigger.ordered(self.popularity.scores)
-            self.totals.reorders += 1
-        if not reorder and chosen.size == old.size:
-            return
-        schedule = history.change(boundary - 1, order, chosen.window)
-        self.checkpointer.make_room(schedule)
-        history.forget_before(max(self.checkpointer.progress.persisted, history.oldest.start))
-        if chosen.size != old.size and self.wiring.rank == 0:
-            self._report(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
-
-    def _schedule(self, order: Any, size: int) -> Schedule:
-        return Schedule(self.table, order, impose_window(self.table, order, size, self.config.window_kind))
-
-    def _beyond_cap(self, schedules: list[Schedule]) -> list[bool]:
-        """For each of ``schedules`` whether any rank would need more host memory than it may use.
-
-        Without a cap nobody asks: all ranks have the same flags.
-        """
-        if math.isinf(self.config.host_memory_bytes):
-            return [False] * len(schedules)
-        own = torch.tensor([self.checkpointer.memory_needed(schedule) for schedule in schedules])
-        everyones = [torch.empty_like(own) for _ in range(self.wiring.world)]
-        dist.all_gather(everyones, own, group=self.wiring.job_group)
-        needed = [self._needed_by(rank, everyones) for rank in range(self.wiring.world)]
-        return [bool((one > self.config.host_memory_bytes).any()) for one in torch.stack(needed).T]
-
-    def _needed_by(self, rank: int, own: list[torch.Tensor]) -> torch.Tensor:
-        """Host memory of ``rank``: for its own snapshots, and for those it keeps, one buffer more of each source."""
-        kept = [own[source] for source in sources_of(self.wiring.peers, rank)]
-        count = self._slots(self.checkpointer.history.newest.size)
-        return own[rank] + sum(one * (count + 1) // count for one in kept)
-
-    def _observe(self) -> None:
-        """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
-        counts = self._counts.by_operator(self._pending_counts)
-        self._pending_counts.clear()
-        dist.all_reduce(counts, group=self.wiring.stage_group)
-        for one in counts.numpy():
-            self.popularity.observe(np.asarray(one))
-
-    def _measured_window(self, order: Any) -> int:
-        """The window that this rank's measurements ask for; of all ranks the largest."""
-        iteration_s = statistics.median(self._steps_s[2:])
-        d2h, network = self._measured_bandwidths()
-        replicas = self.config.replicas
-        budget = Budget(iteration_s, d2h, network * NETWORK_HEADROOM, replicas)
-        own = choose_window(self.table, order, budget, self.config.window_kind).size
-        size = torch.tensor([min(own, MOST_ITERATIONS)])
-        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self.wiring.job_group)
-        return int(size)
-
-    def _measured_bandwidths(self) -> tuple[float, float]:
-        d2h, network = self.config.d2h_bytes_per_s, self.config.network_bytes_per_s
-        rates = [sender.sent_bytes / sender.send_s for sender in self._senders if sender.send_s > 0]
-        # Without a measurement (peers that have acknowledged nothing yet) the network does not limit.
-        return d2h or self.checkpointer.copy_rate(), network or (sum(rates) or float("inf"))
 
     # What an operator of the job sees
 
@@ -771,8 +628,9 @@ class SparseRun:
             self._writer.close(self._least, DISK_TIMEOUT_S)
         writer = self._writer
         on_disk = (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
-        told = tell_all((self.totals, self.checkpointer.progress, on_disk))
-        totals, progress, disk = ([one[part] for one in told] for part in range(3))
+        decided = (self.windows.windows, self.windows.reorders)
+        told = tell_all((self.totals, self.checkpointer.progress, on_disk, decided))
+        totals, progress, disk, decisions = ([one[part] for one in told] for part in range(4))
         newest_on_disk = min(one[0] for one in disk)
         longest_s = max(one.train_s for one in totals) or 1.0
         persisted = min(one.persisted for one in progress)
@@ -784,9 +642,9 @@ class SparseRun:
             "copied_bytes": sum(one.copied_bytes for one in totals),
             "replicated_bytes": sum(one.replicated_bytes for one in totals),
             "window": self.checkpointer.history.newest.size,
-            "windows": max(one.windows for one in totals),
+            "windows": max(one[0] for one in decisions),
             "windows_abandoned": sum(one.abandoned for one in progress),
-            "reorders": max(one.reorders for one in totals),
+            "reorders": max(one[1] for one in decisions),
             "persisted_from": None if persisted == NONE else persisted,
             "memory_bytes": max(one.memory_bytes for one in progress),
             "recoveries": [one.as_dict() for one in self.recoveries],

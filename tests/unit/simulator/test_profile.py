@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_core.description.profile import Affine, Profile, StageProfile
+from moevement_core.description.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.iteration import from_profile
 from moevement_core.simulator.scenario import Scenario, load
@@ -25,17 +25,21 @@ PROFILE = Profile(
     ranks=4,
     pipeline=2,
     chunks=1,
-    micro_batches=4,
-    tokens=32,
-    iteration_s=3.0,
-    sync_s=0.1,
-    update_s=0.2,
-    send_s=0.01,
     d2h_bytes_per_s=1e9,
     network_bytes_per_s=2e9,
     storage_bytes_per_s=3e8,
     cores=2,
-    stages=(STAGE, replace(STAGE, forward_s=0.15)),
+    sizes=(
+        SizeProfile(
+            tokens=32,
+            micro_batches=4,
+            iteration_s=3.0,
+            sync_s=0.1,
+            update_s=0.2,
+            send_s=0.01,
+            stages=(STAGE, replace(STAGE, forward_s=0.15)),
+        ),
+    ),
     collectives=(Affine.fit("all_reduce", 2, [(1000, 0.001), (1000000, 0.002)]),),
     versions={"torch": "1"},
 )
@@ -68,8 +72,9 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"format": 9}, "no format 1"),
-        ({"stages": []}, "0 stages of pipeline 2"),
-        ({"iteration_s": "soon"}, "iteration_s 'soon'; needs a number"),
+        ({"pipeline": 3}, "2 stages of pipeline 3"),
+        ({"cores": "many"}, "cores 'many'; needs a number"),
+        ({"sizes": [{"tokens": 1, "stages": []}]}, "missing"),
         ({"speed": 1}, "speed"),
     ],
 )
