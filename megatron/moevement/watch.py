@@ -185,7 +185,9 @@ class ReplaceWhoDies(Watch):
             return 1
         if self._failed is not None:
             return _say_who_failed(self._children)
-        return _say_who_failed([self._children[member] for member in self._roster.ranks.values()])
+        ranks = [self._children[member] for member in self._roster.ranks.values()]
+        # All have come to the end together: one that is killed on its way out takes nothing of the job with it.
+        return _say_who_failed([child for child in ranks if (child.code or 0) >= 0])
 
 
 def _sentence(roster: Roster, children: list[Child]) -> str:
