@@ -3,8 +3,8 @@
     python -m benchmarks.predicted --folder runs/predicted        (ten minutes; goes on from what is in the folder)
 
 1. ``moevement profile`` of the laptop preset: what an iteration is made of.
-2. One job with three kills: what noticing, regrouping, fetching and entering the loop again take on this machine.
-3. Jobs with random kills. Each is simulated with 1 and 2, with the failures that it had; nothing of its own speed is used.
+2. One job with random kills: what noticing, regrouping, fetching and entering the loop again take on this machine.
+3. Others. Each is simulated with 1 and 2, with the failures that it had; nothing of its own speed is used.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ PROFILE = Path(__file__).with_name("laptop_profile.yaml")
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
 CONFIG = ROOT / "examples" / "pretrain_moe" / "configs" / "laptop.yaml"
-JOBS = ((20.0, 11), (30.0, 12), (60.0, 14))
+CALIBRATION = (20.0, 11)
 """Mean seconds between failures, and the seed."""
+JOBS = ((20.0, 21), (30.0, 12), (30.0, 13), (60.0, 14))
+RANKS = 4
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,11 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = arguments.folder
     if not folder.exists():
-        command("profile", "--nproc", "4", "--iterations", "60", "--output", str(PROFILE), *training())
-    kills = [f"rank={rank},iteration={at},phase=backward" for rank, at in ((1, 20), (2, 45), (0, 70))]
-    words = [word for kill in kills for word in ("--moevement-inject", kill)]
-    calm = job(folder / "calibrate", "--train-iters", "95", *words)
-    scenario = calibrated(load(SCENARIOS / "laptop.yaml"), calm)
+        command("profile", "--nproc", str(RANKS), "--iterations", "60", "--output", str(PROFILE), *training())
+    scenario = calibrated(load(SCENARIOS / "laptop.yaml"), job(folder, arguments.iterations, *CALIBRATION))
     rows = []
     for mtbf_s, seed in JOBS:
-        words = ["--moevement-inject-mtbf", str(mtbf_s), "--moevement-inject-seed", str(seed)]
-        run = job(folder / f"job_{seed}", "--train-iters", str(arguments.iterations), *words)
-        rows.append(compared(run, scenario, mtbf_s, seed))
+        rows.append(compared(job(folder, arguments.iterations, mtbf_s, seed), scenario, mtbf_s, seed))
         print(rows[-1], flush=True)
     OUTPUT.write_text(report(rows, scenario, Profile.load(PROFILE), arguments.iterations), encoding="utf-8")
 
@@ -94,12 +92,14 @@ def command(*words: str) -> None:
     subprocess.run([str(Path(sys.executable).with_name("moevement")), *words], check=True)
 
 
-def job(folder: Path, *flags: str) -> RunRecord:
-    """A job with spares, to its end, unless it has come to it before."""
-    if RunRecord(folder).summary_path.exists():
-        return RunRecord(folder)
-    command("launch", "--nproc", "4", "--spares", "2", *training(), *flags, "--run-dir", str(folder))
-    return RunRecord(folder)
+def job(folder: Path, iterations: int, mtbf_s: float, seed: int) -> RunRecord:
+    """A job with spares and kills, to its end, unless it has come to it before."""
+    record = RunRecord(folder / f"job_{seed}")
+    if not record.summary_path.exists():
+        kills = ["--moevement-inject-mtbf", str(mtbf_s), "--moevement-inject-seed", str(seed)]
+        words = [*training(), "--train-iters", str(iterations), *kills, "--run-dir", str(record.folder)]
+        command("launch", "--nproc", str(RANKS), "--spares", "2", *words)
+    return record
 
 
 def failures_of(run: RunRecord) -> list[dict[str, Any]]:
@@ -108,8 +108,16 @@ def failures_of(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def calibrated(scenario: Scenario, run: RunRecord) -> Scenario:
-    """With the seconds that the kills of one job took; replaying is what is predicted."""
+    """With the seconds that the kills of one job took; replaying is what is predicted.
+
+    A replay takes something beyond its iterations (fetching, loading, the first pass of a new process), which is a
+    constant of the machine like regrouping.
+    """
     told = failures_of(run)
+    each_s = scenario.time.segment_s([0])
+    beyond_s = statistics.median(
+        one["parts"]["replay"] - each_s * max(one["recovery"]["replayed_by_stage"].values()) for one in told
+    )
 
     def median(*parts: str) -> float:
         return statistics.median(sum(one["parts"][part] for part in parts) for one in told)
@@ -117,7 +125,7 @@ def calibrated(scenario: Scenario, run: RunRecord) -> Scenario:
     saved = replace(
         scenario.checkpointing,
         detect_s=median("detect", "abort"),
-        regroup_s=median("regroup", "set up and fetch", "enter the loop"),
+        regroup_s=median("regroup", "set up and fetch", "enter the loop") + max(0.0, beyond_s),
     )
     return replace(scenario, checkpointing=saved)
 
@@ -133,7 +141,7 @@ def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Co
         # One that was rolled forward by a recovery has no length.
         if one["iteration_s"] and not any(failed <= one["time"] <= resumed + 2.0 for failed, resumed in ends)
     ]
-    failures = [Failure(one["failed_at"] - began, (rank_of(one),)) for one in told if one["failed_at"] > began]
+    failures = list(failures_in(told, metrics, began))
     strategy = MoEvement(scenario.costs())
     made = train(strategy, failures, ended - began)
     parts = ("detect", "regroup", "fetch", "convert", "catch up", "interrupted")
@@ -142,18 +150,26 @@ def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Co
         failed - max((one["time"] for one in metrics if one["time"] <= failed), default=failed) for failed, _ in ends
     )
     return Compared(
-        mtbf_s, seed, len(told), ended - began, len(metrics), statistics.median(calm), lost_s, made.iterations,
+        mtbf_s, seed, len(failures), ended - began, len(metrics), statistics.median(calm), lost_s, made.iterations,
         sum(made.lost_s[part] for part in parts),
     )  # fmt: skip
 
 
-def rank_of(failure: dict[str, Any]) -> int:
-    """The rank that failed, which is a node of its own here.
+def failures_in(told: list[dict[str, Any]], metrics: list[dict[str, Any]], began: float) -> Iterator[Failure]:
+    """Of a job, each rank being a node.
 
-    The account of a recovery does not say when ranks failed during it, so the simulation has the first alone.
+    A recovery that another failure interrupts leaves no account of its own, only a gap in the count of generations. Its
+    failure is taken to have come half an iteration after the last one that was committed, to the other stage.
     """
-    words = str(failure["failures"][0]).split()
-    return int(words[words.index("rank") + 1])
+    generation = 0
+    for one in told:
+        ranks = [int(text.split()[1]) for text in one["failures"]]
+        if one["generation"] > generation + 1:
+            last = max((line["time"] for line in metrics if line["time"] <= one["failed_at"]), default=began)
+            half_s = statistics.median(line["iteration_s"] for line in metrics if line["iteration_s"]) / 2
+            yield Failure(last + half_s - began, ((ranks[0] + RANKS // 2) % RANKS,))
+        generation = one["generation"]
+        yield Failure(one["failed_at"] - began, tuple(ranks))
 
 
 def report(rows: list[Compared], scenario: Scenario, profile: Profile, iterations: int) -> str:
@@ -172,7 +188,7 @@ def report(rows: list[Compared], scenario: Scenario, profile: Profile, iteration
 
 The laptop preset on four ranks (pipeline 2, expert 2) with two spares, {iterations} iterations a job, ranks killed by SIGKILL
 at random (`--moevement-inject-mtbf`). Predicted: the profile, {saved.detect_s:.2f} s to notice and abort and
-{saved.regroup_s:.2f} s to regroup, set up and enter the loop (medians of three kills of another job), and the failures that
+{saved.regroup_s:.2f} s to regroup, set up, enter the loop and begin a replay (medians of the kills of another job), and the failures that
 each job had, simulated with the schedule and rollback of the policy. An iteration takes {profile.sizes[0].iteration_s:.3f} s in the
 profile. ETTR is the share of the time that is not lost: from each failure to the resumption, and the iteration that it
 interrupted. Other work on the machine slows iterations of both kinds; ETTR does not count that.

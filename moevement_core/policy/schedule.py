@@ -195,7 +195,7 @@ def most_replayed(kind: WindowKind, size: int, lag: int) -> int:
     return lag + (2 * size - 1 if kind is WindowKind.ALIGNED else size)
 
 
-def expected_rollback(kind: WindowKind, size: int, lag: int) -> float:
+def expected_rollback(kind: WindowKind, size: int, lag: float) -> float:
     """Iterations of work that a failure at a random moment costs on average, the interrupted one half.
 
     Without lag the aligned one is the paper's 3/2 W (section 3.6).

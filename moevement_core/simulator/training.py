@@ -64,12 +64,12 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
         ("checkpointing", "interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up"), 0.0
     )
     pool = _Pool(spares or Spares())
-    recovering, failed_at, lost = dict[str, float](), 0.0, set[int]()
+    recovering, failed_at, lost, into = dict[str, float](), 0.0, set[int](), 0.0
     for failure in (*(one for one in failures if one.at_s < until_s), Failure(until_s, ())):
         ready = failed_at + sum(recovering.values())
         _spend(made.lost_s, recovering, failure.at_s - failed_at)
         if failure.at_s >= ready:
-            _advance(made, strategy.overhead_s, failure.at_s - ready)
+            into = _advance(made, strategy.overhead_s, failure.at_s - ready)
             lost.clear()
         else:
             made.during_recovery += bool(failure.nodes)
@@ -77,7 +77,7 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
         if failure.nodes:
             made.failures += 1
             lost |= set(failure.nodes)
-            recovery = strategy.recover(made.iterations, lost)
+            recovery = strategy.recover(made.iterations, lost, into)
             made.from_storage += recovery.from_storage
             made.tokens_lost += recovery.tokens_lost
             failed_at = failure.at_s
@@ -89,13 +89,16 @@ def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spare
     return made
 
 
-def _advance(made: Outcome, overhead_s: float, seconds: float) -> None:
+def _advance(made: Outcome, overhead_s: float, seconds: float) -> float:
+    """Train for so long; returns the share of the next iteration that is over."""
     each = made.iteration_s + overhead_s
     # A whole number of iterations has to count as whole, whatever rounding has made of it.
     count = math.floor(seconds / each + 1e-9)
     made.iterations += count
     made.lost_s["checkpointing"] += count * overhead_s
-    made.lost_s["interrupted"] += max(0.0, seconds - count * each)
+    interrupted_s = max(0.0, seconds - count * each)
+    made.lost_s["interrupted"] += interrupted_s
+    return interrupted_s / each
 
 
 def _spend(lost: dict[str, float], parts: Mapping[str, float], seconds: float) -> None:

@@ -199,8 +199,18 @@ class Strategy(ABC):
         """Of host memory for the heaviest rank: own snapshots, copies for peers, logs."""
 
     @abstractmethod
-    def rollback(self, committed: int) -> int:
-        """Iterations that are computed again if a failure comes when ``committed`` are done."""
+    def rollback(self, committed: int, into: float) -> int:
+        """Iterations that are computed again after a failure.
+
+        Args:
+            committed: iterations that are done.
+            into: the next one, as the share of it that is over.
+        """
+
+    @staticmethod
+    def newest(committed: int, into: float, arrival: float) -> int:
+        """The newest state that is where it has to be, when it takes ``arrival`` iterations to get there."""
+        return math.floor(committed + into - arrival)
 
     @property
     @abstractmethod
@@ -225,16 +235,17 @@ class Strategy(ABC):
         """Seconds for each iteration that makes it dense."""
         return self.replay_iteration_s(nodes)
 
-    def recover(self, committed: int, nodes: Collection[int] = (0,)) -> Recovery:
+    def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
         """A failure when ``committed`` iterations are done; may change what the strategy does from then on.
 
         Args:
             committed: iterations.
             nodes: those lost since state was whole.
+            into: the next iteration, as the share of it that is over.
         """
         if self.in_memory and not self.costs.copies_survive(nodes):
             return self._from_storage(committed)
-        replayed = min(committed, self.rollback(committed))
+        replayed = min(committed, self.rollback(committed, into))
         converted = min(replayed, self.converted)
         return Recovery(
             self.costs.detect_s, self.costs.regroup_s, self.fetch_s, converted * self.convert_iteration_s(nodes),

@@ -21,7 +21,7 @@ class NoCheckpoints(Strategy):
     host_bytes = 0.0
     expected_rollback = math.inf
 
-    def rollback(self, committed: int) -> int:
+    def rollback(self, committed: int, into: float) -> int:
         """All."""
         return committed
 
@@ -41,7 +41,7 @@ class Dense(Strategy):
     name = "dense-interval"
 
     def __init__(
-        self, costs: Costs, interval: int, stall_s: float, lag: int, fetch_s: float, *, in_memory: bool = False
+        self, costs: Costs, interval: int, stall_s: float, lag: float, fetch_s: float, *, in_memory: bool = False
     ) -> None:
         super().__init__(costs)
         if interval < 1:
@@ -74,9 +74,9 @@ class Dense(Strategy):
         """Two buffers, and as much for each peer: one is being filled while the other is what counts."""
         return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.given.replicas if self.in_memory else 0))
 
-    def rollback(self, committed: int) -> int:
+    def rollback(self, committed: int, into: float) -> int:
         """To the newest checkpoint that is where it has to be."""
-        there = max(0, committed - self.lag)
+        there = max(0, self.newest(committed, into, self.lag))
         return committed - there // self._interval * self._interval
 
     @property
@@ -106,7 +106,7 @@ class CheckFreq(Dense):
         delay_s = stall_s + costs.interference * copy_s
         hidden = math.ceil(delay_s / (DENSE_OVERHEAD * costs.iteration_s))
         interval = max(1, hidden, costs.iterations(max(copy_s, write_s)))
-        super().__init__(costs, interval, stall_s, costs.iterations(copy_s + write_s), write_s)
+        super().__init__(costs, interval, stall_s, (copy_s + write_s) / costs.iteration_s, write_s)
 
 
 class Gemini(Dense):
@@ -120,7 +120,7 @@ class Gemini(Dense):
 
     def __init__(self, costs: Costs, mtbf_s: float, *, is_oracle: bool = True, interval: int | None = None) -> None:
         busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
-        self._lag = costs.iterations(busy_s)
+        self._lag = busy_s / costs.iteration_s
         self._all_s = max(0.0, busy_s - costs.iteration_s)
         if interval is None and is_oracle:
             interval = self._best(costs, mtbf_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Collection
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +22,6 @@ class Partial(Strategy):
     """Everything but the experts in every iteration, and some experts; every stage rolls back by one iteration."""
 
     interval = 1
-    expected_rollback = 1.5
 
     def __init__(self, costs: Costs) -> None:
         super().__init__(costs)
@@ -47,13 +47,33 @@ class Partial(Strategy):
         return self.costs.fetch_s(self.costs.full_bytes)
 
     @property
+    def overhead_s(self) -> float:
+        """What does not hide behind one iteration."""
+        return max(0.0, self.busy_s - self.costs.iteration_s) + self.slowed_s(self.copied_bytes)
+
+    @property
     def host_bytes(self) -> float:
         """The newest state of everything, and what is being copied; as much for each peer."""
         return (self.costs.full_bytes + self.copied_bytes) * (1 + self.costs.plan.given.replicas)
 
-    def rollback(self, committed: int) -> int:
-        """The interrupted iteration, and the one that was being copied."""
-        return 1
+    @property
+    def arrival(self) -> float:
+        """Iterations until a snapshot is with all peers."""
+        return self.busy_s / self.costs.iteration_s
+
+    @property
+    @abstractmethod
+    def busy_s(self) -> float:
+        """Seconds that it takes there."""
+
+    def rollback(self, committed: int, into: float) -> int:
+        """What was being copied."""
+        return committed - self.newest(committed, into, self.arrival)
+
+    @property
+    def expected_rollback(self) -> float:
+        """That, and half of the interrupted iteration."""
+        return self.arrival + 0.5
 
     def loses(self, ages: npt.NDArray[np.float64]) -> float:
         """Updates of experts of these ages, as a share of the tokens of an iteration, times iterations (its PLT)."""
@@ -82,11 +102,9 @@ class MoC(Partial):
         return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
 
     @property
-    def overhead_s(self) -> float:
-        """What does not hide behind one iteration."""
-        nbytes = self.copied_bytes
-        late_s = max(self.costs.copy_s(nbytes), self.costs.send_s(nbytes)) - self.costs.iteration_s
-        return max(0.0, late_s) + self.slowed_s(nbytes)
+    def busy_s(self) -> float:
+        """Copies and sends go on at the same time."""
+        return max(self.costs.copy_s(self.copied_bytes), self.costs.send_s(self.copied_bytes))
 
     def ages(self, committed: int) -> npt.NDArray[np.float64]:
         """Iterations since each expert was saved, ``[experts]``; their turn comes every E / K iterations."""
@@ -94,9 +112,9 @@ class MoC(Partial):
         turn = np.arange(self.experts) // self.experts_saved
         return np.minimum((committed - turn) % turns, committed).astype(np.float64)
 
-    def recover(self, committed: int, nodes: Collection[int] = (0,)) -> Recovery:
+    def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
         """Experts come back as they were up to E / K iterations ago; those updates are lost."""
-        made = super().recover(committed, nodes)
+        made = super().recover(committed, nodes, into)
         if made.from_storage:
             return made
         lost = self.loses(self.ages(committed))
@@ -140,10 +158,9 @@ class MoEtion(Partial):
         return self._sent + (0 if self.is_redundant else self.other_bytes)
 
     @property
-    def overhead_s(self) -> float:
-        """What hides behind no iteration, because S is at least 1."""
-        late_s = max(self.costs.copy_s(self.copied_bytes), self.costs.send_s(self.sent_bytes)) - self.costs.iteration_s
-        return max(0.0, late_s) + self.slowed_s(self.copied_bytes)
+    def busy_s(self) -> float:
+        """Copies and sends go on at the same time."""
+        return max(self.costs.copy_s(self.copied_bytes), self.costs.send_s(self.sent_bytes))
 
     @cached_property
     def at_risk(self) -> float:
@@ -161,7 +178,7 @@ class MoEtion(Partial):
                 seen.append(risk.sum() / self.layers)
         return float(np.mean(seen))
 
-    def recover(self, committed: int, nodes: Collection[int] = (0,)) -> Recovery:
+    def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
         """Experts that were not saved come back as they were when they last were."""
-        made = super().recover(committed, nodes)
+        made = super().recover(committed, nodes, into)
         return made if made.from_storage else replace(made, tokens_lost=min(self.at_risk, float(committed)))

@@ -79,23 +79,33 @@ class MoEvement(Strategy):
 
     @property
     def converted(self) -> int:
-        """W, from the snapshot of the first slot on: the state is dense after as many."""
-        return self.costs.plan.size
-
-    def rollback(self, committed: int) -> int:
-        """The window that is on all peers, and what came after it."""
-        size, lag = self.costs.plan.size, self._lag
-        return lag + size + ((committed - lag) % size if self.costs.plan.given.kind is WindowKind.ALIGNED else 0)
+        """Iterations from the state of the first slot to that of the last, which is dense."""
+        return self.costs.plan.size - 1
 
     @cached_property
-    def _lag(self) -> int:
-        return self.costs.plan.lag
+    def arrival(self) -> float:
+        """Iterations until the heaviest slot is with all peers: copied, and sent then."""
+        return (
+            max(
+                stage.budget.copy_s(stage.window.peak_bytes) + stage.budget.send_s(stage.window.peak_bytes)
+                for stage in self.costs.plan.stages
+            )
+            / self.costs.iteration_s
+        )
+
+    def rollback(self, committed: int, into: float) -> int:
+        """From the first slot of the newest run of W that is on all peers."""
+        size = self.costs.plan.size
+        first = self.newest(committed, into, self.arrival) - (size - 1)
+        if self.costs.plan.given.kind is WindowKind.ALIGNED:
+            first -= first % size
+        return committed - first
 
     @property
     def expected_rollback(self) -> float:
-        """Of the policy, as a live run has it."""
+        """Of the policy, whose lag counts whole iterations from the one on in which the slot is copied."""
         plan = self.costs.plan
-        return expected_rollback(plan.given.kind, plan.size, plan.lag)
+        return expected_rollback(plan.given.kind, plan.size, self.arrival - 1)
 
     @cached_property
     def frozen_share(self) -> float:

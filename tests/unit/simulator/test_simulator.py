@@ -112,9 +112,21 @@ def test_more_bandwidth_never_hurts(d2h: float, more: float, mtbf_s: float) -> N
 def test_rollback_is_that_of_the_policy(kind: WindowKind) -> None:
     given_ = costs(kind=kind, window=4)
     strategy = MoEvement(given_)
-    lost = [strategy.rollback(committed) for committed in range(1000, 1040)]
-    assert max(lost) == most_replayed(kind, 4, given_.plan.lag)
-    assert statistics.fmean(lost) == pytest.approx(strategy.expected_rollback, abs=0.5)
+    lost = [strategy.rollback(committed, step / 50) for committed in range(1000, 1040) for step in range(50)]
+    assert max(lost) <= most_replayed(kind, 4, given_.plan.lag)
+    assert statistics.fmean(lost) + 0.5 == pytest.approx(strategy.expected_rollback, abs=0.05)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [(WindowKind.ALIGNED, {2, 3, 4, 5}), (WindowKind.ROLLING, {2, 3})])
+def test_a_slot_that_arrives_early_shortens_the_rollback(kind: WindowKind, wanted: set[int]) -> None:
+    """By hand, W of 3, a slot that takes a tenth of an iteration: two iterations make state dense, up to two follow.
+
+    Only a failure in the first tenth of an iteration finds one snapshot less.
+    """
+    strategy = MoEvement(costs(kind=kind, window=3, d2h=50.0, network=400.0))
+    assert 0 < strategy.arrival < 0.2
+    assert {strategy.rollback(committed, into) for committed in range(90, 99) for into in (0.0, 0.5)} == wanted
+    assert {strategy.rollback(committed, 0.5) for committed in range(90, 99)} == wanted - {max(wanted)}
 
 
 def test_each_technique_makes_recovery_shorter() -> None:
@@ -139,7 +151,7 @@ def test_neighbouring_stages_replay_together() -> None:
     one, apart, joint = (strategy.recover(1000, nodes) for nodes in ((1,), (1, 5), (1, 2)))
     assert one.convert_s == pytest.approx(apart.convert_s)
     assert joint.convert_s > one.convert_s
-    assert joint.convert_s == pytest.approx(one.convert_s * 33 / 32)
+    assert joint.convert_s == pytest.approx(one.convert_s * 33 / 32, rel=1e-6)
 
 
 def test_state_comes_from_storage_when_all_copies_are_lost() -> None:
