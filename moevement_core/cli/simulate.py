@@ -71,6 +71,11 @@ def _scenarios(name: str, arguments: argparse.Namespace) -> Iterator[Scenario]:
     path = scenario_path(name)
     ranks = arguments.ranks or []
     if path is not None:
+        if arguments.flags:
+            raise ConfigError(
+                f"{' '.join(arguments.flags)}: neither a flag of moevement simulate nor a field of {path.name}, and "
+                "Megatron's flags go with a model by Megatron's flags"
+            )
         for count in ranks or [None]:
             yield scenario.load(path, ranks=count)
         return

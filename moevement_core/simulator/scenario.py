@@ -101,6 +101,7 @@ class Scenario:
                 continue
             if not (least <= value if is_included else least < value) or value == math.inf:
                 raise ConfigError(f"{what} {value}; needs {'0 or more' if is_included else 'more than 0'}")
+        self._check_checkpointing()
         if not self.failures.repair_s >= 0:
             raise ConfigError(f"repair {self.failures.repair_s}; needs 0 or more")
         if self.run.seeds < 1 or (self.failures.spares is not None and self.failures.spares < 0):
@@ -112,6 +113,18 @@ class Scenario:
                 raise ConfigError(f"strategy {name!r}; needs one of {', '.join(STRATEGIES)}")
         if self.cluster.storage_bytes_per_s is None:
             raise ConfigError("no storage bandwidth; give what all nodes together write (storage, --storage-bandwidth)")
+
+    def _check_checkpointing(self) -> None:
+        saved = self.checkpointing
+        if saved.window_kind not in tuple(WindowKind):
+            raise ConfigError(f"window_kind {saved.window_kind!r}; needs one of {', '.join(WindowKind)}")
+        if saved.window is not None and saved.window < 1:
+            raise ConfigError(f"window {saved.window}; needs at least 1, or none for the smallest that fits")
+        if saved.replicas < 0:
+            raise ConfigError(f"replicas {saved.replicas}; needs 0 or more")
+        for name in ("weight_gradient_share", "skew"):
+            if not 0 <= getattr(saved, name) <= 1:
+                raise ConfigError(f"{name} {getattr(saved, name)}; needs 0 to 1")
 
     @property
     def time(self) -> IterationTime:

@@ -53,7 +53,12 @@ def test_a_trace_without_a_failure_is_no_input(tmp_path: Path, capsys: pytest.Ca
         (["--mtbf", "0"], "mtbf 0.0; needs more than 0"),
         (["--regroup", "-1"], "regroup -1.0; needs 0 or more"),
         (["--seeds", "0"], "seeds 0, spares None"),
-        (["--skew", "2"], "a skewness of 2.0"),
+        (["--skew", "2"], "skew 2.0; needs 0 to 1"),
+        (["--window", "0"], "window 0; needs at least 1"),
+        (["--replicas", "-1"], "replicas -1; needs 0 or more"),
+        (["--replicas", "30"], "at most 11 replicas"),
+        (["--num-layers", "3"], "--num-layers 3: neither a flag of moevement simulate"),
+        (["--mtfb", "600"], "--mtfb 600: neither a flag of moevement simulate"),
         (["--ranks", "100"], "100 ranks with pipeline 3"),
         (["--trace", "README.md"], "trace README.md, line 1:"),
         (["--trace", "nothing.csv"], "trace nothing.csv"),
@@ -83,6 +88,10 @@ def test_what_is_no_scenario_is_named_by_file_and_field(tmp_path: Path, capsys: 
         ({"run": {"strategies": ["best"]}}, "strategy 'best'; needs one of none"),
         ({"profile": "nothing.yaml"}, "nothing.yaml"),
         ({"failures": [1]}, "failures [1]; needs fields and values"),
+        ({"checkpointing": {"window_kind": "square"}}, "window_kind 'square'; needs one of aligned"),
+        ({"cluster": {"preset": "moevement-a100", "speeds": [1, 2]}}, "cluster.speeds [1, 2]; needs pairs"),
+        ({"cluster": {"preset": "moevement-a100", "storage": 0}}, "storage bandwidth 0"),
+        ({"job": {**whole["job"], "regime": "FP9"}}, "regime 'FP9'"),
     ):
         path = tmp_path / "made.yaml"
         path.write_text(yaml.safe_dump({**whole, **change}))
