@@ -47,6 +47,17 @@ def run_rank(argv: list[str]) -> None:
             raise
 
 
+def end_groups() -> None:
+    """Destroy what process groups there are still; before the interpreter of a rank ends.
+
+    Torch ends a process that leaves them with "terminate called without an active exception", now and then (pytorch
+    issue 190489). Megatron leaves them. A forked rank ends without destructors, and needs it not.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def run_forked_rank(argv: list[str]) -> None:
     """:func:`run_rank` in a process that was forked."""
     # The launcher turns signals into exceptions; a rank that is ended must simply end.
@@ -93,6 +104,7 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("usage: python -m megatron.moevement.worker SCRIPT [ARGS...]")
     run_rank(sys.argv[1:])
+    end_groups()
 elif __name__ == "__mp_main__" and SCRIPT_ENV in os.environ:
     from megatron.moevement import platform
 

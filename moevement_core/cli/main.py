@@ -107,6 +107,7 @@ def _launch(arguments: argparse.Namespace) -> int:
             return watch_one(argv, task, arguments.spares, environment)
         os.environ.update(environment)
         worker.run_rank(argv)
+        worker.end_groups()
         return 0
     return launch.launch_on_this_host(
         launch.Launch(
