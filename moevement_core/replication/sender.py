@@ -21,6 +21,10 @@ ATTEMPTS = 3
 """How often a snapshot that arrives damaged is sent."""
 RETRY_S = 0.05
 """How long to wait before asking a peer again whose buffers are all taken."""
+LAST_S = 1.0
+"""For how long it is asked again at the end of the job."""
+STEP_S = 0.1
+"""In which the end is waited for: a main thread that runs nothing for long is taken to hang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +73,7 @@ class Sender:
         self._report = report
         self._waiting_since_s: float | None = None
         self._abandoned = False
+        self._asks_until_s = float("inf")
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"moevement-send-{peer}", daemon=True)
         self._thread.start()
@@ -100,8 +105,11 @@ class Sender:
 
     def close(self, timeout_s: float) -> bool:
         """Bring what is queued, say goodbye; whether that was done in time."""
+        self._asks_until_s = time.monotonic() + LAST_S
         self._jobs.put(Message(Kind.BYE, self.rank))
-        self._thread.join(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while self._thread.is_alive() and time.monotonic() < deadline_s:
+            self._thread.join(STEP_S)
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
@@ -170,9 +178,10 @@ class Sender:
                     self.send_s += time.perf_counter() - began_s
             finally:
                 delivery.end()
-            if answer is not Kind.FULL:
+            # The peer frees buffers when the job agrees on a newer window, which at its end it never will.
+            if answer is not Kind.FULL or time.monotonic() > self._asks_until_s:
                 return answer
-            time.sleep(RETRY_S)  # the peer frees buffers when the job agrees on a newer window
+            time.sleep(RETRY_S)
         return None
 
     def _transfer(self, snapshot: Snapshot) -> Kind:

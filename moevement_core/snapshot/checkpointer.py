@@ -9,6 +9,7 @@ abandoned and never the persisted one.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from moevement_core.policy.recoverable import newest_recoverable_run, open_start
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule, ScheduleHistory, slots_kept
 from moevement_core.policy.window import WindowKind
 from moevement_core.replication.keeper import Keeper
-from moevement_core.replication.sender import Delivery, Sender
+from moevement_core.replication.sender import STEP_S, Delivery, Sender
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.agreement import NONE, Agreed, Agreement, Standing, Writing
 from moevement_core.snapshot.copies import Capture, copy_engine
@@ -564,5 +565,7 @@ class Checkpointer:
         self._engine.close()
         done = [sender.close(timeout_s) for sender in self._senders]
         for keeper in self.keepers:
-            keeper.ended.wait(timeout_s)
+            deadline_s = time.monotonic() + timeout_s
+            while not keeper.ended.wait(STEP_S) and time.monotonic() < deadline_s:
+                pass
         return all(done)
