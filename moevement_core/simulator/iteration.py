@@ -80,11 +80,6 @@ class IterationTime:
             update_s=factor * self.update_s,
         )
 
-    @cached_property
-    def bubble(self) -> float:
-        """Share of an iteration that the slowest stage waits."""
-        return 1 - max(self.segment_s([stage]) for stage in range(self.stages)) / self.total_s
-
 
 def from_total(iteration_s: float, job: JobShape) -> IterationTime:
     """Stages that are alike, of an iteration whose length is known; a third of the work is forward."""

@@ -77,9 +77,9 @@ class Costs:
         """From one peer, and up to the device."""
         return max(nbytes / self.plan.given.cluster.replication_bytes_per_s, self.copy_s(nbytes))
 
-    def store_s(self, share: float = 1.0) -> float:
-        """All state of the job, or a share of it, to or from storage."""
-        return share * self.job_bytes / self.storage_bytes_per_s
+    def store_s(self) -> float:
+        """All state of the job, to or from storage."""
+        return self.job_bytes / self.storage_bytes_per_s
 
     def iterations(self, seconds: float) -> int:
         """How many begin before ``seconds`` are over."""
