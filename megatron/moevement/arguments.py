@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megatron.moevement import platform
 from megatron.moevement.restart.environment import MEMBER_ENV
-from megatron.moevement.sparse_config import SparseConfig, add_sparse_arguments
+from megatron.moevement.sparse_config import LEASES_TO_HANG, SparseConfig, add_sparse_arguments
 from megatron.moevement.transformer.kernel_choice import FrozenKernels
 from moevement_core.errors import ConfigError
 
@@ -89,12 +89,10 @@ def cpu_defaults() -> list[CpuDefault]:
 
 
 RESTART_DEFAULTS = {
-    # Seconds. The coordinator waits for every rank before it forms the job anew, so nobody has to report in time.
-    "inprocess_last_call_wait": 0.0,
-    "inprocess_monitor_process_interval": 0.2,
     "inprocess_monitor_thread_interval": 0.5,
+    "inprocess_soft_timeout": None,  # six lease times
 }
-"""Timeouts of Megatron's in-process restart that are longer than they need to be here."""
+"""Of Megatron's in-process restart those settings that mean something here, with the defaults that they have here."""
 
 
 def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
@@ -117,6 +115,8 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
             return parser
 
         args = original(provider, ignore_unknown_args)
+        if args.inprocess_soft_timeout is None:
+            args.inprocess_soft_timeout = LEASES_TO_HANG * args.moevement_lease_seconds
         _fill_data(args)
         if args.run_dir and not args.tensorboard_dir:
             args.tensorboard_dir = os.path.join(args.run_dir, "tensorboard")

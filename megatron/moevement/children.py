@@ -6,6 +6,7 @@ returned is gone, and waits for ever on its own event when a process is killed a
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -20,8 +21,13 @@ from typing import Any, TextIO
 
 import psutil
 
-ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that ask a process to end."""
+from megatron.moevement.restart.environment import PARENT_ENV
+
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that ask a process to end, at once or by and by; none of them may end it and leave its children."""
+WINDING_DOWN = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Those of them that come before a machine is taken away."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,21 @@ class Program:
     command: Sequence[str] = ()
 
 
+def end_with_parent() -> None:
+    """Have this process killed when the one that started it ends, however that ends.
+
+    To be called first in it. A rank whose launcher is gone would train on, unseen, beside the job that is started next.
+    """
+    parent = os.environ.get(PARENT_ENV)
+    if parent is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):  # it ended before
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Child:
-    """One process.
+    """One process, which ends with this one.
 
     Args:
         label: its name, and of its log files.
@@ -47,6 +66,7 @@ class Child:
         self.label, self.logs = label, logs
         self.code: int | None = None
         """How it ended; negative: by which signal."""
+        environment = {**environment, PARENT_ENV: str(os.getpid())}
         with ExitStack() as opened:
             streams = [opened.enter_context((logs / f"{label}.{s}").open("w")) for s in ("out", "err")] if logs else []
             if program.function is not None:
@@ -68,6 +88,18 @@ class Child:
         if self.code is None:
             self.code = self._poll()
         return self.code
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it (SIGSTOP), so that it does nothing though it lives."""
+        with suppress(psutil.NoSuchProcess):
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        return False
+
+    def send(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     @property
     def how(self) -> str:
@@ -93,11 +125,13 @@ def _signals_held() -> Iterator[None]:
 def _run(program: Program, environment: dict[str, str], streams: list[TextIO]) -> None:
     """In the forked process."""
     for number in ASKING:
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     for stream, target in zip(streams, (1, 2), strict=False):
         os.dup2(stream.fileno(), target)
     os.environ.update(environment)
+    end_with_parent()
     program.function(*program.arguments)  # what it raises multiprocessing prints, and the process ends with 1
 
 
@@ -107,7 +141,27 @@ def end_all(children: Sequence[Child], timeout_s: float = 10.0) -> None:
         running = [child for child in children if child.poll() is None]
         for child in running:
             with suppress(psutil.NoSuchProcess):
-                end(psutil.Process(child.pid))
+                end(process := psutil.Process(child.pid))
+                process.resume()  # one that is stopped would not hear of it
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(child.poll() is None for child in running):
             time.sleep(0.01)
+
+
+@contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    """End every process that descends from those started in a ``with`` block, however it was orphaned.
+
+    A rank that is killed leaves its checkpoint writers and data workers to the nearest subreaper: this process.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    launcher = psutil.Process()
+    before = set(launcher.children(recursive=True))
+    try:
+        yield
+    finally:
+        left = [process for process in launcher.children(recursive=True) if process not in before]
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=5)

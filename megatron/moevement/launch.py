@@ -7,33 +7,32 @@ start; with a GPU, or where asked for, each is a fresh interpreter. What happens
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megatron.moevement import config_file
-from megatron.moevement.children import ASKING, Child, Program, end_all
+from megatron.moevement.children import Child, Program, end_all, nothing_left_behind
 from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
+from megatron.moevement.signals import Signals, Stopped
+from megatron.moevement.sparse_config import lease_seconds
 from megatron.moevement.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.cli.progress import Progress
 from moevement_core.errors import ConfigError
+from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.run_record import RunRecord
 
 POLL_S = 0.02
-_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -56,22 +55,37 @@ class Launch:
 
 
 def run_dir_of(argv: list[str]) -> Path | None:
-    """The value of ``--run-dir`` in a script's arguments, configuration files included; the last one wins."""
+    """The value of ``--run-dir`` in a script's arguments."""
+    found = value_of(argv, "--run-dir")
+    return Path(found).absolute() if found else None
+
+
+def value_of(argv: list[str], flag: str) -> str | None:
+    """The value of ``flag`` in a script's arguments, configuration files included; the last one wins."""
     found = None
     words = config_file.expand(argv[1:])
     for index, word in enumerate(words):
-        if word == "--run-dir" and index + 1 < len(words):
+        if word == flag and index + 1 < len(words):
             found = words[index + 1]
-        elif word.startswith("--run-dir="):
+        elif word.startswith(f"{flag}="):
             found = word.split("=", 1)[1]
-    return Path(found).absolute() if found else None
+    return found
 
 
 def train_iters_of(argv: list[str]) -> int | None:
     """The value of ``--train-iters``, for a progress bar; None where it is not a number or not given."""
-    words = config_file.expand(argv[1:])
-    values = [words[index + 1] for index, word in enumerate(words[:-1]) if word == "--train-iters"]
-    return int(values[-1]) if values and values[-1].isdigit() else None
+    value = value_of(argv, "--train-iters")
+    return int(value) if value and value.isdigit() else None
+
+
+def lease_of(argv: list[str]) -> float:
+    """The value of ``--moevement-lease-seconds``, or its default.
+
+    Raises:
+        ConfigError: it is no lease.
+    """
+    value = value_of(argv, "--moevement-lease-seconds")
+    return LEASE_S if value is None else lease_seconds(value)
 
 
 def launch_on_this_host(launch: Launch) -> int:
@@ -81,34 +95,42 @@ def launch_on_this_host(launch: Launch) -> int:
     training job cannot go on without it. Ctrl-C ends all.
     """
     _check(launch)
-    if launch.spares is not None:  # torch reads it once; every look into the store that finds nothing yet is told of
+    if launch.spares is not None:  # torch reads it once; every look into the store that finds nothing yet is reported
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     run_dir = run_dir_of(launch.argv)
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
     port = int(listener.getsockname()[1])
-    with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, _nothing_left_behind(), _signals_raised():
+    with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, nothing_left_behind(), Signals() as signals:
         logs = None if launch.show_logs or run_dir is None else _make_logs(run_dir)
         starter = _Starter(launch, port, logs, Path(scratch))
-        children = [starter.start() for _ in range(launch.nproc + (launch.spares or 0))]
-        # After the ranks are forked, so that none of them inherits the store's thread.
-        store = _store(listener)
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
+        children: list[Child] = []
         watch: Watch
         try:
+            if launch.spares is None:
+                children = [starter.start(number) for number in range(launch.nproc)]
+            # After the ranks are forked, so that none of them inherits the store's thread. Those that are started
+            # later do without it.
+            store = _store(listener)
             with Progress(*followed) as progress:
                 if launch.spares is None:
                     watch = UntilOneFails(children)
                 else:
-                    record = RunRecord(run_dir) if run_dir is not None else None
+                    signals.may_wind_down = True
+                    pages = Path(scratch) / "status"
+                    pages.mkdir()
                     watch = ReplaceWhoDies(
-                        children, starter.start, store, ("127.0.0.1", port), launch.nproc, launch.spare_timeout_s,
-                        record, progress,
+                        starter.start, store, launch.nproc, launch.spares, launch.spare_timeout_s,
+                        lease_of(launch.argv), pages, RunRecord(run_dir) if run_dir is not None else None, progress,
+                        children,
                     )  # fmt: skip
                 while watch.is_running():
+                    if signals.asked_by is not None:
+                        _wind_down(watch, signals, progress)
                     progress.update()
                     time.sleep(POLL_S)
                 progress.update()
-        except _Stopped as stopped:
+        except Stopped as stopped:
             name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
             print(f"moevement: stopped by {name}", file=sys.stderr, flush=True)
             return 128 + stopped.number
@@ -118,29 +140,13 @@ def launch_on_this_host(launch: Launch) -> int:
         return watch.verdict()
 
 
-class _Stopped(BaseException):
-    """Somebody wants the job to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
-@contextmanager
-def _signals_raised() -> Iterator[None]:
-    """Signals that ask to end are raised as exceptions, here and not in processes forked from here."""
-
-    def stop(number: int, frame: Any) -> None:
-        for one in ASKING:  # once is enough: what comes now is the end
-            signal.signal(one, signal.SIG_IGN)
-        raise _Stopped(number)
-
-    before = {number: signal.signal(number, stop) for number in ASKING}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _wind_down(watch: Watch, signals: Signals, progress: Progress) -> None:
+    number, signals.asked_by = signals.asked_by, None
+    assert number is not None
+    if not watch.wind_down():
+        raise Stopped(number)
+    name = signal.Signals(number).name
+    progress.say(f"{name}: the job ends at the next boundary between iterations, and saves; once more ends it at once")
 
 
 def _check(launch: Launch) -> None:
@@ -167,21 +173,24 @@ def _check(launch: Launch) -> None:
 
 
 class _Starter:
-    """Starts processes, one after the other, each with a number of its own."""
+    """Starts processes."""
 
     def __init__(self, launch: Launch, store_port: int, logs: Path | None, scratch: Path) -> None:
         self._launch, self._logs, self._scratch = launch, logs, scratch
-        with _temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
-            self._program = _program(launch)
+        with temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
+            self._program = program_of(launch.argv, fresh_interpreters=launch.fresh_interpreters)
         self._common = _environment(launch, store_port)
-        self._started = 0
 
-    def start(self) -> Child:
-        """The first ones are the ranks, those after them spares."""
-        launch, number = self._launch, self._started
-        self._started += 1
+    def start(self, number: int, variables: Mapping[str, str] | None = None) -> Child:
+        """The first ones are the ranks, those after them spares.
+
+        Args:
+            number: of the process, which no other one has.
+            variables: for its environment.
+        """
+        launch = self._launch
         label = f"rank_{number}" if number < launch.nproc else f"spare_{number - launch.nproc}"
-        environment = {**self._common, "RANK": str(number), "LOCAL_RANK": str(number)}
+        environment = {**self._common, **(variables or {}), "RANK": str(number), "LOCAL_RANK": str(number)}
         if launch.spares is not None:
             environment[MEMBER_ENV] = str(number)
         if launch.ranks_per_node is not None:
@@ -193,26 +202,8 @@ class _Starter:
 
 
 @contextmanager
-def _nothing_left_behind() -> Iterator[None]:
-    """End every process that descends from those started in a ``with`` block, however it was orphaned.
-
-    A rank that is killed leaves its checkpoint writers and data workers to the nearest subreaper: this process.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    launcher = psutil.Process()
-    before = set(launcher.children(recursive=True))
-    try:
-        yield
-    finally:
-        left = [process for process in launcher.children(recursive=True) if process not in before]
-        for process in left:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(left, timeout=5)
-
-
-@contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
+def temporary_files_in(folder: str) -> Iterator[None]:
+    """In a ``with`` block, this process's temporary files are in ``folder``."""
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
         yield
@@ -220,13 +211,14 @@ def _temporary_files_in(folder: str) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def _program(launch: Launch) -> Program:
+def program_of(argv: list[str], *, fresh_interpreters: bool) -> Program:
+    """What a rank runs: forked from this process where no GPU is, unless told otherwise."""
     from megatron.moevement import platform, worker
 
-    if launch.fresh_interpreters or not platform.is_cpu():
-        return Program(command=[sys.executable, "-m", worker.__name__, *launch.argv])
+    if fresh_interpreters or not platform.is_cpu():
+        return Program(command=[sys.executable, "-m", worker.__name__, *argv])
     preload()
-    return Program(worker.run_forked_rank, (launch.argv,))
+    return Program(worker.run_forked_rank, (argv,))
 
 
 def preload() -> None:
@@ -250,9 +242,30 @@ def _environment(launch: Launch, store_port: int) -> dict[str, str]:
         # All ranks are on this host, so gloo need not listen on any other interface.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         # Each rank its share of the cores: more threads than cores make every collective wait for a straggler.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // launch.nproc))),
+        "OMP_NUM_THREADS": threads(launch.nproc),
+        **gpu_environment(),
         **config_file.environment_of(launch.argv[1:]),
     }
+
+
+def threads(ranks: int) -> str:
+    """OMP_NUM_THREADS of each of ``ranks`` on this host; sums depend on it, so it is the same however they start."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+
+
+def gpu_environment() -> dict[str, str]:
+    """What an in-process restart needs of NCCL (nvidia-resiliency-ext, usage guide of the in-process restart)."""
+    from megatron.moevement import platform
+
+    if platform.is_cpu():
+        return {}
+    needed = {
+        # An abort on the monitoring thread must not raise in it what the failed kernel has left.
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        # NVLink SHARP resources of an aborted communicator are not given back.
+        "NCCL_NVLS_ENABLE": "0",
+    }
+    return {name: os.environ.get(name, value) for name, value in needed.items()}
 
 
 def _free_port() -> int:

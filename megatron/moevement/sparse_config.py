@@ -17,10 +17,14 @@ from moevement_core.injection import Fault, Phase
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
+from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.replication.placement import PlacementKind
 from moevement_core.snapshot.agreement import HORIZON
 
 AUTO = "auto"
+SHORTEST_LEASE_S = 1.0
+LEASES_TO_HANG = 6
+"""For how many lease times the main thread of a rank may run nothing before it is taken to hang."""
 MOST_ITERATIONS = HORIZON // 4
 """Of a window: ranks agree on runs that began up to twice that long ago, and a lag."""
 
@@ -51,6 +55,8 @@ class SparseConfig:
     d2h_bytes_per_s: float | None
     network_bytes_per_s: float | None
     """Both of one rank; nothing is measured."""
+    lease_s: float
+    """After so many seconds without a word of it a rank, or a node, is dead."""
     peer_timeout_s: float
     verify: Verify
     persist_dir: str | None
@@ -104,7 +110,10 @@ class SparseConfig:
             host_memory_bytes=_positive("--moevement-host-memory-gb", args.moevement_host_memory_gb, math.inf) * 1e9,
             d2h_bytes_per_s=_bandwidth("--moevement-bandwidth", args.moevement_bandwidth),
             network_bytes_per_s=_bandwidth("--moevement-network-bandwidth", args.moevement_network_bandwidth),
-            peer_timeout_s=_positive("--moevement-peer-timeout", args.moevement_peer_timeout, 60.0),
+            lease_s=args.moevement_lease_seconds,
+            peer_timeout_s=_positive(
+                "--moevement-peer-timeout", args.moevement_peer_timeout, LEASES_TO_HANG * args.moevement_lease_seconds
+            ),
             verify=Verify(args.moevement_verify),
             persist_dir=args.moevement_persist_dir,
             load=args.moevement_load,
@@ -212,9 +221,17 @@ def add_sparse_arguments(group: Any) -> None:
     add(
         "--moevement-peer-timeout",
         type=float,
-        default=60.0,
         metavar="S",
-        help="seconds after which a peer that does not answer is reported; training never waits for it (default: 60)",
+        help="seconds after which a peer that does not answer is reported; training never waits for it (default: six "
+        "lease times)",
+    )
+    add(
+        "--moevement-lease-seconds",
+        type=lease_seconds,
+        default=LEASE_S,
+        metavar="S",
+        help="seconds without a word of it after which a node, or a rank, is lost; every other timeout of a recovery "
+        f"derives from it (default: {LEASE_S:g})",
     )
     add(
         "--moevement-verify",
@@ -285,6 +302,21 @@ def add_sparse_arguments(group: Any) -> None:
         metavar="X",
         help="let the trace run X times as fast (default: 1)",
     )
+
+
+def lease_seconds(text: str) -> float:
+    """The value of ``--moevement-lease-seconds``.
+
+    Raises:
+        ConfigError: it is no lease.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= SHORTEST_LEASE_S):
+        raise ConfigError(f"--moevement-lease-seconds {text}; needs {SHORTEST_LEASE_S:g} seconds or more")
+    return value
 
 
 def _window(text: str) -> int | None:

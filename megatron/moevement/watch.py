@@ -7,17 +7,20 @@ import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megatron.moevement.children import Child, end_all
+from megatron.moevement.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.cli.exit_codes import USAGE_ERROR
 from moevement_core.cli.progress import OURS, Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
-from moevement_core.rendezvous.roster import Roster
+from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.run_record import RunRecord
 
 SAY_S = 5.0
@@ -30,6 +33,10 @@ class Watch(ABC):
     @abstractmethod
     def is_running(self) -> bool:
         """Look at every process, and do what is to be done."""
+
+    def wind_down(self) -> bool:
+        """Have the job end at the next boundary between iterations; whether that is possible."""
+        return False
 
     @abstractmethod
     def verdict(self) -> int:
@@ -91,87 +98,105 @@ class ReplaceWhoDies(Watch):
     """A rank that dies is replaced by a spare, and for each process that dies a new one is started.
 
     Args:
-        children: those that run, by their number; new ones are appended.
-        start: starts one more.
+        start: starts the process of a member, with variables for its environment.
         store: the job's, which this process holds.
-        address: where it is.
         ranks: of the job.
+        spares: processes beyond them.
         spare_timeout_s: how long to wait for a spare where none is left.
+        lease_s: after so many seconds in which it was found stopped a process is dead.
+        pages: an empty folder, for what processes share with this one.
         record: where ``ranks.json`` is kept.
         progress: what the user sees.
+        children: every process that is started is appended, for whoever ends them all.
     """
 
     def __init__(
         self,
-        children: list[Child],
-        start: Callable[[], Child],
+        start: Callable[[int, dict[str, str]], Child],
         store: Any,
-        address: tuple[str, int],
         ranks: int,
+        spares: int,
         spare_timeout_s: float,
+        lease_s: float,
+        pages: Path,
         record: RunRecord | None,
         progress: Progress,
+        children: list[Child],
     ) -> None:
-        self._children, self._start, self._store = children, start, store
-        self._ranks, self._record, self._progress = ranks, record, progress
-        from megatron.moevement.restart.store import InProcessWrapper
+        from megatron.moevement.restart.store import interrupt_in
 
-        wrapper = InProcessWrapper(store, address, ranks)
-        self._coordinator = Coordinator(store, ranks, spare_timeout_s, progress.say, wrapper)
+        self._store, self._record, self._progress = store, record, progress
+        self._coordinator = Coordinator(
+            store, ranks, spare_timeout_s, progress.say, interrupt=interrupt_in(store), lease_s=lease_s
+        )
         self._roster = self._coordinator.roster
-        self._seen: dict[int, int] = {}
-        self._told: Any = None
+        self._written: Any = None
         self._failed: Child | None = None
         self._stopped = ""
+        numbers = count(ranks + spares)
+
+        def start_listed(member: int, variables: dict[str, str]) -> Child:
+            children.append(child := start(member, variables))
+            return child
+
+        self._children = children
+        self._supervisor = Supervisor(
+            range(ranks + spares), start_listed, lambda: next(numbers), LocalLink(self._coordinator), pages,
+            self._on_end, self._on_replaced,
+        )  # fmt: skip
 
     def is_running(self) -> bool:
         """Look."""
         self._coordinator.step()
-        for member, child in enumerate(self._children):
-            if member not in self._seen and (code := child.poll()) is not None:
-                self._seen[member] = code
-                self._has_ended(member, child)
+        self._supervisor.step()
         self._coordinator.step()
         self._tell_roster()
         state = self._coordinator.state
         if state is State.STOPPED:
-            self._stopped = self._stopped or self._store.get("stop").decode()
+            self._stopped = self._stopped or self._store.get(STOP).decode()
             end_all(self._children)
             return False
         if self._failed is not None:
             _end_after_failure(self._children)
             return False
-        if state is State.DONE and all(self._children[one].poll() is not None for one in self._roster.ranks.values()):
+        ranks = [self._supervisor.children[member] for member in self._roster.ranks.values()]
+        if state is State.DONE and all(child.poll() is not None for child in ranks):
             end_all(self._children)  # spares
             return False
         return True
 
-    def _has_ended(self, member: int, child: Child) -> None:
+    def wind_down(self) -> bool:
+        """Have the job end at the next boundary between iterations; whether it has begun, so that there is one."""
+        self._supervisor.wind_down()
+        return self._roster.generation >= 0
+
+    def _on_end(self, member: int, child: Child) -> bool:
         if self._coordinator.state in (State.DONE, State.STOPPED):
-            return
-        code = child.code or 0
-        if code == USAGE_ERROR or (code > 0 and self._roster.generation < 0):
-            self._failed = child  # a mistake in the flags, or in the script: it would be made again
-            return
-        rank = self._coordinator.died(member, child.pid, child.how)
-        who = f"rank {rank}" if rank is not None else "a spare"
-        new = self._start()
-        self._children.append(new)
-        self._progress.say(f"{who} (pid {child.pid}) {child.how}; started pid {new.pid} as a spare")
+            return False
+        if is_mistake(child, has_begun=self._roster.generation >= 0):
+            self._failed = self._failed or child  # it would be made again
+            return False
+        self._coordinator.died(member, child.pid, child.how)
+        return True
+
+    def _on_replaced(self, member: int, old: Child, new: Child) -> None:
+        death = next(death for death in self._coordinator.deaths if death.member == member)
+        who = f"rank {death.rank}" if death.rank is not None else "a spare"
+        self._progress.say(f"{who} (pid {old.pid}) {death.how}; started pid {new.pid} as a spare")
         _reap_orphans(self._children)
 
     def _tell_roster(self) -> None:
         roster = self._coordinator.roster
-        if roster.generation != self._roster.generation:
+        if roster.generation != self._roster.generation and self._coordinator.state is not State.PROPOSED:
             self._roster = roster
             if roster.generation > 0:
-                self._progress.say(_sentence(roster, self._children))
-            leader = self._children[roster.ranks[0]]
+                self._progress.say(_sentence(roster, self._supervisor.children))
+            leader = self._supervisor.children[roster.ranks[0]]
             if leader.logs is not None:
                 self._progress.follow(leader.logs / f"{leader.label}.out")
         who = self._coordinator.who()
-        if self._record is not None and who != self._told and roster.generation >= 0:
-            self._told = who
+        if self._record is not None and who != self._written and self._roster.generation >= 0:
+            self._written = who
             self._record.write_ranks(who)
 
     def verdict(self) -> int:
@@ -185,15 +210,15 @@ class ReplaceWhoDies(Watch):
             return 1
         if self._failed is not None:
             return _say_who_failed(self._children)
-        ranks = [self._children[member] for member in self._roster.ranks.values()]
+        ranks = [self._supervisor.children[member] for member in self._roster.ranks.values()]
         # All have come to the end together: one that is killed on its way out takes nothing of the job with it.
         return _say_who_failed([child for child in ranks if (child.code or 0) >= 0])
 
 
-def _sentence(roster: Roster, children: list[Child]) -> str:
+def _sentence(roster: Roster, children: Mapping[int, Child]) -> str:
     gone = {death.rank for death in roster.deaths}
     places = [f"pid {children[member].pid} is rank {rank} now" for rank, member in roster.ranks.items() if rank in gone]
-    return ", ".join(places or ["all ranks begin anew"]) + f"; {roster.spares} spares are left"
+    return ", ".join(places or ["all ranks restart"]) + f"; {roster.spares} spares are left"
 
 
 def _reap_orphans(children: list[Child]) -> None:

@@ -28,6 +28,9 @@ def run_rank(argv: list[str]) -> None:
     Raises:
         SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
     """
+    from megatron.moevement.children import end_with_parent
+
+    end_with_parent()
     from megatron.moevement import config_file
     from megatron.moevement.activate import activate
     from moevement_core.cli.exit_codes import exit_cleanly
@@ -62,7 +65,8 @@ def run_forked_rank(argv: list[str]) -> None:
     """:func:`run_rank` in a process that was forked."""
     # The launcher turns signals into exceptions; a rank that is ended must simply end.
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.SIG_DFL)
     # Ctrl-C reaches every process of the terminal; the launcher answers it for all.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     tempfile.tempdir = None  # TMPDIR is this rank's own now

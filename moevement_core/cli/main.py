@@ -56,7 +56,12 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
         description="Start SCRIPT on N ranks of this host with the fork active, or, under srun, as the one rank that "
         "this task is. Everything after SCRIPT goes to the script, Megatron's flags and --config FILE, --run-dir DIR.",
     )
-    launch.add_argument("--nproc", type=int, metavar="N", help="ranks on this host; left out under srun")
+    launch.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks on this host; under srun processes of each task (default there: 1)",
+    )
     launch.add_argument(
         "--logs",
         choices=("console", "files"),
@@ -96,15 +101,17 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
 
 def _launch(arguments: argparse.Namespace) -> int:
     from megatron.moevement import launch, worker
+    from megatron.moevement.restart.environment import STORE_ENV
 
     argv = [arguments.script, *arguments.arguments]
-    if arguments.nproc is None:
+    in_cluster = arguments.spares is not None and STORE_ENV in os.environ
+    if arguments.nproc is None or in_cluster:
         environment = launch.slurm_environment(meets_at_master=arguments.spares is None)
         if arguments.spares is not None:
-            from megatron.moevement.supervise import Task, watch_one
+            from megatron.moevement.supervise import Task, supervise
 
-            task = Task(int(environment["RANK"]), int(environment["WORLD_SIZE"]))
-            return watch_one(argv, task, arguments.spares, environment)
+            task = Task(int(environment["RANK"]), int(environment["WORLD_SIZE"]), arguments.nproc or 1)
+            return supervise(argv, task, arguments.spares, environment, fresh_interpreters=arguments.fresh_interpreters)
         os.environ.update(environment)
         worker.run_rank(argv)
         worker.end_groups()
@@ -140,13 +147,24 @@ def _add_coordinate(commands: argparse._SubParsersAction) -> None:
         help="seconds that the job waits for a spare where none is left (default: 600)",
     )
     coordinate.add_argument("--run-dir", type=Path, metavar="DIR", help="the job's, in which ranks.json is kept")
+    coordinate.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="starts the tasks (srun ... moevement launch ...), with MOEVEMENT_STORE set",
+    )
     coordinate.set_defaults(run=_coordinate)
 
 
 def _coordinate(arguments: argparse.Namespace) -> int:
-    from megatron.moevement.supervise import coordinate
+    from megatron.moevement.coordinate import Coordination, coordinate
 
-    return coordinate(arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout, arguments.run_dir)
+    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    return coordinate(
+        Coordination(
+            arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout, arguments.run_dir, command
+        )
+    )
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:

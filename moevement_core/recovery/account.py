@@ -20,8 +20,9 @@ class Account:
     failures: Sequence[str]
     """Who failed and how, in words."""
     noticed_by: str
+    """By what (supervisor, reset, lease), and how many seconds after the last word of who is lost."""
     failed_at: float
-    """When the failure was seen by whoever watches the processes."""
+    """When who failed was seen to end, or was heard of for the last time."""
     interrupted_at: float
     """When ranks were interrupted and their communication was aborted."""
     left_at: float

@@ -1,71 +1,70 @@
 """Forms the job: the first time, and again after every failure. One per job, where its store is.
 
-It decides alone and from what it sees, so that nobody has to agree on anything while processes die. Survivors keep
-their ranks, and a spare takes the number of a rank that is gone. Only members of the roster matter to the job: a spare
-that dies is forgotten, and one that joins waits until it is needed.
+It decides alone, so that nobody has to agree on anything while processes die. Every member, rank or spare, has a lease
+that its supervisor renews; one whose lease runs out is dead, whether anybody saw it end or not. Survivors keep their
+ranks, and a spare takes over each rank that is lost. A roster is a proposal until all of its members have acknowledged
+it: only then does any of them enter training.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
+from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.roster import (
-    DEATH,
-    DEATHS,
-    DONE,
+    ACKNOWLEDGED,
+    FINISHED,
     GIVEN_UP,
     JOINED,
     LEFT,
     MEMBER,
     NEWEST,
     ROSTER,
+    START,
     STOP,
-    Card,
     Death,
+    MemberInfo,
+    NoticedBy,
     Roster,
+    assign_devices,
 )
 
-NO_PROGRESS = 4
-"""How often in a row a rank may fail by itself at the same iteration before the job is given up."""
-LOST_S = 30.0
-"""How long a rank that others have found to be gone has to prove the contrary."""
+LEASE_S = 10.0
+"""The default of ``--moevement-lease-seconds``, from which every other timeout derives."""
+LEASES_TO_LEAVE = 3
+"""How many lease times a rank has to stop what it does after an interruption, or to acknowledge a roster."""
+RESET_GRACE_S = 0.5
+"""How long a supervisor whose connection broke has to connect again."""
 
 
 class State(Enum):
     """Where the job stands."""
 
     FORMING = "forming"
+    PROPOSED = "proposed"
+    """A roster waits for the acknowledgement of its members."""
     RUNNING = "running"
     STOPPED = "stopped"
-    """No rank will go on; the reason has been told."""
+    """No rank will go on; the reason has been published."""
     DONE = "done"
     """Every rank has come to the end."""
 
 
-class Wrapper:
-    """What ranks run in, as far as the coordinator has to do with it; this one knows of nothing."""
-
-    def lost(self, generation: int) -> Iterable[int]:
-        """Ranks of a generation that others have found to be gone."""
-        return ()
-
-    def stand_in_for(self, generation: int, rank: int) -> None:
-        """Do for a rank that is gone what others wait for."""
-
-
 class Coordinator:
-    """To be asked to :meth:`step` often.
+    """To be asked to :meth:`step` often, by one thread.
 
     Args:
         store: the job's (any ``torch.distributed.Store``).
         ranks: of the job.
         spare_timeout_s: how long to wait for a spare where none is left.
-        report: told, in words, what an operator should know.
-        wrapper: what ranks themselves have noticed, and what others must be told in place of one that is gone.
+        report: called, in words, with what an operator should know.
+        interrupt: interrupts the ranks of a generation; called with the generation and the rank that is lost.
+        lease_s: after so many seconds without a word of it a member is dead.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -74,172 +73,301 @@ class Coordinator:
         ranks: int,
         spare_timeout_s: float,
         report: Callable[[str], None],
-        wrapper: Wrapper | None = None,
+        *,
+        interrupt: Callable[[int, int], None] = lambda generation, rank: None,
+        lease_s: float = LEASE_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = State.FORMING
-        self.cards: dict[int, Card] = {}
-        """Of everyone who has joined and lives."""
+        self.members: dict[int, MemberInfo] = {}
+        """Everyone who has joined and lives."""
         self.roster = Roster(-1, {})
+        """The newest; a proposal while the state is PROPOSED."""
+        self.lease_s = lease_s
+        self.given_up: set[int] = set()
+        """Members that the job goes on without though nobody saw them end: whoever started them ends them."""
+        self.deaths: list[Death] = []
+        """All of the job, spares included, in the order in which they were noticed."""
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
-        self._wrapper = wrapper or Wrapper()
-        self._joined = self._heard = 0
-        self._dead: dict[int, Death] = {}
+        self._interrupt, self._clock = interrupt, clock
+        self._joined = 0
+        self._unwritten: dict[int, float] = {}
+        """Numbers whose member's information has not been found yet, and since when."""
+        self._renewed: dict[int, float] = {}
+        """When the lease of each member was last renewed."""
+        self._disconnected: dict[int, float] = {}
+        """Members whose supervisor's connection broke, and when."""
+        self._dead: set[int] = set()
         self._new_deaths: list[Death] = []
-        self._missed: dict[int, float] = {}
-        """Since when members that others found gone have not answered; of this interruption."""
+        self._interrupted_at = 0.0
+        self._proposed_at = 0.0
+        self._started = -1
+        """The newest generation whose ranks have entered training."""
+        self._entered: set[int] = set()
+        """The members of that generation."""
+        self._left: dict[int, Mapping[str, Any]] = {}
+        """What survivors of it wrote when they left it."""
+        self._uncounted: list[int] = []
+        """Ranks that died since it was last decided whether the job goes on."""
+        self._finished: set[int] = set()
+        self._counts: dict[str, int] = {}
+        self._attempts = Attempts()
+        self._form_at: float | None = None
+        """When the job may be formed anew; nothing while that is not decided for this interruption."""
         self._short_since: float | None = None
         """Since when everyone else is there and only spares are missing."""
-        self._failures = (0, -1)
+        self._stepped_at = clock()
         store.set(NEWEST, "-1")
 
-    def died(self, member: int, pid: int, how: str) -> int | None:
+    # Who lives
+
+    def renew(self, members: Mapping[int, int | None]) -> None:
+        """A supervisor has found these members alive; with the newest iteration that each has committed, if any."""
+        now = self._clock()
+        for member, committed in members.items():
+            if member not in self._dead:
+                self._renewed[member] = now
+                self._disconnected.pop(member, None)
+            if committed is not None:
+                self._attempts.committed(committed)
+
+    def disconnected(self, members: Iterable[int]) -> None:
+        """The connection of the supervisor of these members broke."""
+        for member in members:
+            if member not in self._dead:
+                self._disconnected.setdefault(member, self._clock())
+
+    def died(self, member: int, pid: int, how: str, noticed_by: NoticedBy = NoticedBy.SUPERVISOR) -> int | None:
         """A member is gone; returns the rank that it was, nothing if it was none."""
         if member in self._dead:
             return None  # given up before its process ended
         rank = self.roster.rank_of(member)
-        death = Death(member, rank, pid, how, time.time())
-        self._dead[member] = death
-        self.cards.pop(member, None)
+        silent_s = self._clock() - self._renewed.get(member, self._clock())
+        now = time.time()
+        death = Death(member, rank, pid, how, now, noticed_by, now - silent_s)
+        self._dead.add(member)
+        self.deaths.append(death)
+        self.members.pop(member, None)
+        self._renewed.pop(member, None)
+        self._disconnected.pop(member, None)
+        if noticed_by is not NoticedBy.SUPERVISOR:
+            self.given_up.add(member)
+            self._store.set(GIVEN_UP.format(member), how)
         if rank is not None:
-            self._wrapper.stand_in_for(self.roster.generation, rank)
             self._new_deaths.append(death)
+            self._uncounted.append(rank)
+        if rank is not None and self.state not in (State.STOPPED, State.DONE):
+            self._interrupt(self.roster.generation, rank)
             self._interrupted()
-            self._short_since = None  # a process for this one has only begun to start
+            self._form_at = self._short_since = None  # a process for this one has only begun to start
         return rank
 
     def stop(self, reason: str) -> None:
-        """End the job; everyone who waits is told."""
+        """End the job; everyone who waits finds the reason."""
         self._store.set(STOP, reason)
         self.state = State.STOPPED
 
     def step(self) -> None:
-        """Look at the store and do what is to be done; never waits."""
+        """Look at the store and the leases and do what is to be done; never waits."""
         self._welcome()
-        self._hear_of_deaths()
+        self._end_leases()
         if self.state in (State.STOPPED, State.DONE):
             return
-        # Ranks come to the end together, so what dies after one of them did has nothing left to do.
-        if any(self._store.check([DONE.format(self.roster.generation, one)]) for one in self._members()):
+        if self._all_finished():
             self.state = State.DONE
             self._store.set(STOP, "")
-        elif self.state is State.RUNNING and any(self._has_left(one) for one in self._members()):
+        elif self.state is State.RUNNING and self._leaving():
             self._interrupted()
+        elif self.state is State.PROPOSED:
+            self._start_if_acknowledged()
         elif self.state is State.FORMING:
             self._form()
 
-    def _hear_of_deaths(self) -> None:
-        told = int(self._store.add(DEATHS, 0))
-        while self._heard < told and self._store.check([DEATH.format(self._heard)]):
-            death = json.loads(self._store.get(DEATH.format(self._heard)))
-            self._heard += 1
-            if death["member"] not in self._dead:
-                self.died(**death)
-        if self.state is State.FORMING and self.roster.generation >= 0:
-            self._find_lost()
-
-    def _find_lost(self) -> None:
-        """A node that is lost tells nothing; its ranks have stopped to answer the others.
-
-        Ranks that leave are counted as ended too, by themselves, and then say so here. One that says so too late is
-        told to end: it has no rank any more.
-        """
-        for rank in self._wrapper.lost(self.roster.generation):
-            member = self.roster.ranks.get(rank)
-            if member is None or member in self._dead or self._has_left(member):
-                continue
-            if time.monotonic() - self._missed.setdefault(member, time.monotonic()) > LOST_S:
-                self.died(member, self.cards[member].pid if member in self.cards else 0, "does not answer")
-                self._store.set(GIVEN_UP.format(member), "")
-
     def waiting(self) -> list[int]:
         """Members that could take a rank, those of the roster not among them; in the order in which they came."""
-        return [member for member in self.cards if member not in self._members()]
+        ranks, now = set(self.roster.ranks.values()), self._clock()
+        free = [member for member in self.members if member not in ranks and member not in self._disconnected]
+        # Those that were heard of lately first: one that is silent might be lost with its node.
+        return sorted(free, key=lambda member: now - self._renewed.get(member, now) > self.lease_s / 3)
 
     def who(self) -> list[dict[str, Any]]:
         """Everyone who takes part, as ``ranks.json`` has it: ranks in their order, then spares."""
         ranks: list[tuple[int | None, int]] = [
             *sorted(self.roster.ranks.items()),
-            *((None, one) for one in self.waiting()),
+            *((None, member) for member in self.waiting()),
         ]
-        cards = [(rank, self.cards[member]) for rank, member in ranks if member in self.cards]
+        known = [(rank, self.members[member]) for rank, member in ranks if member in self.members]
         return [
             {
-                "rank": rank, "pid": card.pid, "host": card.host, "node": card.node,
+                "rank": rank, "pid": info.pid, "host": info.host, "node": info.node,
                 "role": "spare" if rank is None else "active",
             }
-            for rank, card in cards
+            for rank, info in known
         ]  # fmt: skip
-
-    def _members(self) -> list[int]:
-        return list(self.roster.ranks.values())
-
-    def _interrupted(self) -> None:
-        if self.state is State.RUNNING:
-            self.state, self._short_since = State.FORMING, None
-            self._missed.clear()
 
     def _welcome(self) -> None:
         joined = int(self._store.add(JOINED, 0))
-        while self._joined < joined:
-            if not self._store.check([MEMBER.format(self._joined)]):
-                return  # its number is taken, its card not yet written
-            card = Card(**json.loads(self._store.get(MEMBER.format(self._joined))))
-            self._joined += 1
-            if card.member not in self._dead:
-                self.cards[card.member] = card
+        for number in [*self._unwritten, *range(self._joined, joined)]:
+            if not self._store.check([MEMBER.format(number)]):
+                # Its number is taken, its information not yet written: it may have died between the two, and others
+                # must not wait for it.
+                since = self._unwritten.setdefault(number, self._clock())
+                if self._clock() - since > LEASES_TO_LEAVE * self.lease_s:
+                    del self._unwritten[number]
+                continue
+            self._unwritten.pop(number, None)
+            info = MemberInfo(**json.loads(self._store.get(MEMBER.format(number))))
+            if info.member not in self._dead:
+                self.members[info.member] = info
+                self._renewed.setdefault(info.member, self._clock())
+        self._joined = joined
 
-    def _has_left(self, member: int) -> bool:
-        return bool(self._store.check([LEFT.format(self.roster.generation, member)]))
+    def _end_leases(self) -> None:
+        now = self._clock()
+        if (paused_s := now - self._stepped_at) > self.lease_s / 4:
+            # This process did not run: what was sent to it meanwhile has not been read.
+            self._renewed = {member: at + paused_s for member, at in self._renewed.items()}
+            self._disconnected = {member: at + paused_s for member, at in self._disconnected.items()}
+        self._stepped_at = now
+        for member, at in list(self._disconnected.items()):
+            if now - at > RESET_GRACE_S:
+                self._lose(member, "was lost with its supervisor's connection", NoticedBy.RESET)
+        for member, at in list(self._renewed.items()):
+            if now - at > self.lease_s:
+                self._lose(member, f"was silent for {self.lease_s:g} s", NoticedBy.LEASE)
+
+    def _lose(self, member: int, how: str, noticed_by: NoticedBy) -> None:
+        info = self.members.get(member)
+        self.died(member, info.pid if info is not None else 0, how, noticed_by)
+
+    def _interrupted(self) -> None:
+        if self.state in (State.RUNNING, State.PROPOSED):
+            if self.state is State.PROPOSED:
+                self._store.set(START.format(self.roster.generation), "superseded")
+            else:
+                self._interrupted_at = self._clock()
+            self.state, self._short_since, self._form_at = State.FORMING, None, None
+
+    # Counters in the store, so that a job of a thousand ranks is not asked a thousand questions at every step
+
+    def _written_by(self, key: str, generation: int) -> set[int] | None:
+        """Members of the roster that have written ``key``; nothing if that is nobody new since the last look."""
+        name = key.format(generation)
+        count = int(self._store.add(name, 0))
+        if count == self._counts.get(name, 0):
+            return None
+        self._counts[name] = count
+        return {member for member in self.roster.ranks.values() if self._store.check([f"{name}/{member}"])}
+
+    def _leaving(self) -> bool:
+        """Whether any survivor has left; what they wrote is kept."""
+        for member in self._written_by(LEFT, self._started) or ():
+            if member not in self._left:
+                text = self._store.get(f"{LEFT.format(self._started)}/{member}")
+                self._left[member] = json.loads(text)
+                self._attempts.committed(self._left[member]["committed"])
+        return bool(self._left)
+
+    def _all_finished(self) -> bool:
+        if self._started < 0 or self._started != self.roster.generation:
+            return False
+        self._finished |= self._written_by(FINISHED, self._started) or set()
+        # What dies on its way out after everyone has come to the end takes nothing of the job with it.
+        return bool(self._finished) and set(self.roster.ranks.values()) <= self._finished
+
+    # Forming the job
 
     def _form(self) -> None:
         survivors = {rank: member for rank, member in self.roster.ranks.items() if member not in self._dead}
-        if not all(self._has_left(member) for member in survivors.values()):
+        if not self._have_left(survivors):
             return
-        left_at = time.time()
+        if self._form_at is None:
+            self._form_at = self._clock() + self._decide_to_go_on()
+        if self.state is State.STOPPED or self._clock() < self._form_at:
+            return
         missing = [rank for rank in range(self._ranks) if rank not in survivors]
         if self.roster.generation < 0 and any(
-            member not in self.cards and member not in self._dead for member in range(self._ranks)
+            member not in self.members and member not in self._dead for member in range(self._ranks)
         ):
             return  # the first ones are the ranks, in their order, however long they take to start
         spares = sorted(self.waiting()) if self.roster.generation < 0 else self.waiting()
         if len(spares) < len(missing):
             self._wait_for_spares(len(missing) - len(spares))
             return
-        ranks = survivors | dict(zip(missing, spares, strict=False))
-        generation = self.roster.generation + 1
-        left = [json.loads(self._store.get(LEFT.format(self.roster.generation, one))) for one in survivors.values()]
-        reasons = sorted({one["reason"] for one in left if one["reason"]})
-        if self._is_stuck(reasons, max((one["committed"] for one in left), default=-1)):
-            self.stop(f"it failed {NO_PROGRESS} times in a row in the same place: {reasons[0]}")
-            return
+        self._propose(survivors | dict(zip(missing, spares, strict=False)), len(spares) - len(missing))
+
+    def _have_left(self, survivors: Mapping[int, int]) -> bool:
+        """Whether everyone who had entered training has stopped; who does not in time is given up."""
+        if self._started < 0:
+            return True
+        self._leaving()
+        late = self._clock() - self._interrupted_at > LEASES_TO_LEAVE * self.lease_s
+        entered = [member for member in survivors.values() if member in self._entered and member not in self._left]
+        if entered and late:
+            for member in entered:
+                how = f"did not stop within {LEASES_TO_LEAVE * self.lease_s:g} s of an interruption"
+                self._lose(member, how, NoticedBy.TIMEOUT)
+        return not entered
+
+    def _decide_to_go_on(self) -> float:
+        """How long to wait before the job is formed anew; stops it if there is no point in that."""
+        if self._started < 0:
+            return 0.0
+        reasons = sorted({left["reason"] for left in self._left.values() if left["reason"]})
+        ranks, self._uncounted = self._uncounted, []
+        if reason := self._attempts.failed(self._started, ranks, reasons):
+            self.stop(reason)
+            return 0.0
+        if back_off_s := self._attempts.back_off_s:
+            self._report(f"no new iteration since the last failures; waiting {back_off_s:g} s before the next attempt")
+        return back_off_s
+
+    def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
+        members = {rank: self.members[member] for rank, member in ranks.items()}
+        kept = {
+            rank: device
+            for rank, device in self.roster.devices.items()
+            if self.roster.ranks.get(rank) == ranks.get(rank)
+        }
+        now = time.time()
         self.roster = Roster(
-            generation,
+            self.roster.generation + 1,
             dict(sorted(ranks.items())),
             tuple(self._new_deaths),
-            tuple(reasons),
-            formed_at=time.time(),
-            first_formed_at=self.roster.first_formed_at or time.time(),
-            left_at=left_at,
-            spares=len(spares) - len(missing),
-            nodes={rank: self.cards[member].node for rank, member in ranks.items()},
+            tuple(sorted({left["reason"] for left in self._left.values() if left["reason"]})),
+            formed_at=now,
+            first_formed_at=self.roster.first_formed_at or now,
+            left_at=max((left["at"] for left in self._left.values()), default=now),
+            spares=spares,
+            nodes={rank: info.node for rank, info in members.items()},
+            devices=assign_devices(members, kept),
         )
-        self._new_deaths.clear()
+        generation = self.roster.generation
         self._store.set(ROSTER.format(generation), self.roster.encode())
         self._store.set(NEWEST, str(generation))
-        self.state = State.RUNNING
+        self._proposed_at = self._clock()
+        self.state = State.PROPOSED
 
-    def _is_stuck(self, reasons: list[str], committed: int) -> bool:
-        """Whether ranks fail by themselves and again and again; who is killed is no sign of that."""
-        count, before = self._failures
-        by_itself = not self._new_deaths and self.roster.generation >= 0
-        self._failures = (count + 1 if by_itself and committed <= before else int(by_itself), committed)
-        return bool(reasons) and self._failures[0] >= NO_PROGRESS
+    def _start_if_acknowledged(self) -> None:
+        generation = self.roster.generation
+        members = set(self.roster.ranks.values())
+        acknowledged = self._written_by(ACKNOWLEDGED, generation)
+        if acknowledged is not None and members <= acknowledged:
+            self._started, self._entered = generation, members
+            self._left, self._finished = {}, set()
+            self._new_deaths.clear()
+            self._store.set(START.format(generation), "go")
+            self.state = State.RUNNING
+        elif self._clock() - self._proposed_at > LEASES_TO_LEAVE * self.lease_s:
+            key = ACKNOWLEDGED.format(generation)
+            for member in [one for one in members if not self._store.check([f"{key}/{one}"])]:
+                self._lose(member, "did not acknowledge the roster that it was in", NoticedBy.TIMEOUT)
 
     def _wait_for_spares(self, missing: int) -> None:
         if self.roster.generation < 0:
             return  # the first ones are still starting; who started them knows whether they come
         if self._short_since is None:
-            self._short_since = time.monotonic()
+            self._short_since = self._clock()
             self._report(f"no spare is left; waiting up to {self._spare_timeout_s:g} s for {missing} to start")
-        elif time.monotonic() - self._short_since > self._spare_timeout_s:
+        elif self._clock() - self._short_since > self._spare_timeout_s:
             self.stop(f"no spare came within {self._spare_timeout_s:g} s for {missing} of {self._ranks} ranks")

@@ -1,6 +1,6 @@
 """What members and the coordinator write into the job's store, and what it means.
 
-A *member* is a process that can take part: it has a number that no other process of the job ever had. A *generation*
+A *member* is a process that can take part: its number is one that no other process of the job ever had. A *generation*
 is the time from one forming of the job to the next failure; its *roster* says which member is which rank. Members that
 are in no roster are spares.
 """
@@ -10,30 +10,45 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 JOINED = "members/joined"
 """How many members have ever joined."""
 MEMBER = "members/{}"
-"""The card of the how many-th that joined."""
+"""The information on the n-th member that joined."""
 ROSTER = "generation/{}/roster"
-LEFT = "generation/{}/left/{}"
-"""A survivor has stopped what it did and waits for the next roster; by generation and member. Holds why."""
+"""A proposal, until :data:`START` says that all of its members have acknowledged it."""
+ACKNOWLEDGED = "generation/{}/acknowledged"
+"""How many members have acknowledged the roster; and by member, with ``/member`` behind it, that it has."""
+START = "generation/{}/start"
+"""``go``, or ``superseded`` when a member of the roster was lost before all had acknowledged it."""
+LEFT = "generation/{}/left"
+"""How many survivors have left the generation and wait for the next roster; and by member why."""
+FINISHED = "generation/{}/finished"
+"""How many ranks have come to the end of training; and by member."""
 GIVEN_UP = "members/{}/given_up"
-"""By member: it did not answer, and another one has taken its rank."""
+"""By member: the job goes on without it."""
 NEWEST = "generation/newest"
-DONE = "generation/{}/done/{}"
-"""A rank has come to the end of the job."""
-DEATHS = "deaths/told"
-"""How many deaths have been told by whoever watches processes elsewhere."""
-DEATH = "deaths/{}"
-"""The how many-th: member, pid and how, in words."""
 STOP = "stop"
-"""Why the job ends, to be read by everyone who waits."""
+"""Why the job ends; empty when it has come to its end."""
+
+
+class NoticedBy(StrEnum):
+    """What a death was noticed by."""
+
+    SUPERVISOR = "supervisor"
+    """Who started the process saw it end."""
+    RESET = "reset"
+    """The connection to the supervisor broke: its processes end with it."""
+    LEASE = "lease"
+    """Nothing was heard of the process for the lease time, or its supervisor found it stopped."""
+    TIMEOUT = "timeout"
+    """The process did not stop what it did after an interruption, or did not acknowledge a roster."""
 
 
 @dataclass(frozen=True)
-class Card:
+class MemberInfo:
     """How a member introduces itself."""
 
     member: int
@@ -41,6 +56,10 @@ class Card:
     host: str
     node: str
     """Members of one node die together, and copies on it with them."""
+    device: int = 0
+    """The local number of the device that it was started for."""
+    devices: int = 0
+    """How many devices it can see; 0 without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,9 @@ class Death:
     """In words: ``was killed by signal 9``."""
     at: float
     """When that was noticed, seconds since the epoch."""
+    noticed_by: str = NoticedBy.SUPERVISOR
+    last_seen: float = 0.0
+    """When it was last known to live, seconds since the epoch."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +87,9 @@ class Roster:
     ranks: Mapping[int, int]
     """The member that is each rank."""
     deaths: tuple[Death, ...] = ()
-    """Since the last roster; empty if ranks only have to begin anew, because one of them failed and lives."""
+    """Since the last generation that started; empty if ranks only restart because one of them failed and lives."""
     reasons: tuple[str, ...] = ()
-    """Why ranks that live had to begin anew, in their words."""
+    """Why ranks that live had to restart, in their words."""
     formed_at: float = 0.0
     """Seconds since the epoch."""
     first_formed_at: float = 0.0
@@ -78,10 +100,12 @@ class Roster:
     """Members that wait, this roster's not among them."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """The node of each rank."""
+    devices: Mapping[int, int] = field(default_factory=dict)
+    """The local number of each rank's device."""
 
     def rank_of(self, member: int) -> int | None:
         """The rank that a member has."""
-        return next((rank for rank, one in self.ranks.items() if one == member), None)
+        return next((rank for rank, holder in self.ranks.items() if holder == member), None)
 
     def encode(self) -> str:
         """As it stands in the store."""
@@ -91,8 +115,35 @@ class Roster:
     def decode(text: str | bytes) -> Roster:
         """The inverse of :meth:`encode`."""
         fields: dict[str, Any] = json.loads(text)
-        for name in ("ranks", "nodes"):  # JSON knows no numbers as keys
+        for name in ("ranks", "nodes", "devices"):  # JSON knows no numbers as keys
             fields[name] = {int(rank): value for rank, value in fields[name].items()}
         fields["deaths"] = tuple(Death(**death) for death in fields["deaths"])
         fields["reasons"] = tuple(fields["reasons"])
         return Roster(**fields)
+
+
+def assign_devices(members: Mapping[int, MemberInfo], before: Mapping[int, int]) -> dict[int, int]:
+    """The local device of each rank: survivors keep theirs, a promoted spare takes one that is free on its node.
+
+    A node has as many devices as its members see. Where each process sees only its own (a task with one GPU), or there
+    is none, a member keeps the number that it was started with.
+
+    Args:
+        members: by rank.
+        before: devices of the ranks that keep their members, by rank.
+    """
+    used: dict[str, set[int]] = {}
+    for rank, device in before.items():
+        if rank in members:
+            used.setdefault(members[rank].node, set()).add(device)
+    assigned: dict[int, int] = {}
+    for rank, info in sorted(members.items()):
+        taken = used.setdefault(info.node, set())
+        if rank in before:
+            assigned[rank] = before[rank]
+            continue
+        free = [device for device in range(info.devices) if device not in taken]
+        wanted = info.device if info.device in free or not free else free[0]
+        assigned[rank] = wanted
+        taken.add(wanted)
+    return assigned

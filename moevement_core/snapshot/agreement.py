@@ -7,7 +7,7 @@ reduction runs in the background and is read one iteration later, so nobody wait
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -54,6 +54,8 @@ class Agreed:
     """By the iteration at which the run begins; a run that is not in here stands at NEVER."""
     writing: Writing = Writing.NOTHING
     """Of the window that all ranks are writing to disk."""
+    is_winding_down: bool = False
+    """Whether any rank was asked to end the job at a boundary."""
 
     @property
     def newest_persisted(self) -> int:
@@ -68,6 +70,9 @@ class Agreed:
 
 class Agreement(ABC):
     """Where the runs of the job stand. All ranks call both methods once an iteration."""
+
+    winding_down: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether this rank was asked to end the job at a boundary; asked at every proposal."""
 
     @abstractmethod
     def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
@@ -85,7 +90,7 @@ class Alone(Agreement):
         self._said: Agreed | None = None
 
     def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
-        self._said = Agreed(iteration, dict(standing), writing)
+        self._said = Agreed(iteration, dict(standing), writing, self.winding_down())
 
     def agreed(self) -> Agreed | None:
         return self._said
@@ -99,8 +104,9 @@ class GroupAgreement(Agreement):
         self._pending: tuple[int, torch.Tensor, Any] | None = None
 
     def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
-        said = torch.zeros(HORIZON + 1, dtype=torch.uint8)
+        said = torch.zeros(HORIZON + 2, dtype=torch.uint8)
         said[HORIZON] = int(writing)  # however long ago it began
+        said[HORIZON + 1] = int(not self.winding_down())
         for start, value in standing.items():
             if 0 <= iteration - start < HORIZON:
                 said[iteration - start] = int(value)
@@ -115,4 +121,4 @@ class GroupAgreement(Agreement):
         self._pending = None
         backs = said[:HORIZON].nonzero().flatten().tolist()
         standing = {iteration - back: Standing(int(said[back])) for back in backs}
-        return Agreed(iteration, standing, Writing(int(said[HORIZON])))
+        return Agreed(iteration, standing, Writing(int(said[HORIZON])), not said[HORIZON + 1])

@@ -102,6 +102,8 @@ class Progress:
     """Windows abandoned so far."""
     memory_bytes: int = 0
     """Host memory set aside for own snapshots and for those kept for others."""
+    is_winding_down: bool = False
+    """Whether all ranks know that the job is to end after the iteration that begins now."""
 
 
 def tensors_of(schedule: Schedule, contents: Contents, states: Mapping[str, OperatorState]) -> list[StateTensor]:
@@ -480,6 +482,7 @@ class Checkpointer:
     def _learn(self, iteration: int) -> None:
         """Take in where the job's runs stood an iteration ago, free what none of them needs, say where ours stand."""
         if agreed := self._agreement.agreed():
+            self.progress.is_winding_down = agreed.is_winding_down
             self._free_unneeded(agreed)
             if self._writer is not None:
                 self._writer.learn(agreed.writing)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch.distributed as dist
 
 from megatron.moevement.children import Child, Program, end_all
 from megatron.moevement.watch import ReplaceWhoDies
 from moevement_core.cli.progress import Progress
 from moevement_core.rendezvous.member import Member
-from moevement_core.rendezvous.roster import Card
+from moevement_core.rendezvous.roster import MemberInfo
 
 WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\nsys.exit({})"
 
@@ -26,37 +24,38 @@ WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():
 class Job:
     """Two ranks, and a process that is started for each that dies."""
 
-    def __init__(self, folder: Path, code: int) -> None:
+    def __init__(self, folder: Path, code: int, lease_s: float = 10.0) -> None:
         self.store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
         )
         self.end = folder / "end"
         self._program = Program(command=[sys.executable, "-c", WAIT.format(code), str(self.end)])
-        self.children = [self._child(), self._child()]
-        self.before_start: Callable[[], None] = lambda: None
-        address = ("127.0.0.1", self.store.port)
+        self.children: list[Child] = []
+        self.members: list[Member] = []
+        pages = folder / "status"
+        pages.mkdir()
         self.watch = ReplaceWhoDies(
-            self.children, self._start, self.store, address, 2, 60.0, None, Progress(None, None)
+            self._start, self.store, 2, 0, 60.0, lease_s, pages, None, Progress(None, None), self.children
         )
-        self.members = [
-            Member(self.store, Card(one, child.pid, "host", "node")) for one, child in enumerate(self.children)
-        ]
-        for member in self.members:
-            member.join()
-        assert self.watch.is_running()
-        for member in self.members:
-            member.wait_for_rank()
+        for number, child in enumerate(self.children):
+            self.members.append(Member(self.store, MemberInfo(number, child.pid, "host", "node")))
+            self.members[-1].join()
+        self.enter()
 
-    def _child(self) -> Child:
-        return Child("rank", self._program, {}, None)
+    def enter(self) -> None:
+        """Have everyone who is in the next roster acknowledge it."""
+        waiting = [threading.Thread(target=member.wait_for_rank, daemon=True) for member in self.members]
+        for thread in waiting:
+            thread.start()
+        while any(thread.is_alive() for thread in waiting):
+            assert self.watch.is_running()
 
-    def _start(self) -> Child:
-        self.before_start()
-        return self._child()
+    def _start(self, member: int, variables: dict[str, str]) -> Child:
+        return Child(f"rank_{member}", self._program, variables, None)
 
-    def kill(self, number: int) -> None:
-        os.kill(self.children[number].pid, signal.SIGKILL)
-        while self.children[number].poll() is None:
+    def signal(self, number: int, kind: int) -> None:
+        os.kill(self.children[number].pid, kind)
+        while kind == signal.SIGKILL and self.children[number].poll() is None:
             time.sleep(0.01)
 
     def ends(self) -> int:
@@ -69,21 +68,31 @@ class Job:
         return self.watch.verdict()
 
 
-@pytest.mark.parametrize("is_seen_first", [True, False])
-def test_a_rank_that_is_killed_after_the_end_is_no_failure(tmp_path: Path, is_seen_first: bool) -> None:
-    """The launcher sees it before or after another rank has said that all have come to the end."""
+def test_a_rank_that_is_killed_after_the_end_is_no_failure(tmp_path: Path) -> None:
     job = Job(tmp_path, 0)
-    done: Any = job.members[0].done
-    if is_seen_first:
-        job.before_start = done
-    else:
-        done()
-    job.kill(1)
+    for member in job.members:
+        member.finished()
+    job.signal(1, signal.SIGKILL)
     assert job.ends() == 0
+    assert len(job.children) == 2
 
 
 def test_a_script_that_fails_after_the_end_is_one(tmp_path: Path) -> None:
     job = Job(tmp_path, 3)
     for member in job.members:
-        member.done()
+        member.finished()
     assert job.ends() == 1
+
+
+def test_a_rank_that_is_stopped_loses_its_lease_and_is_killed_and_replaced(tmp_path: Path) -> None:
+    job = Job(tmp_path, 0, lease_s=1.0)
+    job.signal(1, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        while len(job.children) < 3 and time.monotonic() < began + 20:
+            assert job.watch.is_running()
+        assert len(job.children) == 3
+        assert time.monotonic() - began > 0.9
+        assert job.children[1].code == -signal.SIGKILL
+    finally:
+        end_all(job.children)

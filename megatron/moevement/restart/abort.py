@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
 import psutil
@@ -24,31 +24,39 @@ class AbortAll(Abort):
     of a rank that is only stopped. With its sockets shut down, every wait of gloo ends with an error at once.
 
     Args:
-        store_port: connections to the launcher's store stay.
+        store_port: connections to the job's store stay, but for those that process groups are made through.
+        groups_ports: the local ports of these.
         before: called first; whatever must know that errors to come are nobody's fault.
     """
 
-    def __init__(self, store_port: int, before: Callable[[], None]) -> None:
-        self._store_port, self._before = store_port, before
+    def __init__(self, store_port: int, groups_ports: Collection[int], before: Callable[[], None]) -> None:
+        self._store_port, self._groups_ports, self._before = store_port, groups_ports, before
         self._groups = AbortTorchDistributed()
 
     def __call__(self, state: FrozenState) -> FrozenState:  # on the wrapper's monitoring thread
         """Abort."""
         self._before()
         transport.refuse()
-        shut_down_connections(but=self._store_port)
+        shut_down_connections(but=self._store_port, except_from=self._groups_ports)
         transport.drained(DRAIN_S)
         self._groups(state)
         return state
 
 
-def shut_down_connections(but: int) -> None:
+def shut_down_connections(but: int, except_from: Collection[int] = ()) -> None:
     """Shut down every TCP connection of this process, but those to the port ``but``.
 
     Descriptors stay open: whoever uses them finds the connection broken and closes them.
+
+    Args:
+        but: a port, of this or of the other side.
+        except_from: local ports of connections that are shut down all the same.
     """
     for connection in psutil.Process().net_connections("tcp"):
-        if not connection.raddr or but in (connection.raddr.port, connection.laddr.port):
+        if not connection.raddr:
+            continue
+        local, remote = connection.laddr.port, connection.raddr.port
+        if but in (local, remote) and local not in except_from:
             continue
         with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:
             duplicate.shutdown(socket.SHUT_RDWR)

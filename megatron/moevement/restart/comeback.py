@@ -34,7 +34,7 @@ from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.recovery.account import Account
 from moevement_core.recovery.outcome import Recovery
-from moevement_core.rendezvous.roster import Death
+from moevement_core.rendezvous.roster import Death, NoticedBy
 
 Setup = Callable[[], tuple[list[Any], Any, Any]]
 """Megatron's own way to model, optimizer and scheduler."""
@@ -195,7 +195,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     prepared = None
     if lost:
         try:
-            with restart.waiting_is_right():
+            with restart.waiting_for_others():
                 prepared = job.sparse.prepare(until, lost)
         except RecoveryError:
             # What was wired for coming back is of no use: ranks meet once more, and then nobody has begun.
@@ -345,7 +345,7 @@ def bring_back(job: Job, train: inspect.BoundArguments) -> None:
         is_lost = run.wiring.stage in comeback.lost
         if is_lost:
             run.commit.mark = None  # until it is back
-        with restart.waiting_is_right():
+        with restart.waiting_for_others():
             last = {comeback.until: {"step": comeback.reached.outcome}}
             recovery = run.carry_out(replace(comeback.prepared, outcomes=last | dict(comeback.prepared.outcomes)))
         if is_lost:
@@ -377,12 +377,12 @@ def _tell(job: Job, comeback: Comeback, recovery: Recovery | None, replay_at: fl
     *times, iteration_s, missing = zip(*tell_all(mine), strict=True)
     interrupted_at, usable_at, prepared_at, began_at, resumed_at = (max(its) for its in times)
     roster = now.roster
-    failed_at = min((death.at for death in roster.deaths), default=interrupted_at)
+    failed_at = min((_lost_at(death) for death in roster.deaths), default=interrupted_at)
     iterations_s = max(iteration_s) * (comeback.until - run.began_at)
     account = Account(
         generation=roster.generation,
         failures=[_failure(death) for death in roster.deaths] or list(roster.reasons),
-        noticed_by="the launcher saw the process end" if roster.deaths else "the rank, or a timeout of the wrapper",
+        noticed_by=_noticed_by(roster.deaths),
         failed_at=failed_at,
         interrupted_at=max(interrupted_at, failed_at),
         left_at=max(roster.left_at, interrupted_at),
@@ -401,6 +401,30 @@ def _tell(job: Job, comeback: Comeback, recovery: Recovery | None, replay_at: fl
         for line in account.lines():
             print(f"moevement: {line}", flush=True)
     job.event("failure", **account.as_dict())
+
+
+def _lost_at(death: Death) -> float:
+    """When a member was lost, as far as anybody knows: seen to end, or heard of for the last time."""
+    return death.at if death.noticed_by == NoticedBy.SUPERVISOR else death.last_seen
+
+
+_NOTICED = {
+    NoticedBy.SUPERVISOR: "supervisor, which saw the process end",
+    NoticedBy.RESET: "reset of the supervisor's connection",
+    NoticedBy.LEASE: "lease that ran out",
+    NoticedBy.TIMEOUT: "timeout: it did not answer",
+}
+
+
+def _noticed_by(deaths: Sequence[Death]) -> str:
+    """By what, and how many seconds after the last word of those that are lost."""
+    if not deaths:
+        return "by a rank that lives: an error there, or no progress for the hang timeout"
+    slowest: dict[str, float] = {}
+    for death in deaths:
+        seconds = death.at - _lost_at(death)
+        slowest[death.noticed_by] = max(seconds, slowest.get(death.noticed_by, 0.0))
+    return "by " + ", ".join(f"{_NOTICED[NoticedBy(by)]} ({seconds:.1f} s)" for by, seconds in slowest.items())
 
 
 def _failure(death: Death) -> str:

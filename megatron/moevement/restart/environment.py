@@ -8,3 +8,6 @@ MEMBER_ENV = "MOEVEMENT_MEMBER"
 """The number of this process in a job that goes on after failures; unset in one that ends with the first."""
 NODE_ENV = "MOEVEMENT_NODE"
 """The node that this process is on; unset: its host."""
+
+PARENT_ENV = "MOEVEMENT_PARENT"
+"""The process that started this one, with which it ends."""

@@ -1,10 +1,8 @@
 """``pretrain()`` that is entered again after every failure, in the processes that are left and in a spare.
 
-The restart wrapper of nvidia-resiliency-ext notices failures and hangs, aborts communication, interrupts the trainer
-and checks health. It is left after every failure and a new one entered, with the ranks that the launcher's coordinator
-gives out: so the number of processes is not fixed when the first wrapper is entered, and a spare that dies while it
-waits interrupts nobody. (The wrapper's own way to give out ranks, ``FillGaps``, also leaves a rank empty when a spare
-dies together with it.)
+Each generation runs under a :class:`~megatron.moevement.restart.guard.Guard`. After a failure all ranks leave theirs
+and wait for the next roster of the coordinator, so the number of processes is not fixed at the start, and a spare that
+dies while it waits interrupts nobody.
 """
 
 from __future__ import annotations
@@ -16,36 +14,31 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
-from nvidia_resiliency_ext import inprocess
-from nvidia_resiliency_ext.inprocess.finalize import Finalize
-from nvidia_resiliency_ext.inprocess.state import FrozenState
+from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 from megatron.moevement.platform import is_cpu
 from megatron.moevement.restart import megatron_state
 from megatron.moevement.restart.abort import AbortAll
 from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV
-from megatron.moevement.restart.store import GenerationStore, connect, store_address
+from megatron.moevement.restart.guard import Guard, Outcome
+from megatron.moevement.restart.store import GenerationStore, connect, connect_breakable, store_address
 from megatron.moevement.runtime.job import current_job, start_job
-from moevement_core.errors import JobStopped
+from moevement_core.errors import ConfigError, DataError, JobStopped, RunRecordError
 from moevement_core.rendezvous.member import Member
-from moevement_core.rendezvous.roster import Card, Roster
+from moevement_core.rendezvous.roster import MemberInfo, Roster
+from moevement_core.rendezvous.status_page import wait_until_held
 
-NOTICED_S = 1.0
+NOTICED_S = 2.0
 """How long the death of a process takes to be noticed at most; its broken connections are seen at once."""
-
-
-class Leave(BaseException):
-    """Out of the wrapper, after everything was aborted; not an error, so that nothing on the way catches it."""
 
 
 @dataclass
@@ -60,8 +53,13 @@ class Generation:
     """When this process was interrupted in the generation before; 0 if it was not in it."""
     aborted_at: float = 0.0
     """When this one was; seconds since the epoch, both."""
-    call: Any = None
-    """The wrapper's handle, for sections that must not be interrupted."""
+    guard: Guard | None = None
+    """Of this generation, while it runs."""
+
+    def abort(self) -> None:
+        """Everything is being aborted from now on."""
+        self.aborting = True
+        self.aborted_at = time.time()
 
 
 _generation: Generation | None = None
@@ -86,18 +84,21 @@ def is_fault_of_others() -> bool:
 
 
 def atomic() -> Any:
-    """A section that no restart interrupts, and that must not wait for any other process."""
-    return _generation.call.atomic() if _generation is not None and _generation.call is not None else nullcontext()
+    """A section that no restart interrupts, and that must not wait for any other process; entered while held."""
+    wait_until_held()
+    return _generation.guard.atomic() if _generation is not None and _generation.guard is not None else nullcontext()
 
 
-@contextmanager
-def waiting_is_right() -> Iterator[None]:
-    """This rank waits for others that are at work, for as long as it takes; who hangs there is noticed there."""
-    if _generation is None or _generation.call is None:
-        yield
-        return
-    with _generation.call.disable_hang_protection():
-        yield
+def waiting_for_others() -> Any:
+    """This rank waits for others that are at work; who hangs there is noticed there."""
+    if _generation is None or _generation.guard is None:
+        return nullcontext()
+    return _generation.guard.waiting_for_others()
+
+
+def working() -> Any:
+    """Within :func:`waiting_for_others`: this rank is one of those that are at work."""
+    return _generation.guard.working() if _generation is not None and _generation.guard is not None else nullcontext()
 
 
 def restart_in_process(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,105 +120,88 @@ class _Restarts:
         self._pretrain, self._args, self._kwargs = pretrain, args, kwargs
         self._address = address
         self._store = connect(address)
-        host = socket.gethostname()
-        member = int(os.environ[MEMBER_ENV])
-        self._member = Member(self._store, Card(member, os.getpid(), host, os.environ.get(NODE_ENV, host)))
+        self._member = Member(self._store, _introduction())
         self._reason = ""
 
     def run(self) -> Any:
         """To the end of the job."""
         global _generation
-        # It tells of every interruption at every level; what an operator should know is told by the coordinator.
+        # It logs every interruption at every level; what an operator should know the coordinator reports.
         logging.getLogger(LogConfig.name).disabled = True
         self._member.join()
         while True:
             try:
                 roster, rank = self._member.wait_for_rank()
+                before = _generation
+                _generation = Generation(roster, rank, interrupted_at=before.aborted_at if before is not None else 0.0)
+                megatron_state.take_rank(rank, roster.devices.get(rank))
+                ended = self._enter(_generation)
             except JobStopped as stopped:
                 sys.exit(str(stopped) or None)
-            before = _generation
-            _generation = Generation(roster, rank, interrupted_at=before.aborted_at if before is not None else 0.0)
-            megatron_state.take_rank(rank)
-            try:
-                ended = self._enter()
-            except Leave:
-                ended = Leave
-            if ended is Leave:  # not where the exception is handled, which holds every frame of the training
+            if ended is Outcome.INTERRUPTED:
                 self._clear_away()
                 self._member.leave(self._reason, current_job().iteration)
                 continue
-            self._member.done()
+            megatron_state.end_data_workers()
             if isinstance(ended, SystemExit):
                 raise ended
             return ended
 
-    def _enter(self) -> Any:
-        """One wrapper: returns what ``pretrain`` returned, or the planned exit that it ended with."""
-        now = _generation
-        assert now is not None
+    def _enter(self, now: Generation) -> Any:
+        """One generation: returns what ``pretrain`` returned, the planned exit that it ended with, or INTERRUPTED."""
+        from megatron.training import get_args
+
+        args = get_args()
         world = len(now.roster.ranks)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
         self._reason = ""
-        monitors: list[psutil.Process] = []
+        groups_store, groups_ports = connect_breakable(self._address)
+        guard = Guard(
+            now.rank,
+            world,
+            GenerationStore(connect(self._address), now.roster.generation),
+            AbortAll(self._address[1], groups_ports, now.abort),
+            args.inprocess_soft_timeout,
+            args.inprocess_monitor_thread_interval,
+        )
 
-        def body(call: Any) -> Any:
-            now.call = call
-            monitors.append(call.monitor_process.process_monitor_proc)
-            store = dist.PrefixStore(f"generation/{now.roster.generation}/groups", connect(self._address))
+        def body() -> Any:
+            store = dist.PrefixStore(f"generation/{now.roster.generation}/groups", groups_store)
             try:
-                return self._pretrain(*self._args, store=store, **self._kwargs)
-            except SystemExit as exit_:
-                if exit_.code in (0, None):
-                    return exit_  # a planned exit is no failure: the wrapper lets all ranks come to it
-                raise
+                if not is_cpu():
+                    CudaHealthCheck(timedelta(seconds=10))(None)
+                ended = self._run(store)
+                self._member.finished()
+                with guard.waiting_for_others():
+                    self._member.wait_for_end()
+            except JobStopped as stopped:
+                raise SystemExit(str(stopped)) from None
+            except (ConfigError, DataError, RunRecordError) as error:
+                if current_job().begun or is_aborting():
+                    raise
+                raise _Unfit(error) from None  # it would be the same again
             except Exception as error:
                 if not is_fault_of_others():
                     self._reason = f"rank {now.rank}: {type(error).__name__}: {_first_line(error)}"
                     traceback.print_exc()
                 raise
-            finally:
-                now.call = None
+            return ended
 
-        # The wrapper finds the argument by its type, which must not be a string.
-        body.__annotations__ = {"call": inprocess.CallWrapper}
-        ended = self._wrapper(now)(body)(None)
-        with suppress(psutil.Error):  # it would take this process for dead if that ends before it has looked
-            monitors[0].wait(timeout=5)
-        return ended
+        now.guard = guard
+        try:
+            return guard.run(body)
+        except _Unfit as unfit:
+            raise unfit.error from None
+        finally:
+            now.guard = None
 
-    def _wrapper(self, now: Generation) -> inprocess.Wrapper:
-        from megatron.training import get_args
-
-        args = get_args()
-
-        def aborting() -> None:
-            now.aborting = True
-            now.aborted_at = time.time()
-
-        def seconds(flag: str) -> timedelta:
-            return timedelta(seconds=getattr(args, f"inprocess_{flag}"))
-
-        with _without("LOCAL_RANK") if is_cpu() else nullcontext():  # its checks of GPU, NVLink and NIC need them
-            wrapper = inprocess.Wrapper(
-                store_factory=GenerationStore,
-                store_kwargs={"address": self._address, "generation": now.roster.generation},
-                abort=AbortAll(self._address[1], aborting),
-                health_check=None if is_cpu() else inprocess.health_check.CudaHealthCheck(timedelta(seconds=10)),
-                finalize=_Leaving(lambda: wrapper.restart_health_check),
-                rank_assignment=inprocess.rank_assignment.ActivateAllRanks(),
-                heartbeat_interval=seconds("heartbeat_interval"),
-                heartbeat_timeout=seconds("heartbeat_timeout"),
-                barrier_timeout=seconds("barrier_timeout"),
-                completion_timeout=seconds("completion_timeout"),
-                monitor_process_interval=seconds("monitor_process_interval"),
-                monitor_thread_interval=seconds("monitor_thread_interval"),
-                progress_watchdog_interval=seconds("progress_watchdog_interval"),
-                last_call_wait=seconds("last_call_wait"),
-                soft_timeout=seconds("soft_timeout"),
-                hard_timeout=seconds("hard_timeout"),
-                termination_grace_time=seconds("termination_grace_time"),
-            )
-        return wrapper
+    def _run(self, store: Any) -> Any:
+        try:
+            return self._pretrain(*self._args, store=store, **self._kwargs)
+        except SystemExit as exit_:
+            if exit_.code in (0, None):
+                return exit_  # a planned exit is no failure: all ranks come to it
+            raise
 
     def _clear_away(self) -> None:
         """What the interruption may have left, on a rank that goes on."""
@@ -233,28 +217,25 @@ class _Restarts:
             start_job()
 
 
-class _Leaving(Finalize):
-    """Leaves the wrapper where it would begin its next iteration."""
+class _Unfit(BaseException):
+    """A mistake of the user's, which another attempt would meet again."""
 
-    def __init__(self, health_check: Callable[[], Any]) -> None:
-        self._health_check = health_check
-
-    def __call__(self, state: FrozenState) -> FrozenState:
-        """Leave."""
-        if (check := self._health_check()) is not None:
-            check(state)
-        raise Leave
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
-@contextmanager
-def _without(name: str) -> Iterator[None]:
-    """Without an environment variable, for a while."""
-    value = os.environ.pop(name, None)
-    try:
-        yield
-    finally:
-        if value is not None:
-            os.environ[name] = value
+def _introduction() -> MemberInfo:
+    host = socket.gethostname()
+    devices = 0 if is_cpu() else torch.cuda.device_count()
+    return MemberInfo(
+        int(os.environ[MEMBER_ENV]),
+        os.getpid(),
+        host,
+        os.environ.get(NODE_ENV, host),
+        int(os.environ.get("LOCAL_RANK", "0")),
+        devices,
+    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,12 +34,20 @@ class Groups:
         return Groups(groups, tuple(tuple(dist.get_process_group_ranks(group)) for group in groups))
 
 
-def take_rank(rank: int) -> None:
-    """Be ``rank`` from now on, in Megatron's global arguments and what was made of them at the start."""
+def take_rank(rank: int, device: int | None = None) -> None:
+    """Be ``rank`` from now on, in Megatron's global arguments and what was made of them at the start.
+
+    Args:
+        rank: of the job.
+        device: the local number of its device, which Megatron sets when it is entered; a spare holds none before.
+    """
     from megatron.training import get_args, global_vars
 
     args = get_args()
     args.rank = rank
+    if device is not None:
+        args.local_rank = device
+        os.environ["LOCAL_RANK"] = str(device)
     if rank == args.world_size - 1:  # it writes what Megatron logs
         for name in ("tensorboard", "wandb"):
             if getattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER") is None:
@@ -59,7 +68,7 @@ def forget_generation(job: Job) -> None:
     from megatron.training import async_utils, get_args, global_vars
 
     args = get_args()
-    _end_data_workers()
+    end_data_workers()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
     rerun_state_machine.destroy_rerun_state_machine()
@@ -74,8 +83,11 @@ def forget_generation(job: Job) -> None:
         _reset_model(job)
 
 
-def _end_data_workers() -> None:
-    """Kill the processes of data loaders; new ones are opened. Asked to end, each would take its five seconds."""
+def end_data_workers() -> None:
+    """Kill the processes of data loaders.
+
+    Asked to end, each would take its five seconds; and with ``--exit-signal-handler`` they ignore being asked.
+    """
     from torch.utils.data import _utils
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 

@@ -1,25 +1,25 @@
-"""The store that ranks meet in. The launcher holds it, so that every rank, rank 0 too, may die."""
+"""The store that ranks meet in. The launcher or the coordinator holds it, so that every rank, rank 0 too, may die."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
-from nvidia_resiliency_ext.inprocess.store import PrefixStore, StoreMixin
+from nvidia_resiliency_ext.inprocess.store import StoreMixin
 
 from megatron.moevement.restart.environment import STORE_ENV
-from moevement_core.rendezvous.coordinator import Wrapper
 
 TIMEOUT = timedelta(minutes=10)
 
 
 def store_address() -> tuple[str, int] | None:
-    """Where the launcher's store is, if there is one."""
+    """Where the job's store is, if there is one."""
     if not (address := os.environ.get(STORE_ENV)):
         return None
     host, port = address.rsplit(":", 1)
@@ -27,8 +27,22 @@ def store_address() -> tuple[str, int] | None:
 
 
 def connect(address: tuple[str, int]) -> Any:
-    """A client of the launcher's store."""
+    """A client of the job's store."""
     return torch.distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
+
+
+def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[int]]:
+    """A client of the job's store, and the local ports of its connections.
+
+    Whoever waits in it can be freed by shutting these down, while other clients of the same store go on.
+    """
+    before = _local_ports(address[1])
+    return connect(address), _local_ports(address[1]) - before
+
+
+def _local_ports(remote_port: int) -> set[int]:
+    connections = psutil.Process().net_connections("tcp")
+    return {each.laddr.port for each in connections if each.raddr and each.raddr.port == remote_port}
 
 
 def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,47 +58,25 @@ def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GenerationStore(torch.distributed.PrefixStore, StoreMixin):
-    """What the restart wrapper of one generation keeps in the launcher's store.
+    """Where the ranks of one generation, and the coordinator, interrupt each other.
 
     Args:
-        address: of the launcher's store.
+        base: a client of the job's store.
         generation: the keys of different ones do not meet.
-        base: a client that is there already.
     """
 
-    def __init__(self, address: tuple[str, int], generation: int, base: Any = None) -> None:
-        super().__init__(f"generation/{generation}/inprocess", base if base is not None else connect(address))
+    def __init__(self, base: Any, generation: int) -> None:
+        super().__init__(f"generation/{generation}/interruption", base)
 
 
-class InProcessWrapper(Wrapper):
-    """The restart wrapper of nvidia-resiliency-ext, as the coordinator knows it.
+def interrupt_in(base: Any) -> Callable[[int, int], None]:
+    """What the coordinator interrupts the ranks of a generation by: told the generation, and the rank that is lost.
 
     Args:
-        base: a client of the store.
-        address: where the store is.
-        world: ranks of the job.
+        base: a client of the job's store.
     """
 
-    def __init__(self, base: Any, address: tuple[str, int], world: int) -> None:
-        self._base, self._address, self._world = base, address, world
+    def interrupt(generation: int, rank: int) -> None:
+        GenerationStore(base, generation).record_interrupted([InterruptionRecord(rank, Interruption.TERMINATED)])
 
-    def _iteration(self, generation: int) -> Any:
-        """A wrapper is left after every failure, so it has one iteration."""
-        return PrefixStore(0, GenerationStore(self._address, generation, self._base))
-
-    def lost(self, generation: int) -> Iterable[int]:
-        """Ranks whose monitors, or those of others, have recorded that they ended."""
-        now = self._iteration(generation)
-        return now.get_terminated_ranks() if now.check([now.TERMINATED_RANKS]) else ()
-
-    def stand_in_for(self, generation: int, rank: int) -> None:
-        """What a rank's own monitor does too, where it still lives; everything here may be done twice."""
-        store = GenerationStore(self._address, generation, self._base)
-        arrived = f"{store.BARRIER_PREFIX}:barrier:{store.INITIAL_BARRIER}:arrived"
-        store.append(arrived, "")
-        if str(rank) not in store.get(arrived).decode().split(","):
-            store.initial_barrier(ranks=[rank], rendezvous_count=self._world, timeout=timedelta(0))
-        now = self._iteration(generation)
-        now.record_interrupted([InterruptionRecord(rank, Interruption.TERMINATED)])
-        now.record_terminated_ranks([rank])
-        now.iteration_barrier(ranks=[rank], rendezvous_count=self._world, timeout=timedelta(0))
+    return interrupt

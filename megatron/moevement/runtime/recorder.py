@@ -27,6 +27,7 @@ from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import line_of
 from megatron.moevement.state_digest import job_digest
 from moevement_core.injection import Phase
+from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.run_record import RunRecord
 from moevement_core.snapshot.cost import cost_line
 
@@ -197,6 +198,7 @@ def complete_metrics(job: Job, until: int, outcome: Mapping[str, Any]) -> None:
         lines[until] = line_of(job, _averaged(job.micro_batch_losses[1]), bool(outcome.get("overflow")), norm)
     if job.record is None:
         return
+    wait_until_held()
     for iteration in range(written + 1, until + 1):
         line = lines.get(iteration, {})
         losses = {name: _number(value) for name, value in line.pop("losses", {}).items()}
@@ -263,6 +265,7 @@ def _write_metric(
     from megatron.training import get_args
 
     assert job.record is not None
+    wait_until_held()
     tokens = get_current_global_batch_size() * get_args().seq_length
     losses = {name: _number(value) for name, value in loss_dict.items()}
     job.last_loss = losses.get("lm loss", job.last_loss)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megatron.moevement.optimizer.views import OperatorViews
+from megatron.moevement.restart import in_process as restart
 from megatron.moevement.runtime.boundary import boundary_copy
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.ranks import tell_all
@@ -242,7 +243,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     if plan is not None:
         alone = None if everywhere else Alone(parts.wiring.neighbours, frozenset(plan.runs), parts.wiring.feeds)
         trainer = MegatronTrainer(parts.job, parts.views, shared_from, alone)
-        with trainer.replaying():
+        with trainer.replaying(), restart.working():
             replay(
                 plan, parts.wiring.stage, parts.wiring.table.names, prepared.snapshots, trainer, check, tell,
                 prepared.outcomes, keep,

@@ -30,6 +30,7 @@ from megatron.moevement.runtime.boundary import advanced, boundary_after, bounda
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.ranks import tell_all
+from megatron.moevement.runtime.wind_down import PlannedExit
 from megatron.moevement.runtime.windows import WindowDecisions
 from megatron.moevement.runtime.wiring import wire
 from megatron.moevement.sparse_config import SparseConfig, Verify
@@ -46,6 +47,7 @@ from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import impose_window
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
+from moevement_core.rendezvous.status_page import own_page
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot import plain
@@ -121,6 +123,7 @@ class SparseRun:
         kept: Sequence[Mapping[int, Collection[int]]] = (),
     ) -> None:
         from megatron.core.utils import unwrap_model
+        from megatron.training import get_args
 
         check_supported(job.optimizer)
         self.config = config
@@ -159,6 +162,7 @@ class SparseRun:
         self._recent: dict[int, Mapping[str, Any]] = {}
         """What came of the steps that a replay may come by; kept as long as logs are."""
         self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote())
+        self._exit = PlannedExit(get_args())
         self._is_first = adopted is None
         self._replaying = False
         self.recoveries: list[Recovery] = []
@@ -260,6 +264,7 @@ class SparseRun:
 
     def disconnect(self) -> None:
         """Everything that talks to other ranks has been aborted: end what did it. Snapshots and logs stay."""
+        self._exit.forget()
         for sender in self._senders:
             sender.abandon()
         for keeper in self.checkpointer.keepers:
@@ -383,6 +388,7 @@ class SparseRun:
         self._is_first = False
         for iteration in range(first, committed + 1):
             self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))
+        self._exit.plan(committed, winding_down=self.checkpointer.progress.is_winding_down)
         injection.at(Phase.SNAPSHOT)
         self._watch_peers()
         self._announce()
@@ -409,6 +415,8 @@ class SparseRun:
             self.job.boundary_log.end()  # here, so that a rank that is interrupted after its step has the whole of it
         result = self.commit.step(self.job.iteration + 1)
         self._recent[self.job.iteration + 1] = self._outcome_of(self.job.iteration + 1)
+        if (page := own_page()) is not None:
+            page.commit(self.job.iteration + 1)
         return result
 
     def end_iteration(self, committed: int, step_s: float, outcome: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.views import operators_of
 from megatron.moevement.restart.injection import InjectingTransport
+from megatron.moevement.runtime import wind_down
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import Neighbour, Neighbours
 from megatron.moevement.sparse_config import SparseConfig
@@ -108,13 +109,19 @@ def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wirin
         peers=_place(config, told),
         job_group=dist.new_group(backend="gloo"),
         stage_group=_make_stage_groups(stages, stage),
-        agreement=GroupAgreement() if world > 1 else Alone(),
+        agreement=_agreement(world),
         snapshots=_for_snapshots(config),
         fetches=GlooTransport() if world > 1 else None,
         feeds=GlooTransport() if pipeline.stages > 1 else None,
         pipeline=pipeline,
         neighbours=neighbours,
     )
+
+
+def _agreement(world: int) -> Agreement:
+    agreement: Agreement = GroupAgreement() if world > 1 else Alone()
+    agreement.winding_down = wind_down.is_asked_for
+    return agreement
 
 
 def _for_snapshots(config: SparseConfig) -> Transport | None:

@@ -12,10 +12,18 @@ import pytest
 import torch.distributed as dist
 
 from moevement_core.errors import JobStopped
-from moevement_core.rendezvous import coordinator
-from moevement_core.rendezvous.coordinator import NO_PROGRESS, Coordinator, State, Wrapper
+from moevement_core.rendezvous import attempts
+from moevement_core.rendezvous.coordinator import LEASES_TO_LEAVE, RESET_GRACE_S, Coordinator, State
 from moevement_core.rendezvous.member import Member
-from moevement_core.rendezvous.roster import Card, Death, Roster
+from moevement_core.rendezvous.roster import (
+    ACKNOWLEDGED,
+    JOINED,
+    Death,
+    MemberInfo,
+    NoticedBy,
+    Roster,
+    assign_devices,
+)
 
 
 @pytest.fixture
@@ -24,32 +32,54 @@ def store() -> Any:
 
 
 class Job:
-    """A coordinator and its members, without processes."""
+    """A coordinator and its members, without processes; time passes only by :meth:`passes`."""
 
     def __init__(
-        self, store: Any, ranks: int, members: int, spare_timeout_s: float = 60.0, wrapper: Wrapper | None = None
+        self, store: Any, ranks: int, members: int, spare_timeout_s: float = 60.0, lease_s: float = 1e9
     ) -> None:
-        self.store, self.told = store, list[str]()
-        self.coordinator = Coordinator(store, ranks, spare_timeout_s, self.told.append, wrapper)
+        self.store, self.reported = store, list[str]()
+        self.now, self.interrupted = 0.0, list[tuple[int, int]]()
+        self.coordinator = Coordinator(
+            store, ranks, spare_timeout_s, self.reported.append, lease_s=lease_s, clock=lambda: self.now,
+            interrupt=lambda generation, rank: self.interrupted.append((generation, rank)),
+        )  # fmt: skip
         self.members: dict[int, Member] = {}
+        self.silent: set[int] = set()
         for number in range(members):
             self.join(number)
 
     def join(self, number: int) -> None:
-        self.members[number] = Member(self.store, Card(number, 1000 + number, "host", f"node{number // 2}"))
+        self.members[number] = Member(self.store, MemberInfo(number, 1000 + number, "host", f"node{number // 2}"))
         self.members[number].join()
-        self.coordinator.step()
+        self.settle()
+
+    def settle(self, *, but: tuple[int, ...] = ()) -> None:
+        """Let everyone who is in a proposed roster acknowledge it, but for those who do not answer."""
+        for _ in range(4):
+            self.coordinator.step()
+            if self.coordinator.state is State.PROPOSED:
+                roster = self.coordinator.roster
+                for number in set(roster.ranks.values()) - set(but) - self.silent:
+                    self.members[number]._generation = roster.generation
+                    self.members[number]._write(ACKNOWLEDGED, "")
+
+    def passes(self, seconds: float, alive: Iterable[int] = (), committed: int | None = None) -> None:
+        """Time in which the members in ``alive`` are heard of, and the coordinator looks often."""
+        end = self.now + seconds
+        while self.now < end - 1e-9:
+            self.now = min(end, self.now + 0.2)
+            self.coordinator.renew(dict.fromkeys(alive, committed))
+            self.coordinator.step()
 
     def rank_of(self, number: int) -> int:
-        return self.members[number].wait_for_rank()[1]
+        rank = self.coordinator.roster.rank_of(number)
+        assert rank is not None
+        return rank
 
     def leave(self, *numbers: int, reason: str = "", committed: int = 0) -> None:
         for number in numbers:
-            if self.members[number]._generation < self.coordinator.roster.generation:
-                self.rank_of(number)
             self.members[number].leave(reason, committed)
-        self.coordinator.step()  # sees that they left, and forms the job anew
-        self.coordinator.step()
+        self.settle()
 
 
 def test_the_first_to_join_are_the_ranks_and_the_others_wait(store: Any) -> None:
@@ -105,117 +135,226 @@ def test_ranks_that_die_while_the_job_is_formed_anew_are_replaced_too(store: Any
     job.coordinator.died(3, 1003, "was killed by signal 9")
     job.leave(1, 4)
     assert job.coordinator.state is State.FORMING
-    assert "waiting up to 60 s for 1" in job.told[-1]
+    assert "waiting up to 60 s for 1" in job.reported[-1]
     job.join(5)
     assert job.coordinator.roster.ranks == {0: 5, 1: 1, 2: 4}
 
 
-def test_without_a_spare_in_time_everyone_is_told_that_the_job_stops(store: Any) -> None:
-    job = Job(store, 2, 2, spare_timeout_s=0.05)
-    job.rank_of(0)
+def test_without_a_spare_in_time_the_job_stops_and_everyone_learns_why(store: Any) -> None:
+    job = Job(store, 2, 2, spare_timeout_s=5.0)
     job.coordinator.died(1, 1001, "was killed by signal 9")
-    time.sleep(0.1)
+    job.passes(6.0)
     job.leave(0)
     assert job.coordinator.state is State.FORMING, "it counts from when only a spare is missing"
-    assert "no spare is left; waiting up to 0.05 s for 1 to start" in job.told
-    time.sleep(0.1)
-    job.coordinator.step()
+    assert "no spare is left; waiting up to 5 s for 1 to start" in job.reported
+    job.passes(6.0)
     assert job.coordinator.state is State.STOPPED
-    with pytest.raises(JobStopped, match=r"no spare came within 0\.05 s for 1 of 2 ranks"):
-        job.rank_of(0)
+    with pytest.raises(JobStopped, match=r"no spare came within 5 s for 1 of 2 ranks"):
+        job.members[0].wait_for_rank()
 
 
 def test_each_death_is_given_the_whole_time(store: Any) -> None:
     """The process that was started for a rank that dies late has as long to come as that for the first."""
-    job = Job(store, 3, 3, spare_timeout_s=0.4)
+    job = Job(store, 3, 3, spare_timeout_s=4.0)
     job.coordinator.died(1, 1001, "was killed by signal 9")
     job.leave(0, 2)
-    time.sleep(0.3)
+    job.passes(3.0)
     job.coordinator.died(2, 1002, "was killed by signal 9")
-    job.coordinator.step()
-    time.sleep(0.3)
+    job.passes(3.0)
     job.join(3)
     job.join(4)
-    job.coordinator.step()
     assert job.coordinator.state is State.RUNNING
     assert job.coordinator.roster.ranks == {0: 0, 1: 3, 2: 4}
 
 
 def test_a_rank_that_fails_again_and_again_in_the_same_place_ends_the_job(store: Any) -> None:
     job = Job(store, 2, 2)
-    for _ in range(NO_PROGRESS - 1):
+    for _ in range(attempts.FAILURES - 1):
         job.leave(0, reason="rank 0: ValueError: no", committed=7)
         job.leave(1, committed=7)
+        job.passes(60)
+        job.settle()
         assert job.coordinator.state is State.RUNNING
     job.leave(0, 1, reason="rank 0: ValueError: no", committed=9)
     assert job.coordinator.state is State.RUNNING, "it has come further meanwhile"
-    for _ in range(NO_PROGRESS):
+    for _ in range(attempts.FAILURES):
         job.leave(0, 1, reason="rank 0: ValueError: no", committed=9)
+        job.passes(60)
+        job.settle()
     assert job.coordinator.state is State.STOPPED
 
 
-def test_kills_never_end_a_job_that_has_spares(store: Any) -> None:
+def _kill_rank_1(job: Job, committed: int) -> None:
+    job.join(max(job.members) + 1)
+    job.coordinator.died(job.coordinator.roster.ranks[1], 0, "was killed by signal 9")
+    job.leave(0, committed=committed)
+    job.passes(60)
+    job.settle()
+
+
+def test_kills_never_end_a_job_that_comes_further_between_them(store: Any) -> None:
     job = Job(store, 2, 2)
-    for number in range(2, 2 + 3 * NO_PROGRESS):
-        job.join(number)
-        gone = job.coordinator.roster.ranks[1]
-        job.coordinator.died(gone, 0, "was killed by signal 9")
-        job.leave(0, committed=0)
+    for kill in range(3 * attempts.DEATHS):
+        _kill_rank_1(job, committed=kill)
         assert job.coordinator.state is State.RUNNING
 
 
-class FindsAllGone(Wrapper):
-    """Ranks that leave are counted as ended."""
-
-    def lost(self, generation: int) -> Iterable[int]:
-        return (0, 1)
-
-    def stand_in_for(self, generation: int, rank: int) -> None:
-        pass
-
-
-def test_who_answers_later_in_each_failure_is_not_given_up(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds in which somebody was missed do not add up over failures."""
-    monkeypatch.setattr(coordinator, "LOST_S", 0.3)
-    job = Job(store, 2, 2, wrapper=FindsAllGone())
-    for number in range(2, 6):
-        job.join(number)
-        job.coordinator.died(job.coordinator.roster.ranks[1], 0, "was killed by signal 9")
-        job.coordinator.step()
-        time.sleep(0.12)
-        job.coordinator.step()
-        job.leave(0)
+def test_a_batch_that_always_kills_its_rank_ends_the_job_with_the_iteration_named(store: Any) -> None:
+    job = Job(store, 2, 2)
+    for _ in range(attempts.DEATHS - 1):
+        _kill_rank_1(job, committed=6)
         assert job.coordinator.state is State.RUNNING
-        assert job.coordinator.roster.ranks[0] == 0
+    assert any("before the next attempt" in text for text in job.reported), "later attempts wait"
+    _kill_rank_1(job, committed=6)
+    assert job.coordinator.state is State.STOPPED
+    with pytest.raises(JobStopped, match=r"rank 1 died 5 times in a row in iteration 7, .*--iterations-to-skip 7"):
+        job.members[0].wait_for_rank()
 
 
-def test_who_does_not_answer_is_given_up_and_told_so(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "LOST_S", 0.05)
-    job = Job(store, 2, 4, wrapper=FindsAllGone())
+def test_what_supervisors_hear_of_progress_counts_too(store: Any) -> None:
+    """All ranks die at once, again and again; between that they come further, as their supervisors know."""
+    job = Job(store, 1, 1)
+    for kill in range(2 * attempts.DEATHS):
+        job.join(kill + 1)
+        job.passes(1.0, [kill], committed=kill)
+        job.coordinator.died(kill, 0, "was killed by signal 9")
+        job.settle()
+        assert job.coordinator.state is State.RUNNING
+
+
+# Leases
+
+
+def test_a_rank_whose_lease_ends_is_replaced_and_its_supervisor_learns_of_it(store: Any) -> None:
+    job = Job(store, 2, 3, lease_s=10.0)
+    job.passes(5.0, [0, 1, 2])
+    job.passes(9.8, [0, 2])
+    assert (job.coordinator.state, job.interrupted) == (State.RUNNING, [])
+    job.passes(0.4, [0, 2])
+    assert job.interrupted == [(0, 1)]
+    assert job.coordinator.given_up == {1}
+    job.leave(0)
+    death = job.coordinator.roster.deaths[0]
+    assert (death.rank, death.how, death.noticed_by) == (1, "was silent for 10 s", NoticedBy.LEASE)
+    assert 9.9 < death.at - death.last_seen < 10.5
+    assert job.coordinator.roster.ranks == {0: 0, 1: 2}
+    assert job.coordinator.died(1, 1001, "was killed by signal 9") is None, "its supervisor has ended it"
+    with pytest.raises(JobStopped, match="goes on without this process, which was silent for 10 s"):
+        job.members[1].wait_for_rank()
+
+
+def test_a_broken_connection_is_a_death_within_a_second_unless_the_supervisor_is_back(store: Any) -> None:
+    job = Job(store, 3, 5, lease_s=10.0)
+    everyone = range(5)
+    job.passes(1.0, everyone)
+    job.coordinator.disconnected([0, 1])
+    job.passes(RESET_GRACE_S - 0.1, [1, 2, 3, 4])
+    job.passes(1.0 - RESET_GRACE_S, [1, 2, 3, 4])
+    assert job.interrupted == [(0, 0)]
+    assert [death.noticed_by for death in job.coordinator.deaths] == [NoticedBy.RESET]
+
+
+def test_a_spare_whose_node_is_lost_is_forgotten(store: Any) -> None:
+    job = Job(store, 1, 3, lease_s=10.0)
+    job.passes(11.0, [0, 2])
+    assert (job.interrupted, job.coordinator.waiting()) == ([], [2])
+
+
+def test_a_spare_that_is_silent_is_not_chosen_before_one_that_is_heard(store: Any) -> None:
+    job = Job(store, 1, 3, lease_s=10.0)
+    job.passes(5.0, [0, 2])
+    job.coordinator.died(0, 1000, "was killed by signal 9")
+    job.settle()
+    assert job.coordinator.roster.ranks == {0: 2}
+
+
+def test_a_spare_that_is_lost_before_it_acknowledges_its_rank_is_replaced_and_nobody_has_entered(store: Any) -> None:
+    job = Job(store, 2, 4, lease_s=10.0)
+    job.silent.add(2)
+    job.passes(1.0, range(4))
     job.coordinator.died(1, 1001, "was killed by signal 9")
-    job.coordinator.step()
-    time.sleep(0.1)
-    job.coordinator.step()
-    job.coordinator.step()
+    job.leave(0)
+    assert (job.coordinator.state, job.coordinator.roster.ranks) == (State.PROPOSED, {0: 0, 1: 2})
+    job.passes(10.5, [0, 3])
+    job.settle()
+    assert (job.coordinator.state, job.coordinator.roster.ranks) == (State.RUNNING, {0: 0, 1: 3})
+    assert {death.rank for death in job.coordinator.roster.deaths} == {1}, "both were to be rank 1"
+    assert len(job.coordinator.roster.deaths) == 2
+    assert store.get("generation/1/start") == b"superseded"
+
+
+def test_a_member_that_lives_and_never_acknowledges_is_given_up(store: Any) -> None:
+    job = Job(store, 1, 2, lease_s=10.0)
+    job.silent.add(1)
+    job.coordinator.died(0, 1000, "was killed by signal 9")
+    job.settle()
+    job.join(2)
+    job.passes(10.0 * LEASES_TO_LEAVE + 1, [1, 2])
+    job.settle()
+    assert job.coordinator.roster.ranks == {0: 2}
+
+
+def test_a_rank_that_does_not_stop_after_an_interruption_is_given_up(store: Any) -> None:
+    job = Job(store, 2, 4, lease_s=10.0)
+    job.coordinator.died(1, 1001, "was killed by signal 9")
+    job.passes(10.0 * LEASES_TO_LEAVE - 1, range(4))
+    assert job.coordinator.given_up == set()
+    job.passes(2.0, range(4))
+    job.settle()
+    assert job.coordinator.given_up == {0}
     assert job.coordinator.roster.ranks == {0: 2, 1: 3}
-    assert [death.how for death in job.coordinator.roster.deaths] == ["was killed by signal 9", "does not answer"]
-    job.members[0]._generation = 0
-    with pytest.raises(JobStopped, match="another is to take its rank"):
-        job.rank_of(0)
     assert job.coordinator.died(0, 1000, "ended with 1") is None
     assert job.coordinator.state is State.RUNNING
 
 
-def test_after_the_end_nobody_is_missed(store: Any) -> None:
-    job = Job(store, 2, 3)
-    for number in (0, 1):
-        job.rank_of(number)
-    job.members[0].done()
-    job.coordinator.died(1, 1001, "was killed by signal 9")
+def test_a_coordinator_that_did_not_run_for_a_while_takes_nobody_for_dead(store: Any) -> None:
+    job = Job(store, 2, 3, lease_s=10.0)
+    job.passes(1.0, range(3))
+    job.now += 60.0
     job.coordinator.step()
+    assert (job.coordinator.deaths, job.coordinator.state) == ([], State.RUNNING)
+    job.passes(10.5)
+    assert len(job.coordinator.deaths) == 3
+
+
+def test_a_member_that_dies_between_number_and_introduction_holds_up_nobody(store: Any) -> None:
+    job = Job(store, 2, 2)
+    store.add(JOINED, 1)
+    job.join(2)
+    job.join(3)
+    assert job.coordinator.waiting() == [2, 3]
+
+
+# The end
+
+
+def test_the_job_has_ended_when_every_rank_has(store: Any) -> None:
+    job = Job(store, 2, 3)
+    job.members[0].finished()
+    job.settle()
+    assert job.coordinator.state is State.RUNNING
+    job.members[1].finished()
+    job.settle()
     assert job.coordinator.state is State.DONE
+    job.members[0].wait_for_end()
+    job.coordinator.died(1, 1001, "was killed by signal 9")
+    job.settle()
+    assert job.coordinator.state is State.DONE, "who dies on the way out takes nothing with it"
     with pytest.raises(JobStopped, match=r"^$"):
-        job.rank_of(2)
+        job.members[2].wait_for_rank()
+
+
+def test_a_rank_that_dies_at_the_end_before_others_are_there_is_recovered(store: Any) -> None:
+    job = Job(store, 2, 3)
+    job.members[0].finished()
+    job.coordinator.died(1, 1001, "was killed by signal 9")
+    job.leave(0)
+    assert job.coordinator.state is State.RUNNING
+    assert job.coordinator.roster.ranks == {0: 0, 1: 2}
+    for number in (0, 2):
+        job.members[number].finished()
+    job.settle()
+    assert job.coordinator.state is State.DONE
 
 
 def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> None:
@@ -224,7 +363,7 @@ def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> N
     got: list[int] = []
 
     def take_part(number: int) -> None:
-        member = Member(dist.TCPStore("127.0.0.1", store.port, is_master=False), Card(number, number, "h", "n"))
+        member = Member(dist.TCPStore("127.0.0.1", store.port, is_master=False), MemberInfo(number, number, "h", "n"))
         member.join()
         member.wait_for_rank()
         got.append(number)
@@ -234,9 +373,10 @@ def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> N
         thread.start()
     deadline = time.monotonic() + 20
     while len(got) < 8 and time.monotonic() < deadline:
-        job.coordinator.step()
+        job.settle(but=tuple(range(1, 9)))
         current = job.coordinator.roster.ranks[0]
         if current == 0 or current in got:
+            job.coordinator.renew({current: len(got) + 1})  # comes further each time
             job.coordinator.died(current, 0, "was killed by signal 9")
     assert sorted(got) == list(range(1, 9))
 
@@ -244,3 +384,29 @@ def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> N
 def test_a_roster_names_who_died() -> None:
     death = Death(3, 1, 1003, "ended with 1", 5.0)
     assert Roster.decode(Roster(2, {0: 4}, (death,), nodes={0: "n"}).encode()).deaths == (death,)
+
+
+# Devices
+
+
+def _on(node: str, device: int, devices: int) -> MemberInfo:
+    return MemberInfo(device, device, node, node, device, devices)
+
+
+def test_a_promoted_spare_takes_the_device_of_the_rank_that_it_replaces() -> None:
+    """Eight ranks and a spare on a host of eight GPUs: the spare was started as number 8, which there is not."""
+    before = {rank: rank for rank in range(8) if rank != 3}
+    members = {rank: _on("a", rank, 8) for rank in before} | {3: _on("a", 8, 8)}
+    assert assign_devices(members, before)[3] == 3
+
+
+def test_spares_of_another_node_take_devices_that_are_free_there() -> None:
+    before = {0: 0, 1: 1}
+    members = {0: _on("a", 0, 2), 1: _on("a", 1, 2), 2: _on("b", 0, 2), 3: _on("b", 0, 2)}
+    assert assign_devices(members, before) == {0: 0, 1: 1, 2: 0, 3: 1}
+
+
+def test_tasks_that_see_one_device_each_keep_theirs() -> None:
+    members = {rank: MemberInfo(rank, rank, "a", "a", rank, 1) for rank in range(4)}
+    assert assign_devices(members, {})[0] == 0
+    assert assign_devices({0: MemberInfo(9, 9, "a", "a", 5, 0)}, {}) == {0: 5}

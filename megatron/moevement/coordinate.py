@@ -1,0 +1,194 @@
+"""The coordinator of a job over several hosts (``moevement coordinate``): holds the store and gives out ranks.
+
+It runs where the job script runs, and outlives every rank. With a command (``-- srun ...``) it also starts the tasks,
+and ends when they have.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megatron.moevement.restart.environment import STORE_ENV
+from megatron.moevement.signals import Signals, Stopped
+from moevement_core.errors import ConfigError
+from moevement_core.rendezvous.coordinator import Coordinator, State
+from moevement_core.rendezvous.lease import ADDRESS, LeaseServer
+from moevement_core.rendezvous.roster import STOP
+from moevement_core.run_record import RunRecord
+
+POLL_S = 0.05
+GRACE_S = 15.0
+"""How long tasks have to end by themselves at the end of the job, and the store is there for them."""
+
+
+@dataclass(frozen=True)
+class Coordination:
+    """What to coordinate."""
+
+    ranks: int
+    """Of the job, without spares."""
+    host: str
+    """Address to listen at."""
+    port: int
+    """Of the store; 0 for any that is free."""
+    spare_timeout_s: float
+    """How long to wait for a spare where none is left."""
+    run_dir: Path | None = None
+    """Where ``ranks.json`` is kept."""
+    command: Sequence[str] = ()
+    """Starts the tasks; nothing where something else does."""
+
+
+def coordinate(what: Coordination) -> int:
+    """Coordinate a job to its end; returns the exit code.
+
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if what.ranks < 1:
+        raise ConfigError(f"--ranks {what.ranks}: needs 1 or more")
+    with Signals() as signals:
+        signals.may_wind_down = True
+        running = _Coordination(what)
+        try:
+            return running.run(signals)
+        except Stopped as stopped:
+            print(f"moevement: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr, flush=True)
+            return 128 + stopped.number
+        finally:
+            running.end_tasks()
+
+
+class _Coordination:
+    def __init__(self, what: Coordination) -> None:
+        import torch
+
+        from megatron.moevement.restart.store import interrupt_in
+
+        self._what = what
+        listener, leases = _listen(what, what.port), _listen(what, 0)
+        address = (what.host, int(listener.getsockname()[1]))
+        self._store = torch.distributed.TCPStore(
+            *address, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
+            master_listen_fd=listener.detach(), use_libuv=True,
+        )  # fmt: skip
+        self._store.set(ADDRESS, f"{what.host}:{leases.getsockname()[1]}")
+        self._coordinator = Coordinator(
+            self._store, what.ranks, what.spare_timeout_s, _report, interrupt=interrupt_in(self._store)
+        )
+        self._server = LeaseServer(leases, self._coordinator, self._take_request)
+        self._wind_down = False
+        self._code = 1
+        """The exit code of a job that is stopped."""
+        self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
+        where = f"{address[0]}:{address[1]}"
+        _report(f"{STORE_ENV}={where} is the store of a job of {what.ranks} ranks")
+        self._tasks = subprocess.Popen(what.command, env={**os.environ, STORE_ENV: where}) if what.command else None
+
+    def run(self, signals: Signals) -> int:
+        """To the end of the job."""
+        coordinator = self._coordinator
+        while coordinator.state not in (State.DONE, State.STOPPED):
+            self._server.poll(POLL_S, self._answer())
+            coordinator.step()
+            self._report_changes()
+            if signals.asked_by is not None:
+                self._begin_to_wind_down(signal.Signals(signals.asked_by).name)
+                signals.asked_by = None
+            self._stop_without_tasks()
+        self._end()
+        if coordinator.state is State.STOPPED:
+            reason = self._store.get(STOP).decode()
+            print(f"moevement: the job is stopped: {reason}", file=sys.stderr, flush=True)
+            return self._code
+        return 0
+
+    def _stop_without_tasks(self) -> None:
+        has_ended = self._tasks is not None and self._tasks.poll() is not None and not self._server.supervisors
+        if has_ended and self._coordinator.state not in (State.DONE, State.STOPPED):
+            assert self._tasks is not None
+            code = self._tasks.returncode
+            self._coordinator.stop(f"{self._what.command[0]} ended with {code} before the job did; its output says why")
+
+    def _answer(self) -> dict[str, Any]:
+        answer: dict[str, Any] = {"generation": self._generation, "wind_down": self._wind_down}
+        if self._coordinator.state is State.DONE:
+            answer["stop"] = {"reason": "", "code": 0}
+        elif self._coordinator.state is State.STOPPED:
+            answer["stop"] = {"reason": self._store.get(STOP).decode(), "code": self._code}
+        return answer
+
+    def _take_request(self, kind: str, why: str, code: int) -> None:
+        if kind == "wind_down":
+            self._begin_to_wind_down(why)
+        elif self._coordinator.state not in (State.DONE, State.STOPPED):
+            self._code = code
+            self._coordinator.stop(why)
+
+    def _begin_to_wind_down(self, why: str) -> None:
+        if not self._wind_down:
+            self._wind_down = True
+            _report(
+                f"{why}: the job ends at the next boundary between iterations, and saves; once more ends it at once"
+            )
+
+    def _report_changes(self) -> None:
+        coordinator = self._coordinator
+        for death in coordinator.deaths[self._reported :]:
+            who = f"rank {death.rank}" if death.rank is not None else "a spare"
+            _report(f"{who} (pid {death.pid}) {death.how}")
+        self._reported = len(coordinator.deaths)
+        roster = coordinator.roster
+        if roster.generation != self._generation and coordinator.state is State.RUNNING:
+            self._generation = roster.generation
+            _report(f"generation {roster.generation} is formed; {roster.spares} spares are left")
+        run_dir = self._what.run_dir
+        if run_dir is not None and self._generation >= 0 and (who_ := coordinator.who()) != self._written:
+            self._written = who_
+            run_dir.mkdir(parents=True, exist_ok=True)
+            RunRecord(run_dir).write_ranks(who_)
+
+    def _end(self) -> None:
+        """Let every task know, and be there until they have ended."""
+        deadline = time.monotonic() + GRACE_S
+        while self._server.supervisors and time.monotonic() < deadline:
+            self._server.poll(POLL_S, self._answer())
+        self._server.close()
+        if self._tasks is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._tasks.wait(GRACE_S)
+
+    def end_tasks(self) -> None:
+        """End the command that started the tasks, if it still runs."""
+        if self._tasks is not None and self._tasks.poll() is None:
+            self._tasks.terminate()
+            try:
+                self._tasks.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._tasks.kill()
+                self._tasks.wait()
+
+
+def _listen(what: Coordination, port: int) -> socket.socket:
+    try:
+        return socket.create_server((what.host, port), backlog=max(128, 2 * what.ranks))
+    except OSError as error:
+        raise ConfigError(
+            f"--host {what.host} --port {port}: {error.strerror}; give an address of this host, and a free port"
+        ) from None
+
+
+def _report(text: str) -> None:
+    print(f"moevement: {text}", flush=True)

@@ -1,0 +1,49 @@
+"""Signals that ask a launcher, a task or a coordinator to end its job: in order, or at once."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from megatron.moevement.children import ASKING, WINDING_DOWN
+
+
+class Stopped(BaseException):
+    """Somebody wants the job to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Signals:
+    """Signals that ask to end, in a ``with`` block; here and not in processes forked from here.
+
+    The first of those that come before a machine is taken away (SIGTERM, SIGUSR1, SIGUSR2) asks a job that can to end
+    in order, at a boundary between iterations and with everything saved; every other one is raised as an exception.
+    What was ignored when this process was started (SIGHUP under nohup) stays so.
+    """
+
+    def __init__(self) -> None:
+        self.may_wind_down = False
+        self.asked_by: int | None = None
+        """The signal that asked the job to end in order; until that is taken up."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in ASKING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: Any) -> None:
+        if self.may_wind_down and number in WINDING_DOWN:
+            self.may_wind_down, self.asked_by = False, number
+            return
+        for asking in ASKING:  # once is enough: what comes now is the end
+            signal.signal(asking, signal.SIG_IGN)
+        raise Stopped(number)

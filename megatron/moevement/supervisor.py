@@ -1,0 +1,185 @@
+"""Watches the processes of one host, renews their leases, and starts another for each one that ends.
+
+The supervisor does no training work, so nothing that training does can delay a lease. A process that it finds stopped
+is not alive: its lease runs out. When the supervisor itself cannot reach the coordinator for the lease time it stops
+its processes (the fence): they may have lost their ranks to others. When it is heard again they go on, or, if the job
+has gone on without them, they are killed and others start in their places as spares.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.moevement.children import Child, end_all
+from moevement_core.cli.exit_codes import USAGE_ERROR
+from moevement_core.rendezvous.coordinator import Coordinator
+from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
+
+LOOK_S = 0.2
+"""How often it is looked whether processes are stopped."""
+
+
+class Link(Protocol):
+    """The way to the coordinator: a connection, or, where it is in this process, the thing itself."""
+
+    lease_s: float
+
+    @property
+    def held_until(self) -> float:
+        """Until when this supervisor's processes may act, in seconds of the boot-time clock."""
+
+    @property
+    def given_up(self) -> set[int]:
+        """Processes that the job goes on without."""
+
+    def died(self, member: int, pid: int, how: str) -> Any:
+        """A process has ended."""
+
+    def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
+        """Renew leases, if it is time to."""
+
+
+class LocalLink:
+    """To a coordinator in this process, which is always reached."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self.lease_s = coordinator.lease_s
+
+    @property
+    def held_until(self) -> float:
+        """As long from now as there are leases: nothing lies between."""
+        return boot_time_s() + self.lease_s
+
+    @property
+    def given_up(self) -> set[int]:
+        """Processes that the job goes on without."""
+        return self._coordinator.given_up
+
+    def died(self, member: int, pid: int, how: str) -> int | None:
+        """A process has ended."""
+        return self._coordinator.died(member, pid, how)
+
+    def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
+        """Renew leases."""
+        self._coordinator.renew(alive)
+
+
+class Supervisor:
+    """Of the processes of this host. All methods are for one thread.
+
+    Args:
+        first: the members to start with.
+        start: starts the process of a member, with these variables in its environment beside all others.
+        next_member: a number for a process more.
+        link: to the coordinator.
+        pages: an empty folder on this host, for :class:`StatusPage`.
+        on_end: called when a process has ended; returns whether another one starts.
+        on_replaced: called with the process that ended and the one that was started for it.
+    """
+
+    def __init__(
+        self,
+        first: Iterable[int],
+        start: Callable[[int, dict[str, str]], Child],
+        next_member: Callable[[], int],
+        link: Link,
+        pages: Path,
+        on_end: Callable[[int, Child], bool],
+        on_replaced: Callable[[int, Child, Child], None],
+    ) -> None:
+        self.children: dict[int, Child] = {}
+        """All that were ever started, by member."""
+        self.is_fenced = False
+        self._start, self._next_member, self._link, self._folder = start, next_member, link, pages
+        self._on_end, self._on_replaced = on_end, on_replaced
+        self._is_winding_down = False
+        self._pages: dict[int, StatusPage] = {}
+        self._running: set[int] = set()
+        self._stopped: set[int] = set()
+        self._looked_at = -float("inf")
+        for member in first:
+            self.start(member)
+
+    def start(self, member: int) -> Child:
+        """Start the process of ``member``."""
+        path = self._folder / f"status_{member}"
+        page = self._pages[member] = StatusPage(path)
+        page.hold_until(self._link.held_until)
+        if self._is_winding_down:
+            page.ask_to_wind_down()
+        child = self.children[member] = self._start(member, {PAGE_ENV: str(path)})
+        self._running.add(member)
+        return child
+
+    @property
+    def running(self) -> list[Child]:
+        """Those that have not been seen to end."""
+        return [self.children[member] for member in sorted(self._running)]
+
+    def step(self) -> None:
+        """Look at every process and do what is to be done; never waits."""
+        self._fence()
+        for member in sorted(self._running):
+            child = self.children[member]
+            if child.poll() is not None:
+                self._has_ended(member, child)
+        for member in self._running & self._link.given_up:
+            self.children[member].send(signal.SIGKILL)  # stopped or not
+        self._look_for_stopped()
+        alive = {member: self._pages[member].committed for member in self._running - self._stopped}
+        self._link.step(self._running, alive)
+        self._hold()
+
+    def _has_ended(self, member: int, child: Child) -> None:
+        self._running.discard(member)
+        self._stopped.discard(member)
+        self._pages.pop(member)
+        (self._folder / f"status_{member}").unlink(missing_ok=True)
+        if self._on_end(member, child):
+            self._on_replaced(member, child, self.start(self._next_member()))
+
+    def _look_for_stopped(self) -> None:
+        if self.is_fenced or time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        self._stopped = {member for member in self._running if self.children[member].is_stopped()}
+
+    def _hold(self) -> None:
+        held_until = self._link.held_until
+        for member in self._running:
+            self._pages[member].hold_until(held_until)
+
+    def _fence(self) -> None:
+        is_held = boot_time_s() < self._link.held_until
+        if is_held == (not self.is_fenced):
+            return
+        self.is_fenced = not is_held
+        for member in self._running - self._stopped:
+            if not is_held:
+                self.children[member].send(signal.SIGSTOP)
+            elif member not in self._link.given_up:
+                self.children[member].send(signal.SIGCONT)
+
+    def wind_down(self) -> None:
+        """Have the job end at the next boundary between iterations that all ranks agree on."""
+        self._is_winding_down = True
+        for member in self._running:
+            self._pages[member].ask_to_wind_down()
+
+    def end(self, timeout_s: float) -> None:
+        """Wait for the processes to end by themselves, and then end those that have not."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and any(child.poll() is None for child in self.running):
+            time.sleep(0.02)
+        end_all(self.running)
+
+
+def is_mistake(child: Child, has_begun: bool) -> bool:
+    """Whether a process ended by a mistake in the flags, or, before the job was formed, in the script: all would."""
+    code = child.code or 0
+    return code == USAGE_ERROR or (code > 0 and not has_begun)
