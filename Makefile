@@ -5,7 +5,7 @@ PYTHON_BIN := .venv/bin/python
 RUN_DIR ?= runs/demo
 NPROC ?= 4
 
-.PHONY: help setup demo test test-full lint format lock bench clean
+.PHONY: help setup demo test test-cluster test-full lint format lock bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -26,11 +26,15 @@ demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, an
 	@.venv/bin/moevement verify $(RUN_DIR)/unhurt $(RUN_DIR)/hurt
 	@.venv/bin/moevement report $(RUN_DIR)/unhurt $(RUN_DIR)/hurt --plot $(RUN_DIR)/loss.png --trace $(RUN_DIR)/trace.json
 
-test: setup ## the whole test suite
+test: setup ## the whole test suite; what needs a cluster has a target of its own
 	@$(PYTHON_BIN) -m pytest
 
-test-full: setup ## the exhaustive matrix too
+test-cluster: setup ## training under real Slurm on a cluster made of namespaces; needs root, slurm-wlm, munge, iproute2
+	@$(PYTHON_BIN) -m pytest tests/cluster -rs
+
+test-full: setup ## the exhaustive matrix too, that of the cluster with it
 	@$(PYTHON_BIN) -m pytest -m ""
+	@$(PYTHON_BIN) -m pytest -m "" tests/cluster -rs
 
 lint: setup ## ruff and mypy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy

@@ -1,0 +1,357 @@
+"""A cluster on one host: machines on a switch, real Slurm, and failures as verbs.
+
+``head`` is the switch and runs Slurm's controller; ``n1``, ``n2``, ... are nodes. Interfaces, addresses, host names and
+processes are all in namespaces, so two clusters do not meet, and the host has nothing of one but a folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from tests.cluster import slurm
+from tests.cluster.machine import Machine, output_of, send, wait_until
+from tests.cluster.slurm import Job
+
+HEAD = "head"
+_PREFIX = "moevement-cluster-"
+_PROGRAMS = (
+    "slurmctld",
+    "slurmd",
+    "sbatch",
+    "scontrol",
+    "munged",
+    "ip",
+    "tc",
+    "unshare",
+    "nsenter",
+    "setpriv",
+    "setsid",
+)
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def why_not() -> str | None:
+    """Why there can be no cluster here; None if there can."""
+    if not sys.platform.startswith("linux"):
+        return "needs Linux"
+    if os.geteuid() != 0:
+        return "needs root, for namespaces and network interfaces"
+    missing = [name for name in _PROGRAMS if shutil.which(name, path=SYSTEM_PATH) is None]
+    if missing:
+        return f"needs {', '.join(missing)} (apt-get install slurm-wlm munge iproute2)"
+    try:
+        output_of(
+            "unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c",
+            "ip link add name v0 type veth peer name v1 && ip link add name br0 type bridge && "
+            "tc qdisc add dev v0 root tbf rate 1mbit burst 16kb latency 50ms",
+        )  # fmt: skip
+    except RuntimeError as error:
+        return f"this kernel cannot make a cluster: {error}"
+    return None
+
+
+class Cluster:
+    """Nodes ``n1`` to ``nN`` under one Slurm; a context manager, which leaves nothing behind.
+
+    Args:
+        nodes: how many.
+        node_timeout_s: seconds of silence after which Slurm takes a node for down (Slurm's default is 300).
+    """
+
+    def __init__(self, nodes: int = 3, *, node_timeout_s: int = 300) -> None:
+        self._node_timeout_s = node_timeout_s
+        self.names = [f"n{number}" for number in range(1, nodes + 1)]
+        self.addresses = {name: f"10.77.0.{number}" for number, name in enumerate(self.names, start=1)}
+        self.addresses[HEAD] = "10.77.0.254"
+        self.machines: dict[str, Machine] = {}
+        self.folder = Path()
+        """Everything of it; a path that is the same on all machines and on the host."""
+        self._lock = -1
+        self._jobs: list[Job] = []
+        self._is_hurt = False
+        self._booted: dict[str, float] = {}
+
+    def __enter__(self) -> Cluster:
+        self.switch_on()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.switch_off()
+
+    @property
+    def local(self) -> Path:
+        """A folder that is another one on each node: the node's own disk, which its death does not empty."""
+        return self.folder / "local"
+
+    def switch_on(self) -> None:
+        """Boot all machines and wait until Slurm has all nodes idle."""
+        _remove_leftovers()
+        self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)  # held as long as this process lives: what is not held is a leftover
+        atexit.register(self.switch_off)
+        try:
+            self.local.mkdir()
+            hosts = "".join(f"{address} {name}\n" for name, address in self.addresses.items())
+            (self.folder / "hosts").write_text("127.0.0.1 localhost\n" + hosts)
+            nodes = {name: self.addresses[name] for name in self.names}
+            (self.folder / "slurm.conf").write_text(
+                slurm.configuration(self.folder, HEAD, self.addresses[HEAD], nodes, self._node_timeout_s)
+            )
+            self.machines = {name: Machine(name, self.folder) for name in (HEAD, *self.names)}
+            self._boot()
+        except BaseException:
+            self.switch_off()
+            raise
+
+    def switch_off(self) -> None:
+        """End everything and remove everything."""
+        atexit.unregister(self.switch_off)
+        for machine in self.machines.values():
+            machine.switch_off()
+        self.machines.clear()
+        self._jobs.clear()
+        if self._lock >= 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def restore(self) -> None:
+        """Boot all machines again if anything was hurt or a job is left: as they were when they were switched on."""
+        if self._is_hurt or any(job.is_there() for job in self._jobs):
+            for machine in self.machines.values():
+                machine.switch_off()
+            self._boot()
+
+    # Jobs
+
+    def submit(
+        self,
+        script: Path,
+        args: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        *flags: str,
+        nodes: int,
+        tasks_per_node: int,
+        output: Path,
+        folder: Path,
+    ) -> Job:
+        """``sbatch``.
+
+        Args:
+            environment: of the shell that submits, beyond PATH and HOME.
+            flags: of ``sbatch``, like ``--requeue``.
+            output: file for what the job prints.
+            folder: where it is submitted.
+        """
+        number = self.slurm(
+            "sbatch", "--parsable", f"--chdir={folder}", f"--output={output}", f"--nodes={nodes}",
+            f"--ntasks-per-node={tasks_per_node}", "--cpus-per-task=1", "--gpus-per-node=0", *flags, str(script), *args,
+            environment=environment,
+        )  # fmt: skip
+        job = Job(self.slurm, int(number), output)
+        self._jobs.append(job)
+        return job
+
+    def slurm(self, *words: str, environment: dict[str, str] | None = None) -> str:
+        """Run one of Slurm's commands and return what it prints."""
+        return self.machines[HEAD].run(*words, environment={**self._environment(), **(environment or {})})
+
+    def states(self) -> dict[str, str]:
+        """Slurm's word for the state of each node: ``idle``, ``allocated``, ``mixed``, ``down``, ``completing``, ..."""
+        lines = self.slurm("sinfo", "--noheader", "--Node", "--format=%N %T").splitlines()
+        return dict(line.split() for line in lines)
+
+    # Failures; each returns the time at which it was complete, in seconds since the epoch
+
+    def kill_node(self, name: str) -> float:
+        """End all processes of a node at once; its kernel resets their connections."""
+        self._is_hurt = True
+        self.machines[name].kill()
+        return time.time()
+
+    def lose_power(self, name: str) -> float:
+        """End a node in silence. Its link stays cut, as a kernel without processes would answer with resets."""
+        at = self.cut_link(name)
+        self.kill_node(name)
+        return at
+
+    def cut_link(self, name: str) -> float:
+        """From now on nothing gets to a node or away from it; no connection is reset, no interface goes down."""
+        self._is_hurt = True
+        self._on_switch("ip", "link", "set", name, "nomaster")
+        return time.time()
+
+    def mend_link(self, name: str) -> float:
+        """Undo :meth:`cut_link`."""
+        self._on_switch("ip", "link", "set", name, "master", "switch")
+        return time.time()
+
+    def slow_link(self, name: str, mbit_per_s: float | None) -> float:
+        """Limit a node's link, each way; None: no limit."""
+        self._is_hurt = True
+        for on, device in ((self._on_switch, name), (self._on_node(name), "eth0")):
+            with contextlib.suppress(RuntimeError):  # it has no limit yet
+                on("tc", "qdisc", "del", "dev", device, "root")
+            if mbit_per_s is not None:
+                # A bucket of 10 ms, so that it can be emptied in time by a kernel with 100 ticks a second.
+                burst = max(16_000, int(mbit_per_s * 1e6 / 8 / 100))
+                on(
+                    "tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", f"{int(mbit_per_s * 1e6)}bit",
+                    "burst", str(burst), "latency", "100ms",
+                )  # fmt: skip
+        return time.time()
+
+    def freeze_node(self, name: str) -> float:
+        """Stop all processes of a node; its kernel goes on acknowledging what they are sent."""
+        self._is_hurt = True
+        self.machines[name].signal_all(signal.SIGSTOP)
+        return time.time()
+
+    def thaw_node(self, name: str) -> float:
+        """Undo :meth:`freeze_node`."""
+        self.machines[name].signal_all(signal.SIGCONT)
+        return time.time()
+
+    def kill_task(self, name: str, index: int, *, alone: bool = False) -> float:
+        """End the ``index``-th task that ``srun`` started on a node, with all that it started.
+
+        Args:
+            alone: only the task itself; what it started has another parent then, so Slurm loses sight of it, where
+                with cgroups it would not.
+        """
+        task = self.task(name, index)
+        for process in [task, *([] if alone else task.children(recursive=True))]:
+            send(process.pid, signal.SIGKILL)
+        return time.time()
+
+    def kill_process(self, name: str, pid: int, number: signal.Signals = signal.SIGKILL) -> float:
+        """Send a signal to the process that is ``pid`` on a node."""
+        send(self.machines[name].host_pid(pid), number)
+        return time.time()
+
+    def take_down(self, name: str) -> None:
+        """Let Slurm know at once that a node is lost, and not after ``node_timeout_s``."""
+        self.slurm("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=lost")
+
+    def restart_node(self, name: str) -> None:
+        """Boot a node, whatever state it is in: a new network stack, its link whole, its disk as it was, Slurm."""
+        self._boot_node(name)
+        self._wait_for(name)
+
+    def task(self, name: str, index: int) -> psutil.Process:
+        """The ``index``-th task that ``srun`` started on a node."""
+        for pid in self.machines[name].processes():
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                environment, parent = process.environ(), process.parent()
+                if parent is None or parent.name() != "slurmstepd":
+                    continue
+                # The batch script is a child of a slurmstepd too, and has no step.
+                if environment.get("SLURM_LOCALID") == str(index) and "SLURM_STEP_ID" in environment:
+                    return process
+        raise ProcessLookupError(f"{name} has no task {index}")
+
+    # Booting
+
+    def _boot(self) -> None:
+        state = self.folder / "state"
+        shutil.rmtree(state, ignore_errors=True)
+        state.mkdir()
+        for name in self.names:
+            shutil.rmtree(self.folder / name / "disk", ignore_errors=True)
+        self._jobs.clear()
+        head = self.machines[HEAD]
+        head.switch_on()
+        # A fixed address: a bridge takes the lowest of its ports' otherwise, and changes it when one is cut off.
+        self._on_switch("ip", "link", "add", "name", "switch", "address", "02:00:0a:4d:00:fe", "type", "bridge")
+        self._on_switch("ip", "address", "add", f"{self.addresses[HEAD]}/24", "dev", "switch")
+        self._on_switch("ip", "link", "set", "switch", "up")
+        munge = self.folder / "munge"
+        key, socket = munge.with_suffix(".key"), munge.with_suffix(".socket")
+        key.write_bytes(os.urandom(64))
+        key.chmod(0o600)
+        socket.unlink(missing_ok=True)
+        head.start(
+            "munged", "--foreground", "--force", f"--socket={socket}", f"--key-file={key}",
+            f"--pid-file={munge.with_suffix('.pid')}", f"--seed-file={munge.with_suffix('.seed')}",
+            log=head.own / "munged.log", environment=self._environment(),
+        )  # fmt: skip
+        wait_until(socket.exists, "munged listens", lambda: (head.own / "munged.log").read_text())
+        head.start("slurmctld", "-D", log=head.own / "slurmctld.log", environment=self._environment())
+        for name in self.names:
+            self._boot_node(name)
+        for name in self.names:
+            self._wait_for(name)
+        self._is_hurt = False
+
+    def _boot_node(self, name: str) -> None:
+        machine = self.machines[name]
+        machine.switch_off()
+        self._booted[name] = time.time()
+        with contextlib.suppress(RuntimeError):  # it goes with the node's old network stack, but not at once
+            self._on_switch("ip", "link", "del", name)
+        machine.switch_on()
+        self._on_switch(
+            "ip", "link", "add", "name", name, "type", "veth", "peer", "name", "eth0", "netns", machine.network
+        )
+        self._on_switch("ip", "link", "set", name, "up", "master", "switch")
+        on_node = self._on_node(name)
+        on_node("ip", "address", "add", f"{self.addresses[name]}/24", "dev", "eth0")
+        on_node("ip", "link", "set", "eth0", "up")
+        machine.start("slurmd", "-D", log=machine.own / "slurmd.log", environment=self._environment())
+
+    def _wait_for(self, name: str) -> None:
+        wait_until(
+            lambda: self._registered(name) >= int(self._booted[name]), f"Slurm has {name}",
+            lambda: f"Its daemons:\n{self._daemons(name)}", timeout_s=30,
+        )  # fmt: skip
+
+    def _registered(self, name: str) -> float:
+        """When the daemon began that the controller knows of; its word for the state of the node may be an old one."""
+        try:
+            text = self.slurm("scontrol", "show", "node", "--oneliner", name)
+        except RuntimeError:  # the controller is not up yet
+            return 0
+        began = next((word.split("=")[1] for word in text.split() if word.startswith("SlurmdStartTime=")), "None")
+        return 0 if began == "None" else datetime.fromisoformat(began).timestamp()
+
+    def _daemons(self, name: str) -> str:
+        logs = (self.machines[HEAD].own / "slurmctld.log", self.machines[name].own / "slurmd.log")
+        return "\n".join(log.read_text()[-2000:] for log in logs if log.exists())
+
+    def _environment(self) -> dict[str, str]:
+        # Not that of whoever runs the tests: a job has what it is given.
+        return {"PATH": SYSTEM_PATH, "HOME": str(Path.home()), "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def _on_switch(self, *words: str) -> str:
+        return output_of("nsenter", f"--net={self.machines[HEAD].network}", *words)
+
+    def _on_node(self, name: str) -> Callable[..., str]:
+        """Into its network stack only, which may have no processes."""
+        return lambda *words: output_of("nsenter", f"--net={self.machines[name].network}", *words)
+
+
+def _remove_leftovers() -> None:
+    """Folders of clusters whose process ended without removing them; their machines ended with it."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

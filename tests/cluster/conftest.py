@@ -1,0 +1,31 @@
+"""One cluster for all tests here; each finds it as it was switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.cluster import Cluster, why_not
+from tests.cluster.training import Baselines
+
+
+@pytest.fixture(scope="session")
+def _machines() -> Iterator[Cluster]:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Cluster(nodes=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(_machines: Cluster) -> Iterator[Cluster]:
+    """Three idle nodes; what a test did to them is undone after it."""
+    yield _machines
+    _machines.restore()
+
+
+@pytest.fixture(scope="session")
+def baselines(tmp_path_factory: pytest.TempPathFactory) -> Baselines:
+    """Runs that are never hurt, to compare with."""
+    return Baselines(tmp_path_factory.mktemp("baselines"))

@@ -1,0 +1,116 @@
+"""Slurm on the machines of a cluster: its configuration, and a job as ``sbatch`` and ``scontrol`` have it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+CPUS_PER_NODE = 4
+"""Of each node, whatever the host has: ranks of a small model share cores."""
+
+# Without cgroups (TaskPlugin, ProctrackType), without accounting, and with finished jobs remembered for a day.
+# cred_expire is also how long a requeued job has to wait, which is 120 s by default.
+_CONFIGURATION = """
+ClusterName=moevement
+SlurmctldHost={controller}({controller_address})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldTimeout=30
+SlurmdSpoolDir={folder}/%n/spool
+SlurmdPidFile={folder}/%n/slurmd.pid
+SlurmdTimeout={node_timeout_s}
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+ReturnToService=2
+MinJobAge=86400
+MailProg=/bin/true
+SchedulerParameters=batch_sched_delay=0
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def configuration(folder: Path, controller: str, controller_address: str, nodes: dict[str, str], timeout_s: int) -> str:
+    """The text of ``slurm.conf``.
+
+    Args:
+        nodes: address by host name.
+        timeout_s: seconds of silence after which the controller takes a node for down.
+    """
+    return _CONFIGURATION.format(
+        folder=folder, controller=controller, controller_address=controller_address, node_timeout_s=timeout_s,
+        nodes="\n".join(
+            f"NodeName={name} NodeAddr={address} CPUs={CPUS_PER_NODE} State=UNKNOWN" for name, address in nodes.items()
+        ),
+    )  # fmt: skip
+
+
+ALIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED")
+"""States of a job that has not come to its end."""
+
+
+class Job:
+    """A batch job that was submitted.
+
+    Args:
+        commands: runs one of Slurm's commands and returns what it prints.
+        number: of the job.
+        output: the file that it prints to.
+    """
+
+    def __init__(self, commands: Callable[..., str], number: int, output: Path) -> None:
+        self._commands, self.number, self.output = commands, number, output
+
+    def fields(self) -> dict[str, str]:
+        """What ``scontrol show job`` says: ``JobState``, ``ExitCode``, ``Restarts``, ``NodeList``, ..."""
+        text = self._commands("scontrol", "show", "job", "--oneliner", str(self.number))
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def state(self) -> str:
+        """``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED``, ``CANCELLED``, ``NODE_FAIL``, ..."""
+        return self.fields()["JobState"]
+
+    def is_there(self) -> bool:
+        """Whether it has not come to its end."""
+        return self.state() in ALIVE
+
+    def exit_code(self) -> int:
+        """Of the batch script."""
+        return int(self.fields()["ExitCode"].split(":")[0])
+
+    def text(self) -> str:
+        """What the job has printed so far."""
+        return self.output.read_text(errors="replace") if self.output.exists() else ""
+
+    def wait(self, timeout_s: float, states: Sequence[str] = ()) -> str:
+        """Wait until the job is in one of ``states`` and return it.
+
+        Args:
+            states: without any, wait for the end, whatever it is.
+
+        Raises:
+            TimeoutError: it was not within the time, or came to an end that was not asked for; the message has the end
+                of the output.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            state = self.state()
+            ended = state not in ALIVE
+            if state in states or (ended and not states):
+                return state
+            if ended or time.monotonic() > deadline:
+                waited = f"no {' or '.join(states) or 'end'} within {timeout_s:.0f} s"
+                raise TimeoutError(f"job {self.number} is {state}, {waited}; its output:\n{self.text()[-6000:]}")
+            time.sleep(0.2)
+
+    def cancel(self, *flags: str) -> None:
+        """``scancel``; with ``--signal=TERM`` or the like only a signal is sent."""
+        self._commands("scancel", *flags, str(self.number))

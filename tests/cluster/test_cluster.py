@@ -1,0 +1,290 @@
+"""The cluster that other tests stand on: names, links, failures, Slurm, and that nothing is left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.machine import wait_until
+from tests.cluster.slurm import Job
+
+PORT = 5000
+# Answers every byte with itself.
+_ECHO = f"""
+import socket, threading
+def answer(connection):
+    while data := connection.recv(1 << 16):
+        connection.sendall(data)
+server = socket.create_server(("", {PORT}))
+while True:
+    threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+"""
+
+
+@contextmanager
+def connection(cluster: Cluster, name: str, to: str) -> Iterator[socket.socket]:
+    """A connection from a node to the echo of another; the socket is of the node's network, used from here."""
+    opened: list[socket.socket | OSError] = []
+
+    def connect() -> None:
+        namespace = os.open(cluster.machines[name].network, os.O_RDONLY)
+        try:
+            os.setns(namespace, os.CLONE_NEWNET)  # of this thread alone
+            opened.append(socket.create_connection((cluster.addresses[to], PORT), timeout=2))
+        except OSError as error:
+            opened.append(error)
+        finally:
+            os.close(namespace)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    thread.join()
+    if isinstance(opened[0], OSError):
+        raise opened[0]
+    with opened[0] as it:
+        yield it
+
+
+def start_echo(cluster: Cluster, name: str) -> None:
+    machine = cluster.machines[name]
+    machine.start(sys.executable, "-c", _ECHO, log=machine.own / "echo.log")
+
+    def answers() -> bool:
+        try:
+            with connection(cluster, "head", name):
+                return True
+        except ConnectionRefusedError:
+            return False
+
+    wait_until(answers, "the echo listens", (machine.own / "echo.log").read_text)
+
+
+def echo(it: socket.socket, data: bytes = b"x") -> None:
+    it.sendall(data)
+    got = b""
+    while len(got) < len(data):
+        more = it.recv(1 << 16)
+        assert more, "the connection was closed"
+        got += more
+    assert got == data
+
+
+def batch(cluster: Cluster, folder: Path, body: str, *flags: str, nodes: int = 3, tasks_per_node: int = 1) -> Job:
+    script = folder / "job.sh"
+    script.write_text(f"#!/usr/bin/env bash\n{body}\n")
+    return cluster.submit(
+        script, (), {"ASKED": "yes"}, *flags, nodes=nodes, tasks_per_node=tasks_per_node, output=folder / "job.out",
+        folder=folder,
+    )  # fmt: skip
+
+
+def test_nodes_have_names_and_disks_of_their_own_and_reach_each_other(cluster: Cluster) -> None:
+    for name in cluster.names:
+        assert cluster.machines[name].run("hostname").strip() == name
+        cluster.machines[name].run("bash", "-c", f"echo {name} > {cluster.local}/mine")
+    for name in cluster.names:
+        assert cluster.machines[name].run("cat", cluster.local / "mine").strip() == name
+    assert cluster.machines["n1"].run("getent", "hosts", "n2").split() == ["10.77.0.2", "n2"]
+    start_echo(cluster, "n2")
+    with connection(cluster, "n1", "n2") as it:
+        echo(it)
+
+
+def test_a_cut_link_is_silence(cluster: Cluster) -> None:
+    start_echo(cluster, "n2")
+    with connection(cluster, "n1", "n2") as it:
+        echo(it)
+        cluster.cut_link("n2")
+        it.settimeout(1.5)
+        with pytest.raises(TimeoutError):
+            echo(it)
+        with pytest.raises(TimeoutError), connection(cluster, "n1", "n2"):
+            pass
+        cluster.mend_link("n2")
+        it.settimeout(10)
+        assert it.recv(1) == b"x"  # what was sent meanwhile arrives
+
+
+def test_a_killed_node_resets_its_connections(cluster: Cluster) -> None:
+    start_echo(cluster, "n2")
+    with connection(cluster, "n1", "n2") as it:
+        echo(it)
+        cluster.kill_node("n2")
+        it.settimeout(1)
+        assert it.recv(1) == b""
+        it.sendall(b"x")  # the reset is the answer to that
+        time.sleep(0.2)
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            it.sendall(b"x")
+    with pytest.raises(ConnectionRefusedError), connection(cluster, "n1", "n2"):
+        pass
+    cluster.restart_node("n2")
+    start_echo(cluster, "n2")
+
+
+def test_a_node_without_power_is_silent_and_keeps_its_disk(cluster: Cluster) -> None:
+    start_echo(cluster, "n2")
+    cluster.machines["n2"].run("touch", cluster.local / "kept")
+    with connection(cluster, "n1", "n2") as it:
+        echo(it)
+        cluster.lose_power("n2")
+        it.settimeout(1.5)
+        with pytest.raises(TimeoutError):
+            echo(it)
+        assert not cluster.machines["n2"].processes()
+        cluster.restart_node("n2")
+        it.settimeout(10)
+        with pytest.raises(ConnectionResetError):  # the node that came back knows nothing of it
+            it.recv(1)
+    cluster.machines["n2"].run("test", "-e", cluster.local / "kept")
+
+
+def test_a_frozen_node_accepts_and_does_not_answer(cluster: Cluster) -> None:
+    start_echo(cluster, "n2")
+    with connection(cluster, "n1", "n2") as it:
+        echo(it)
+        cluster.freeze_node("n2")
+        it.settimeout(1)
+        with pytest.raises(TimeoutError):
+            echo(it)
+        with connection(cluster, "n1", "n2"):
+            pass
+        cluster.thaw_node("n2")
+        assert it.recv(1) == b"x"
+
+
+def test_a_slow_link_has_about_its_rate(cluster: Cluster) -> None:
+    start_echo(cluster, "n2")
+    seconds = dict[float | None, float]()
+    for rate in (None, 16.0, None):
+        cluster.slow_link("n2", rate)
+        with connection(cluster, "n1", "n2") as it:
+            it.settimeout(10)
+            began = time.monotonic()
+            for _ in range(16):
+                echo(it, bytes(1 << 17))
+            seconds[rate] = time.monotonic() - began
+    assert 1 < seconds[16.0] < 3, seconds  # 2 MiB there, and back at the same time or after it: 1.05 to 2.1 s
+    assert seconds[None] < 0.5, seconds
+
+
+def test_a_job_runs_on_all_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    job = batch(cluster, tmp_path, 'echo "$ASKED"; srun --label hostname')
+    assert job.wait(30) == "COMPLETED"
+    assert job.text().splitlines()[0] == "yes"
+    assert sorted(job.text().splitlines()[1:]) == ["0: n1", "1: n2", "2: n3"]
+    failing = batch(cluster, tmp_path, "exit 3")
+    assert failing.wait(30) == "FAILED"
+    assert failing.exit_code() == 3
+
+
+def test_a_task_is_killed_with_or_without_what_it_started(cluster: Cluster, tmp_path: Path) -> None:
+    job = batch(
+        cluster, tmp_path, "srun --no-kill --kill-on-bad-exit=0 bash -c 'sleep 8; true'", nodes=1, tasks_per_node=3
+    )
+    started = [task_on(cluster, "n1", index) for index in range(3)]
+    sleeps = [task.children()[0] for task in started]
+    cluster.kill_task("n1", 2)
+    assert sleeps[2].wait(5) is None
+    cluster.kill_task("n1", 1, alone=True)
+    assert started[1].wait(5) is None
+    assert sleeps[1].is_running()
+    assert started[0].is_running()
+    job.cancel()
+    assert job.wait(30) == "CANCELLED"
+
+
+def task_on(cluster: Cluster, name: str, index: int) -> psutil.Process:
+    """It and what it started are there."""
+
+    def is_there() -> bool:
+        try:
+            return bool(cluster.task(name, index).children())
+        except ProcessLookupError:
+            return False
+
+    wait_until(is_there, f"{name} has task {index}")
+    return cluster.task(name, index)
+
+
+def test_what_slurm_does_when_a_job_loses_a_node(cluster: Cluster, tmp_path: Path) -> None:
+    """With ``--no-kill`` a job outlives any node, also the first, with which its script is gone: somebody else who is
+    left has to ask for another start."""
+    job = batch(
+        cluster, tmp_path, "echo restarts: ${SLURM_RESTART_COUNT:-0}\n"
+        "srun --no-kill --kill-on-bad-exit=0 bash -c 'sleep 60; true' &\n"
+        "until [ -e stop ]; do sleep 0.2; done; kill %1", "--no-kill", "--requeue", "--open-mode=append",
+    )  # fmt: skip
+    task_on(cluster, "n1", 0)
+    cluster.kill_node("n2")
+    cluster.take_down("n2")
+    assert job.fields()["NodeList"] == "n[1,3]"
+    assert job.state() == "RUNNING"
+    cluster.restart_node("n2")
+    cluster.kill_node("n1")
+    cluster.take_down("n1")
+    cluster.restart_node("n1")
+    time.sleep(1)
+    assert job.fields()["NodeList"] == "n3"
+    assert job.state() == "RUNNING"
+    configuration = {**os.environ, "SLURM_CONF": str(cluster.folder / "slurm.conf")}
+    cluster.machines["n3"].run("scontrol", "requeue", str(job.number), environment=configuration)
+    job.wait(10, ["PENDING"])
+    job.wait(60, ["RUNNING"])
+    (tmp_path / "stop").touch()
+    job.wait(60)
+    assert [line for line in job.text().splitlines() if "restarts" in line] == ["restarts: 0", "restarts: 1"]
+
+
+def test_nothing_is_left_of_two_clusters_at_once(cluster: Cluster, tmp_path: Path) -> None:
+    with Cluster(nodes=1) as other:
+        assert other.states() == {"n1": "idle"}
+        assert cluster.states()["n1"] == "idle"
+        folder, began = other.folder, processes_with(other.folder)
+        batch(other, tmp_path, "srun sleep 60", nodes=1).wait(30, ["RUNNING"])
+        assert began
+    assert not folder.exists()
+    assert not processes_with(folder)
+    assert [other for other in began if psutil.pid_exists(other)] == []
+
+
+def test_nothing_runs_on_when_pytest_is_killed(cluster: Cluster) -> None:
+    program = (
+        "import time; from tests.cluster.cluster import Cluster\n"
+        "with Cluster(nodes=1) as c: print(c.folder, flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    with owner:
+        folder = Path(owner.stdout.readline().strip())
+        assert processes_with(folder)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+    wait_until(lambda: not processes_with(folder), "its processes end")
+    assert folder.exists()
+    with Cluster(nodes=1):
+        assert not folder.exists(), "the next cluster removes what a killed one left"
+
+
+def processes_with(folder: Path) -> list[int]:
+    """Those that Slurm's configuration in a folder, or its name among their words, ties to it."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(folder) in " ".join([*process.cmdline(), *process.environ().values()]):
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found

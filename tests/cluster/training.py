@@ -1,0 +1,185 @@
+"""Training under Slurm with the batch script as shipped: four ranks on n1 and n2, two spares on n3."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from moevement_core.run_record import RunRecord
+from moevement_core.verify import compare
+from tests.cluster.cluster import SYSTEM_PATH, Cluster
+from tests.cluster.machine import wait_until
+from tests.cluster.slurm import Job
+from tests.launching import finished, launch, logs
+from tests.training import ROOT, SCRIPT, flags
+
+SBATCH = ROOT / "examples" / "pretrain_moe" / "slurm" / "pretrain.sbatch"
+RANKS, TASKS_PER_NODE, SPARES = 4, 2, 2
+START_S = 240.0
+"""How long six fresh interpreters may take to the first iteration: two cores that others use too."""
+
+PP2_EP2: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True,
+}  # fmt: skip
+"""n1 has the first stage, n2 the second."""
+PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
+"""Each node has two neighbouring stages."""
+SPARSE: dict[str, Any] = {
+    "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "train_iters": 20,
+}  # fmt: skip
+
+# Whoever compares two runs gives both the same number of threads.
+_THREADS = {"OMP_NUM_THREADS": "1"}
+
+
+class Training:
+    """A job that trains, and its run directory."""
+
+    def __init__(self, cluster: Cluster, job: Job, run_dir: Path) -> None:
+        self.cluster, self.job, self.record = cluster, job, RunRecord(run_dir)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.record.folder
+
+    def iteration(self) -> int:
+        """The newest that was committed; 0 before the first."""
+        newest = self.record.newest_metric()
+        return int(newest["iteration"]) if newest else 0
+
+    def wait_for_iteration(self, iteration: int, timeout_s: float = START_S) -> None:
+        """Wait until it is committed.
+
+        Raises:
+            TimeoutError: it was not within the time, or the job has ended; the message has all logs.
+        """
+        self._wait_until(lambda: self.iteration() >= iteration, f"iteration {iteration} is committed", timeout_s)
+
+    def wait_for_event(self, kind: str, count: int = 1, timeout_s: float = 60) -> list[dict[str, Any]]:
+        """Wait until there are ``count`` events of a kind and return them."""
+        self._wait_until(lambda: len(self.events(kind)) >= count, f"there is event {kind} {count} times", timeout_s)
+        return self.events(kind)
+
+    def wait(self, timeout_s: float = 240) -> None:
+        """Wait for the end; it has to be a good one.
+
+        Raises:
+            TimeoutError: there was none within the time.
+        """
+        self._wait_until(lambda: not self.job.is_there(), "the job ends", timeout_s)
+        assert self.job.state() == "COMPLETED", f"job {self.job.state()}\n{self.everything()}"
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Of ``events.jsonl``, in the order written."""
+        return [event for event in self.record.events() if event["event"] == kind]
+
+    def processes(self) -> list[dict[str, Any]]:
+        """``ranks.json``: ``rank``, ``pid`` on its node, ``host``, ``node`` and ``role`` of each process."""
+        path = self.record.ranks_path
+        return list(json.loads(path.read_text())) if path.exists() else []
+
+    def node_of(self, rank: int) -> str:
+        """The node that has a rank now."""
+        return str(self._process(rank)["host"])
+
+    def ranks_on(self, node: str) -> list[int]:
+        """The ranks that a node has now; spares are none."""
+        return [one["rank"] for one in self.processes() if one["host"] == node and one["role"] == "active"]
+
+    def kill_rank(self, rank: int, number: signal.Signals = signal.SIGKILL) -> float:
+        """Send a signal to the process that has a rank now; returns when."""
+        process = self._process(rank)
+        return self.cluster.kill_process(process["host"], process["pid"], number)
+
+    def committed_at(self, iteration: int) -> float:
+        """When an iteration was committed, in seconds since the epoch."""
+        return float(next(line["time"] for line in self.record.metrics() if line["iteration"] == iteration))
+
+    def everything(self) -> str:
+        """What the job printed and the ends of all logs, for whoever reads why a test failed."""
+        return f"== {self.job.output.name}\n{self.job.text()[-8000:]}\n{logs(self.run_dir)}"
+
+    def _process(self, rank: int) -> dict[str, Any]:
+        return next(one for one in self.processes() if one["rank"] == rank)
+
+    def _wait_until(self, holds: Any, what: str, timeout_s: float) -> None:
+        # The state of the job is asked for rarely: each time is a process more on cores that are busy.
+        looks = 0
+
+        def look() -> bool:
+            nonlocal looks
+            looks += 1
+            if holds():
+                return True
+            if looks % 40 == 0 and not self.job.is_there() and not holds():
+                raise TimeoutError(f"the job is {self.job.state()} before {what}\n{self.everything()}")
+            return False
+
+        wait_until(look, what, self.everything, timeout_s=timeout_s)
+
+
+def train(
+    cluster: Cluster,
+    folder: Path,
+    *sbatch_flags: str,
+    environment: dict[str, str] | None = None,
+    nodes: int = 3,
+    spares: int | str = SPARES,
+    words: tuple[str, ...] = (),
+    **overrides: Any,
+) -> Training:
+    """Submit a training; its run directory is ``folder/run``.
+
+    Args:
+        sbatch_flags: like ``--requeue``.
+        environment: of the shell that submits, beyond what every training here has.
+        spares: how many of the tasks; ``none`` for a job that ends with its first failure.
+        words: further flags of the training.
+        overrides: of :data:`tests.training.TINY`, :data:`SPARSE` and :data:`PP2_EP2`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = [*flags(**(SPARSE | PP2_EP2 | overrides)), *words]
+    shell = {
+        "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "RUN_DIR": str(folder / "run"), "SPARES": str(spares),
+        "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": str(cluster.local), **_THREADS, **(environment or {}),
+        **{name: os.environ[name] for name in ("MOEVEMENT_CACHE", "MOEVEMENT_PLATFORM")},
+    }  # fmt: skip
+    job = cluster.submit(
+        SBATCH, arguments, shell, *sbatch_flags, nodes=nodes, tasks_per_node=TASKS_PER_NODE, output=folder / "job.out",
+        folder=ROOT,
+    )  # fmt: skip
+    return Training(cluster, job, folder / "run")
+
+
+class Baselines:
+    """Runs of the same layout on this host, never hurt; one for each set of flags."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._made = folder, dict[str, RunRecord]()
+
+    def of(self, **overrides: Any) -> RunRecord:
+        """The run with these flags; it is made when it is asked for the first time."""
+        key = repr(sorted(overrides.items()))
+        if key not in self._made:
+            run_dir = self._folder / str(len(self._made))
+            nodes = {"moevement_ranks_per_node": TASKS_PER_NODE}
+            words = flags(**(SPARSE | PP2_EP2 | nodes | overrides))
+            words += ["--run-dir", str(run_dir)]
+            code, out, err = finished(
+                launch("--nproc", str(RANKS), str(SCRIPT), *words, env={**os.environ, **_THREADS})
+            )
+            assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
+            self._made[key] = RunRecord(run_dir)
+        return self._made[key]
+
+
+def assert_equal_runs(training: Training, baseline: RunRecord) -> None:
+    """As ``moevement verify`` has it, and each iteration was committed once."""
+    verdict = compare(baseline, training.record)
+    assert verdict.equal, f"{verdict.first_difference}\n{training.everything()}"
+    iterations = [line["iteration"] for line in training.record.metrics()]
+    assert iterations == sorted(set(iterations))
