@@ -44,6 +44,8 @@ else
     [ -x $venv/bin/python ] || "$python" -m venv $venv
     $venv/bin/python -m pip install --quiet "uv==$UV_VERSION"
     echo "bootstrap: installing $(grep -c == requirements/lock.txt) pinned packages into $venv" >&2
+    # Compiled here once: where Python's own cache is off, every rank would compile a hundred thousand lines at its start.
+    export UV_COMPILE_BYTECODE=1
     uv="$venv/bin/uv --quiet pip"
     $uv install --python $venv/bin/python --requirement requirements/lock.txt
     # Tagged for glibc 2.39; its Python modules run on older ones.
@@ -52,6 +54,7 @@ else
     $uv install --python $venv/bin/python --no-deps --no-build-isolation --editable . \
         --config-settings editable_mode=compat
 fi
+$venv/bin/python -m compileall -q megatron moevement_core kernels examples
 # An editable install knows one root; the kernels have their own.
 echo "$PWD/kernels" >"$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/moevement_kernels.pth"
 echo "$wanted" >"$stamp"

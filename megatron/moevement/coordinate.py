@@ -24,11 +24,11 @@ from megatron.moevement.signals import Signals, Stopped
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease import ADDRESS, LeaseServer
-from moevement_core.rendezvous.roster import STOP
+from moevement_core.rendezvous.roster import RANKS, STOP
 from moevement_core.run_record import RunRecord
 
 POLL_S = 0.05
-GRACE_S = 15.0
+GRACE_S = 60.0
 """How long tasks have to end by themselves at the end of the job, and the store is there for them."""
 
 
@@ -84,6 +84,7 @@ class _Coordination:
             *address, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
             master_listen_fd=listener.detach(), use_libuv=True,
         )  # fmt: skip
+        self._store.set(RANKS, str(what.ranks))
         self._store.set(ADDRESS, f"{what.host}:{leases.getsockname()[1]}")
         self._coordinator = Coordinator(
             self._store, what.ranks, what.spare_timeout_s, _report, interrupt=interrupt_in(self._store)

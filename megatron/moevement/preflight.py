@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement import platform
-from megatron.moevement.restart.environment import MEMBER_ENV
+from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV
 from megatron.moevement.sparse_config import SparseConfig
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Fault
@@ -419,6 +419,20 @@ def _with_spares(args: Namespace) -> Iterator[str]:
         yield "--inprocess-restart with --spares: both would restart the job; leave the flag out"
 
 
+def _copies(args: Namespace) -> Iterator[str]:
+    """Copies that the nodes cannot keep, as far as that is known before ranks meet."""
+    wanted, world = args.moevement_replicas, args.world_size
+    if not wanted or args.moevement_replicas_on_same_node:
+        return
+    on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(world) and NODE_ENV not in os.environ
+    per_node = args.moevement_ranks_per_node or (world if on_one_host else None)
+    if per_node is not None and wanted >= (nodes := -(-world // per_node)):
+        yield (
+            f"--moevement-replicas {wanted}: needs as many nodes beside a rank's own, and there are {nodes - 1}; leave "
+            "the flag out for as many copies as the nodes allow, or add --moevement-replicas-on-same-node"
+        )
+
+
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     """What sparse snapshots cannot see or cannot keep apart."""
     if SparseConfig.from_args(args) is None:
@@ -447,6 +461,7 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
         "--fp8-recipe mxfp8": args.fp8 is not None and args.fp8_recipe == "mxfp8" and args.fp8_param_gather,
     }
     yield from _with_spares(args)
+    yield from _copies(args)
     pp = args.pipeline_model_parallel_size
     if beyond := [stage for stage in args.moevement_wipe_stages or () if not 0 <= stage < pp]:
         yield f"--moevement-wipe-stages {beyond[0]}: --pipeline-model-parallel-size {pp} has stages 0 to {pp - 1}"

@@ -46,7 +46,8 @@ class SparseConfig:
     window_kind: WindowKind
     ordering: OrderingConfig
     thresholds: ReorderThresholds
-    replicas: int
+    replicas: int | None
+    """Copies of each snapshot, or nothing for as many as the nodes allow, two at most."""
     placement: PlacementKind
     same_node: bool
     ranks_per_node: int | None
@@ -101,7 +102,9 @@ class SparseConfig:
             window_kind=WindowKind(args.moevement_window_kind),
             ordering=OrderingConfig(Ordering(args.moevement_order or default_order), args.moevement_order_alpha),
             thresholds=ReorderThresholds(args.moevement_reorder_threshold, args.moevement_reorder_fraction),
-            replicas=_at_least("--moevement-replicas", args.moevement_replicas, 0),
+            replicas=None
+            if args.moevement_replicas is None
+            else _at_least("--moevement-replicas", args.moevement_replicas, 0),
             placement=PlacementKind(args.moevement_placement),
             same_node=args.moevement_replicas_on_same_node,
             ranks_per_node=None
@@ -165,8 +168,8 @@ def add_sparse_arguments(group: Any) -> None:
         help="weight of the past for --moevement-order decayed, 0 to 1 (default: 0.9)",
     )
     add(
-        "--moevement-replicas", type=int, default=2, metavar="R", help="peers that keep a copy of each snapshot"
-        " (default: 2)",
+        "--moevement-replicas", type=int, metavar="R", help="peers on other nodes that keep a copy of each snapshot "
+        "(default: 2, or as many as there are other nodes; with one node on other ranks of it, with a warning)",
     )  # fmt: skip
     add(
         "--moevement-placement",

@@ -6,11 +6,15 @@ Slurm does not start a task again. So a task is not the rank itself but supervis
 from __future__ import annotations
 
 import os
+import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +26,57 @@ from megatron.moevement.supervisor import Supervisor, is_mistake
 from moevement_core.cli.exit_codes import USAGE_ERROR
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.lease import ADDRESS, LeaseClient
+from moevement_core.rendezvous.roster import LATE_TASKS, RANKS, TASK
 from moevement_core.rendezvous.status_page import boot_time_s
 
 POLL_S = 0.05
-GRACE_S = 5.0
+GRACE_S = 30.0
 """How long processes have to end by themselves when the job has ended."""
 LEASES_WITHOUT = 6
 """For how many lease times a task goes on looking for a coordinator that it cannot reach."""
 
 
+LATE = 1 << 32
+"""Members of tasks that come later have numbers from here on, so many for each task."""
+
+
 @dataclass(frozen=True)
 class Task:
-    """Which of the tasks that were started together this is."""
+    """Which of the tasks that were started together this is, or that it came later."""
 
     number: int
     tasks: int
     processes: int = 1
     """That each task runs."""
+    late: int | None = None
+    """The how many-th of those that came later: its processes are spares."""
+
+    @property
+    def name(self) -> str:
+        """Of its supervisor."""
+        return f"task {self.number}" if self.late is None else f"late task {self.late}"
 
     @property
     def first(self) -> list[int]:
         """The members that it starts with."""
-        return list(range(self.number * self.processes, (self.number + 1) * self.processes))
+        begin = self.number * self.processes if self.late is None else LATE * (1 + self.late)
+        return list(range(begin, begin + self.processes))
 
     def later(self) -> Iterator[int]:
         """Numbers for the processes that it starts later, which no other task has."""
-        member = self.tasks * self.processes + self.number
-        while True:
-            yield member
-            member += self.tasks
+        if self.late is not None:
+            return count(self.first[-1] + 1)
+        return count(self.tasks * self.processes + self.number, self.tasks)
+
+
+def claim(store: Any, task: Task) -> Task:
+    """Take the place of ``task``; or be one that came later, where another process has it.
+
+    So a node that was repaired, or added, takes part by the command that the first ones were started with.
+    """
+    mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+    holder = store.compare_set(TASK.format(task.number), "", mine).decode()
+    return task if holder == mine else replace(task, late=int(store.add(LATE_TASKS, 1)) - 1)
 
 
 def supervise(
@@ -71,13 +97,17 @@ def supervise(
         ConfigError: there is no coordinator.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    processes = task.tasks * task.processes
-    if not 0 <= spares < processes:
-        raise ConfigError(f"--spares {spares} of {processes} processes: needs 0 to {processes - 1}")
     lease_s = launch.lease_of(argv)
+    store = _store()
+    ranks, processes, task = int(store.get(RANKS)), task.tasks * task.processes, claim(store, task)
+    if task.late is None and ranks != processes - spares:
+        raise ConfigError(
+            f"--spares {spares} of {processes} processes ({task.tasks} tasks of {task.processes}), and the coordinator "
+            f"waits for {ranks} ranks; it needs --spares {processes - ranks}"
+        )
     common = {
         **environment,
-        "WORLD_SIZE": str(processes - spares),
+        "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", str(task.processes)),
         "OMP_NUM_THREADS": launch.threads(task.processes),
         **launch.gpu_environment(),
@@ -86,7 +116,8 @@ def supervise(
     with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, nothing_left_behind(), Signals() as signals:
         with launch.temporary_files_in(scratch):
             program = launch.program_of(argv, fresh_interpreters=fresh_interpreters)
-        client = LeaseClient(f"task {task.number}", _lease_address(), lease_s)
+        host, port = store.get(ADDRESS).decode().rsplit(":", 1)
+        client = LeaseClient(task.name, (host, int(port)), lease_s)
         pages = Path(scratch) / "status"
         pages.mkdir()
         first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
@@ -124,10 +155,12 @@ class _Task:
             if client.is_winding_down:
                 self._supervisor.wind_down()
             if signals.asked_by is not None:
-                client.request("wind_down", f"signal {signals.asked_by} to task {self._task.number}")
+                client.request("wind_down", f"signal {signals.asked_by} to {self._task.name}")
                 signals.asked_by = None
             if boot_time_s() > client.held_until + LEASES_WITHOUT * client.lease_s:
-                print(f"moevement: task {self._task.number}: the coordinator is gone", file=sys.stderr, flush=True)
+                print(f"moevement: {self._task.name}: the coordinator is gone", file=sys.stderr, flush=True)
+                self._supervisor.end(0.0)
+                _ask_slurm_to_requeue()
                 return 1
             time.sleep(POLL_S)
 
@@ -154,13 +187,22 @@ class _Task:
         print(f"moevement: {text}", file=sys.stderr, flush=True)
 
 
-def _lease_address() -> tuple[str, int]:
-    """Where the coordinator's lease server is; waits for the coordinator to be there."""
+def _ask_slurm_to_requeue() -> None:
+    """The node of the job script is lost, and with ``--no-kill`` Slurm lets the job run on without it.
+
+    Every task asks; the first one is heard.
+    """
+    job, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("scontrol")
+    if job and scontrol and os.environ.get("MOEVEMENT_REQUEUE") == "1":
+        subprocess.run([scontrol, "requeue", job], timeout=60, check=False)
+
+
+def _store() -> Any:
+    """A client of the job's store; waits for the coordinator to be there."""
     from megatron.moevement.restart.store import connect, store_address
 
     if (address := store_address()) is None:
         raise ConfigError(
             f"--spares under srun needs {STORE_ENV}=HOST:PORT of a moevement coordinate (examples/pretrain_moe/slurm)"
         )
-    host, port = connect(address).get(ADDRESS).decode().rsplit(":", 1)
-    return host, int(port)
+    return connect(address)

@@ -13,6 +13,12 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+RANKS = "job/ranks"
+"""How many ranks the job has."""
+TASK = "tasks/{}"
+"""Which process runs the n-th of the tasks that were started together."""
+LATE_TASKS = "tasks/late"
+"""How many tasks have come later, on nodes that were repaired or added."""
 JOINED = "members/joined"
 """How many members have ever joined."""
 MEMBER = "members/{}"

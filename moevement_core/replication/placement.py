@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from moevement_core.errors import ConfigError
@@ -21,6 +22,48 @@ class PlacementKind(StrEnum):
     """MoEtion's Algorithm 2: among the ranks that hold the same state first, then elsewhere; loads kept even."""
 
 
+WANTED = 2
+"""Copies of each snapshot, where the nodes allow it and nobody says otherwise."""
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How many copies are made of each snapshot, and where they may be."""
+
+    replicas: int
+    same_node: bool
+    """Whether they may stay on the rank's own node, where they survive a process and not the node."""
+    warning: str | None = None
+    """What an operator should know, if it is less than was wanted."""
+
+
+def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node: bool, is_running: bool) -> Copies:
+    """What the nodes of a job allow.
+
+    Args:
+        nodes: the node that each rank runs on.
+        replicas: that were asked for; nothing for two, or as many as there can be.
+        same_node: whether copies may stay on the rank's own node.
+        is_running: whether the job has begun: then it goes on with what the nodes that are left allow.
+    """
+    ranks, others = len(nodes), len(set(nodes)) - 1
+    if replicas is not None and not (is_running and replicas > others and not same_node):
+        return Copies(replicas, same_node)
+    wanted = WANTED if replicas is None else replicas
+    if others and not same_node:
+        possible = min(wanted, others)
+        few = f"each snapshot has {possible} of {wanted} copies: there are {others} other nodes for them"
+        return Copies(possible, False, few if possible < wanted else None)
+    possible = min(wanted, ranks - 1)
+    if others or not possible:
+        return Copies(possible, True)
+    warning = (
+        f"all {ranks} ranks are on one node, and so are the {possible} copies of each snapshot: they survive the loss "
+        "of a process and not of the node"
+    )
+    return Copies(possible, True, warning)
+
+
 def place(
     nodes: Sequence[Hashable],
     replicas: int,
@@ -28,6 +71,7 @@ def place(
     groups: Sequence[Sequence[int]] = (),
     *,
     same_node: bool = False,
+    before: Sequence[Sequence[int]] = (),
 ) -> Placement:
     """The peers of every rank.
 
@@ -37,6 +81,7 @@ def place(
         kind: by what peers are chosen.
         groups: ranks that hold the same state (data-parallel peers); only for ``redundancy``.
         same_node: whether copies may stay on the rank's own node, where they survive a process and not the node.
+        before: the peers of every rank until now. Those that will do stay, so that copies need not be made anew.
 
     Raises:
         ConfigError: fewer other nodes, or ranks, than copies.
@@ -55,9 +100,20 @@ def place(
             "(--moevement-replicas-on-same-node)"
         )
     home = list(range(ranks)) if same_node and replicas >= node_count else list(nodes)
+    if before:
+        kept = [_that_will_do(rank, peers, home, replicas) for rank, peers in enumerate(before)]
+        return _near_redundancy(home, replicas, groups if kind is PlacementKind.REDUNDANCY else (), kept)
     if kind is PlacementKind.REDUNDANCY:
         return _near_redundancy(home, replicas, groups)
     return _spread(home, replicas)
+
+
+def _that_will_do(rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int) -> tuple[int, ...]:
+    """Those of ``peers`` that are on another node than ``rank`` and, where that is possible, than each other."""
+    others = [peer for peer in peers if peer < len(nodes) and nodes[peer] != nodes[rank]]
+    if len(set(nodes)) > replicas:
+        others = list({nodes[peer]: peer for peer in reversed(others)}.values())
+    return tuple(peer for peer in peers if peer in others)[:replicas]
 
 
 def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
@@ -75,13 +131,18 @@ def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
     return peers
 
 
-def _near_redundancy(nodes: Sequence[Hashable], replicas: int, groups: Sequence[Sequence[int]]) -> Placement:
+def _near_redundancy(
+    nodes: Sequence[Hashable],
+    replicas: int,
+    groups: Sequence[Sequence[int]],
+    kept: Sequence[Sequence[int]] = (),
+) -> Placement:
     """For each rank in turn the least loaded ranks: of its own group first, always of other nodes, new nodes first."""
     group_of = {rank: set(group) for group in groups for rank in group}
-    load = [0] * len(nodes)
+    load = [sum(rank in peers for peers in kept) for rank in range(len(nodes))]
     peers: Placement = []
     for rank, node in enumerate(nodes):
-        chosen: list[int] = []
+        chosen = list(kept[rank]) if kept else []
         while len(chosen) < replicas:
             used = {node, *(nodes[peer] for peer in chosen)}
             others = [peer for peer in range(len(nodes)) if nodes[peer] != node and peer not in chosen]

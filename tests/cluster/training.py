@@ -39,8 +39,12 @@ _THREADS = {"OMP_NUM_THREADS": "1"}
 class Training:
     """A job that trains, and its run directory."""
 
-    def __init__(self, cluster: Cluster, job: Job, run_dir: Path) -> None:
+    def __init__(
+        self, cluster: Cluster, job: Job, run_dir: Path, arguments: list[str], environment: dict[str, str]
+    ) -> None:
         self.cluster, self.job, self.record = cluster, job, RunRecord(run_dir)
+        self._arguments, self._environment = arguments, environment
+        self._joined = 0
 
     @property
     def run_dir(self) -> Path:
@@ -94,6 +98,46 @@ class Training:
         """Send a signal to the process that has a rank now; returns when."""
         process = self._process(rank)
         return self.cluster.kill_process(process["host"], process["pid"], number)
+
+    def add_node(self, node: str, tasks: int = TASKS_PER_NODE) -> None:
+        """Start tasks on a node that was repaired, by the command that the first ones were started with."""
+        for number in range(tasks):
+            self._joined += 1
+            port = 20000 + self.job.number % 20000
+            environment = {
+                **self._environment, "MOEVEMENT_STORE": f"n1:{port}", "HOME": str(Path.home()),
+                "SLURM_PROCID": str(number), "SLURM_NTASKS": str(RANKS + SPARES), "SLURM_LOCALID": str(number),
+            }  # fmt: skip
+            log = self.run_dir.parent / f"added_{self._joined}.log"
+            moevement = Path(sys.executable).with_name("moevement")
+            self.cluster.machines[node].start(
+                moevement, "launch", "--spares", str(SPARES), SCRIPT, *self._arguments, "--run-dir", self.run_dir,
+                log=log, environment=environment,
+            )  # fmt: skip
+
+    def wait_for_spares(self, count: int, timeout_s: float = START_S) -> None:
+        """Wait until so many processes wait to take over a rank."""
+        self._wait_until(
+            lambda: sum(one["role"] == "spare" for one in self.processes()) >= count, f"there are {count} spares",
+            timeout_s,
+        )  # fmt: skip
+
+    def resumes_after(self, at: float, timeout_s: float = 120) -> float:
+        """Wait for the first iteration that is committed by training after a failure; returns the seconds since it.
+
+        Args:
+            at: when it happened, in seconds since the epoch.
+        """
+
+        def times() -> list[float]:
+            # What was committed already, and only not written down, is marked.
+            return [line["time"] for line in self.record.metrics() if line["time"] > at and not line.get("recovered")]
+
+        failures = len(self.events("failure"))
+        self._wait_until(lambda: len(self.events("failure")) > failures or _later(self, at), "recovery", timeout_s)
+        resumed_at = self.events("failure")[-1]["resumed_at"]
+        self._wait_until(lambda: any(time > resumed_at for time in times()), "training goes on", timeout_s)
+        return min(time for time in times() if time > resumed_at) - at
 
     def committed_at(self, iteration: int) -> float:
         """When an iteration was committed, in seconds since the epoch."""
@@ -152,7 +196,11 @@ def train(
         SBATCH, arguments, shell, *sbatch_flags, nodes=nodes, tasks_per_node=TASKS_PER_NODE, output=folder / "job.out",
         folder=ROOT,
     )  # fmt: skip
-    return Training(cluster, job, folder / "run")
+    return Training(cluster, job, folder / "run", arguments, shell)
+
+
+def _later(training: Training, at: float) -> bool:
+    return any(failure["time"] > at for failure in training.events("failure"))
 
 
 class Baselines:

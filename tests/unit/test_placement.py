@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_core.errors import ConfigError
-from moevement_core.replication.placement import PlacementKind, place, sources_of
+from moevement_core.replication.placement import Copies, PlacementKind, allowed_copies, place, sources_of
 
 
 @given(
@@ -75,3 +76,74 @@ def test_one_node_serves_if_that_is_asked_for() -> None:
     assert set(Counter(peer for peers in placement for peer in peers).values()) == {2}
     across = place(["a", "a", "b", "b"], 1, same_node=True)
     assert all((rank < 2) != (peers[0] < 2) for rank, peers in enumerate(across)), "other nodes come first"
+
+
+# After a failure
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=4, max_size=7),
+    replicas=st.integers(1, 2),
+    lost=st.integers(0, 6),
+    seed=st.integers(0, 10),
+)
+def test_only_who_has_to_change_peers_does(sizes: list[int], replicas: int, lost: int, seed: int) -> None:
+    """A node is lost, and its ranks go on on a node of spares: nobody else's copies have to be made anew."""
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    before = place(nodes, replicas)
+    gone = lost % len(sizes)
+    after = [len(sizes) if node == gone else node for node in nodes]
+    placement = place(after, replicas, before=before)
+    assert [sorted(peers) for peers in placement] == [sorted(peers) for peers in before]
+
+
+def test_loads_stay_even_over_many_failures() -> None:
+    draw = random.Random(7)
+    nodes: list[int] = [rank // 8 for rank in range(96)]
+    placement = place(nodes, 2)
+    changed = []
+    for failure in range(50):
+        lost = draw.choice(sorted(set(nodes)))
+        spare = draw.choice([node for node in range(14) if node not in nodes] or [lost])
+        nodes = [spare if node == lost else node for node in nodes]
+        newer = place(nodes, 2, before=placement)
+        changed.append(sum(set(a) != set(b) for a, b in zip(placement, newer, strict=True)))
+        placement = newer
+        assert max(Counter(peer for peers in placement for peer in peers).values()) <= 3, failure
+    assert sum(changed) == 0, "ranks of a node stay together here"
+
+
+def test_a_rank_that_now_shares_a_node_with_its_peer_gets_another() -> None:
+    before = place([0, 1, 2, 3], 1)
+    assert before == [(1,), (2,), (3,), (0,)]
+    after = place([0, 0, 2, 3], 1, before=before)
+    assert after[1:] == before[1:], "the others keep theirs"
+    assert after[0] in ((2,), (3,))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "same_node", "is_running", "wanted"),
+    [
+        ([0, 1, 2], None, False, False, Copies(2, False)),
+        ([0], None, False, False, Copies(0, True)),
+        ([0, 0, 0], 1, True, False, Copies(1, True)),
+        ([0, 0, 0], 2, False, False, Copies(2, False)),  # refused where copies are placed
+    ],
+)
+def test_copies_are_as_many_as_were_asked_for(
+    nodes: list[int], replicas: int | None, same_node: bool, is_running: bool, wanted: Copies
+) -> None:
+    assert allowed_copies(nodes, replicas, same_node=same_node, is_running=is_running) == wanted
+
+
+def test_what_the_nodes_do_not_allow_is_warned_of() -> None:
+    one_node = allowed_copies([0, 0, 0, 0], None, same_node=False, is_running=False)
+    assert (one_node.replicas, one_node.same_node) == (2, True)
+    assert "all 4 ranks are on one node" in str(one_node.warning)
+    two_nodes = allowed_copies([0, 0, 1, 1], None, same_node=False, is_running=False)
+    assert (two_nodes.replicas, two_nodes.same_node) == (1, False)
+    assert "1 of 2 copies" in str(two_nodes.warning)
+    # A node was lost, and its ranks went on on another: the job goes on with what there is.
+    after = allowed_copies([0, 0, 0, 0], 1, same_node=False, is_running=True)
+    assert (after.replicas, after.same_node) == (1, True)
+    assert after.warning is not None

@@ -18,7 +18,8 @@ FLAGS = {
     "--moevement-network-bandwidth",
     "--moevement-order", "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-persist-dir",
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
-    "--moevement-reorder-threshold", "--moevement-replicas", "--moevement-replicas-on-same-node",
+    "--moevement-reorder-threshold", "--moevement-lease-seconds",
+    "--moevement-replicas", "--moevement-replicas-on-same-node",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
     "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-mtbf",
     "--moevement-inject-seed", "--moevement-inject-trace", "--moevement-inject-speedup", "--moevement-wipe-stages",
@@ -72,7 +73,7 @@ def test_a_stage_that_there_is_not_cannot_be_wiped() -> None:
 def test_defaults_are_the_papers() -> None:
     config = SparseConfig.from_args(parsed())
     assert config is not None
-    assert (config.window, str(config.window_kind), config.replicas) == (None, "aligned", 2)
+    assert (config.window, str(config.window_kind), config.replicas) == (None, "aligned", None)
     assert (config.thresholds.share_change, config.thresholds.fraction) == (0.10, 0.25)
     assert config.ordering.ordering is Ordering.HARD_COUNT
     dense = SparseConfig.from_args(parsed(num_experts=None))

@@ -136,7 +136,8 @@ class SparseRun:
         self._device = current_device()
         chunks = unwrap_model(job.model or [])
         self.views = operator_views(chunks, job.optimizer)
-        self.wiring = wire(config, self.views.states)
+        self.wiring = wire(config, self.views.states, is_running=adopted is not None)
+        self._warn_of_copies()
         self.table = self.wiring.table
         self.windows = WindowDecisions(chunks, self.wiring, config, self._report)
         self._announced = NONE
@@ -282,7 +283,8 @@ class SparseRun:
         Args:
             kept: what :meth:`keeps` said, of every rank.
         """
-        self.wiring = self.windows.wiring = wire(self.config, self.views.states)
+        self.wiring = self.windows.wiring = wire(self.config, self.views.states, self.wiring, is_running=True)
+        self._warn_of_copies()
         before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
         own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
         self._senders, keepers = self._connect(own_bytes, before)
@@ -593,6 +595,10 @@ class SparseRun:
             return  # what ends now ends because a rank died, which is told elsewhere
         print(f"moevement: rank {self.wiring.rank}: {text}", flush=True)
 
+    def _warn_of_copies(self) -> None:
+        if self.wiring.rank == 0 and self.wiring.warning is not None:
+            self._report(self.wiring.warning)
+
     def _watch_peers(self) -> None:
         for sender in self._senders:
             silent = sender.silent_s > self.config.peer_timeout_s
@@ -613,7 +619,7 @@ class SparseRun:
             progress = self.checkpointer.progress
             print(
                 f"moevement: window from iteration {persisted} on persisted on every rank ({schedule.size} slots, "
-                f"{self.config.replicas} peers; replication lags {progress.lag})",
+                f"{len(self.wiring.peers[self.wiring.rank])} peers; replication lags {progress.lag})",
                 flush=True,
             )
             self.job.event("window", first=persisted, size=schedule.size, schedule=schedule.id, lag=progress.lag)

@@ -206,7 +206,12 @@ class WindowDecisions:
     def _measured_window(self, order: Any, checkpointer: Checkpointer, senders: Sequence[Sender]) -> int:
         """The window that this rank's measurements ask for; of all ranks the largest."""
         d2h, network = self._measured_bandwidths(checkpointer, senders)
-        budget = Budget(statistics.median(self._steps_s[2:]), d2h, network * NETWORK_HEADROOM, self._config.replicas)
+        budget = Budget(
+            statistics.median(self._steps_s[2:]),
+            d2h,
+            network * NETWORK_HEADROOM,
+            len(self.wiring.peers[self.wiring.rank]),
+        )
         own = choose_window(self.wiring.table, order, budget, self._config.window_kind).size
         size = torch.tensor([min(own, MOST_ITERATIONS)])
         dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self.wiring.job_group)

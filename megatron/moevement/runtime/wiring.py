@@ -19,7 +19,7 @@ from megatron.moevement.runtime.replay import Neighbour, Neighbours
 from megatron.moevement.sparse_config import SparseConfig
 from moevement_core.operators import OperatorTable
 from moevement_core.recovery.scope import Pipeline
-from moevement_core.replication.placement import Placement, place, sources_of
+from moevement_core.replication.placement import Copies, Placement, allowed_copies, place, sources_of
 from moevement_core.replication.transport import GlooTransport, Transport
 from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
 from moevement_core.snapshot.checkpointer import OperatorState
@@ -34,6 +34,10 @@ class _Rank:
     operators: list[Any]
     group: int
     """The smallest rank that holds the same state: data-parallel peers have the same."""
+    peers: tuple[int, ...] | None
+    """That have kept its copies until now; nothing on a rank that is new."""
+    sources: tuple[int, ...]
+    """Whose copies it has kept until now."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +56,8 @@ class Wiring:
     most_operators: int
     """Of any rank of the job."""
     peers: Placement
+    warning: str | None
+    """What an operator should know of where copies are kept."""
     job_group: Any
     """All ranks, for host tensors."""
     stage_group: Any
@@ -77,12 +83,20 @@ class Wiring:
         return self.rank == self.stages.index(self.stage)
 
 
-def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wiring:
+def wire(
+    config: SparseConfig,
+    states: dict[OperatorId, OperatorState],
+    before: Wiring | None = None,
+    *,
+    is_running: bool = False,
+) -> Wiring:
     """Make it; every rank of the job calls it at the same point.
 
     Args:
         config: the flags.
         states: this rank's tensors by operator, of which the operators are told.
+        before: that of the last generation; nothing on a rank that is new.
+        is_running: whether the job has begun, so that it goes on with the nodes that are left.
     """
     from megatron.core import parallel_state
 
@@ -93,24 +107,29 @@ def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wirin
             config.node_of(rank),
             operators_of(states),
             min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
+            before.peers[rank] if before is not None else None,
+            tuple(before.sources) if before is not None else (),
         )
     )
     stages = tuple(one.stage for one in told)
     stage = stages[rank]
     pipeline, neighbours = _find_neighbours(rank, stages)
+    nodes = tuple(one.node for one in told)
+    copies = allowed_copies(nodes, config.replicas, same_node=config.same_node, is_running=is_running)
     return Wiring(
         rank=rank,
         world=world,
         stage=stage,
         stages=stages,
-        nodes=tuple(one.node for one in told),
+        nodes=nodes,
         table=OperatorTable(ranks=[one.operators for one in told if one.stage == stage]),
         most_operators=max(len(one.operators) for one in told),
-        peers=_place(config, told),
+        peers=_place(config, told, copies),
+        warning=copies.warning,
         job_group=dist.new_group(backend="gloo"),
         stage_group=_make_stage_groups(stages, stage),
         agreement=_agreement(world),
-        snapshots=_for_snapshots(config),
+        snapshots=_for_snapshots(config, copies),
         fetches=GlooTransport() if world > 1 else None,
         feeds=GlooTransport() if pipeline.stages > 1 else None,
         pipeline=pipeline,
@@ -124,8 +143,8 @@ def _agreement(world: int) -> Agreement:
     return agreement
 
 
-def _for_snapshots(config: SparseConfig) -> Transport | None:
-    if not config.replicas:
+def _for_snapshots(config: SparseConfig, copies: Copies) -> Transport | None:
+    if not copies.replicas:
         return None
     transport = GlooTransport()
     return InjectingTransport(transport) if config.faults else transport
@@ -139,13 +158,24 @@ def _make_stage_groups(stages: tuple[int, ...], mine: int) -> Any:
     return groups[mine]
 
 
-def _place(config: SparseConfig, told: list[_Rank]) -> Placement:
+def _place(config: SparseConfig, told: list[_Rank], copies: Copies) -> Placement:
     groups: dict[int, list[int]] = {}
     for rank, one in enumerate(told):
         groups.setdefault(one.group, []).append(rank)
     return place(
-        [one.node for one in told], config.replicas, config.placement, list(groups.values()), same_node=config.same_node
-    )
+        [one.node for one in told], copies.replicas, config.placement, list(groups.values()),
+        same_node=copies.same_node, before=_peers_before(told),
+    )  # fmt: skip
+
+
+def _peers_before(told: list[_Rank]) -> list[tuple[int, ...]]:
+    """Of every rank; those of one that is new are known to its peers. Nothing if all are new."""
+    if all(one.peers is None for one in told):
+        return []
+    return [
+        one.peers if one.peers is not None else sources_of([other.sources for other in told], rank)
+        for rank, one in enumerate(told)
+    ]
 
 
 def _find_neighbours(rank: int, stages: tuple[int, ...]) -> tuple[Pipeline, Neighbours]:

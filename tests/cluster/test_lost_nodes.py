@@ -1,0 +1,122 @@
+"""Nodes are lost, in silence or not, and seconds later training goes on with the bits of a run that lost none.
+
+Ranks 0 and 1 are on n1, where the coordinator is too, 2 and 3 on n2, and spares on n3. A node that is back takes part
+again with tasks that are started by the same command. Seconds are printed, and compared with what is promised and half
+as much again: cores are shared with whatever else runs here.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.training import Baselines, Training, assert_equal_runs, train
+
+LEASE_S = 5.0
+FLAGS: dict[str, Any] = {"train_iters": 400, "moevement_lease_seconds": LEASE_S, "log_interval": 1}
+
+
+def _lose(training: Training, how: str, node: str) -> tuple[float, dict[str, object]]:
+    """Lose a node; returns the seconds to the next iteration, and the account of the recovery."""
+    cluster = training.cluster
+    at = {
+        "killed": cluster.kill_node, "power lost": cluster.lose_power, "cut off": cluster.cut_link,
+        "frozen": cluster.freeze_node,
+    }[how](node)  # fmt: skip
+    seconds = training.resumes_after(at)
+    failure = training.events("failure")[-1]
+    print(f"{node} {how}: next iteration after {seconds:.1f} s; {failure['noticed_by']}; {failure['parts']}")
+    return seconds, failure
+
+
+def _assert_only_lost_ranks_replayed(failure: dict[str, object]) -> None:
+    recovery = failure["recovery"]
+    assert isinstance(recovery, dict)
+    assert {stage for stage, count in recovery["replayed_by_stage"].items() if count} == {"1"}, failure["scope"]
+
+
+def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+    training = train(cluster, tmp_path, **FLAGS)
+    training.wait_for_iteration(12)
+    loud_s, loud = _lose(training, "killed", "n2")
+    assert "reset" in str(loud["noticed_by"])
+    assert loud_s < 1.5 * 8
+    _assert_only_lost_ranks_replayed(loud)
+    assert training.ranks_on("n3") == [2, 3]
+    cluster.restart_node("n2")
+    training.add_node("n2")
+    training.wait_for_spares(2)
+    silent_s, silent = _lose(training, "power lost", "n3")
+    assert "lease" in str(silent["noticed_by"])
+    assert silent_s < LEASE_S + 1.5 * 5
+    _assert_only_lost_ranks_replayed(silent)
+    assert training.ranks_on("n2") == [2, 3]
+    training.wait()
+    assert_equal_runs(training, baselines.of(**FLAGS))
+    assert len(training.events("failure")) == 2
+    assert "Traceback" not in training.job.text()
+
+
+def test_a_node_that_is_cut_off_and_back(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+    """For less than the lease nothing happens; for more it is replaced, stops itself, and is a spare when it is back."""
+    training = train(
+        cluster, tmp_path, moevement_persist_dir=str(tmp_path / "windows"), moevement_load=str(tmp_path / "windows"),
+        **FLAGS,
+    )  # fmt: skip
+    training.wait_for_iteration(6)
+    cluster.cut_link("n2")
+    time.sleep(LEASE_S * 0.5)
+    cluster.mend_link("n2")
+    training.wait_for_iteration(training.iteration() + 10)
+    assert training.events("failure") == [], "silent for less than the lease"
+
+    seconds, failure = _lose(training, "cut off", "n2")
+    assert "lease" in str(failure["noticed_by"])
+    assert seconds < LEASE_S + 1.5 * 5
+    assert training.ranks_on("n3") == [2, 3]
+    before = training.iteration()
+    cluster.mend_link("n2")
+    training.wait_for_spares(2)
+    assert {one["host"] for one in training.processes() if one["role"] == "spare"} == {"n2"}
+    training.wait_for_iteration(before + 10)
+    assert len(training.events("failure")) == 1, "its return interrupts nobody"
+
+    _lose(training, "frozen", "n3")
+    assert training.ranks_on("n2") == [2, 3]
+    cluster.thaw_node("n3")
+    training.wait_for_spares(2)
+    training.wait()
+    assert_equal_runs(training, baselines.of(**FLAGS))
+    assert len(training.events("failure")) == 2
+    jobs = {path.stem.rsplit("_", 1)[1] for path in (tmp_path / "windows").glob("window_*.json")}
+    assert len(jobs) == 1, "one writer of windows, whoever was cut off"
+
+
+def test_spares_that_are_lost_and_a_slow_link_stop_nobody(
+    cluster: Cluster, baselines: Baselines, tmp_path: Path
+) -> None:
+    training = train(cluster, tmp_path, **FLAGS)
+    training.wait_for_iteration(6)
+    cluster.kill_node("n3")
+    cluster.slow_link("n2", 2.0)
+    training.wait_for_iteration(training.iteration() + 10)
+    cluster.slow_link("n2", None)
+    training.wait()
+    assert training.events("failure") == []
+    assert_equal_runs(training, baselines.of(**FLAGS))
+    assert "a spare (pid" in training.job.text()
+
+
+@pytest.mark.full
+def test_a_node_lost_during_the_recovery_from_another(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+    training = train(
+        cluster, tmp_path, **FLAGS, moevement_window=6, words=("--moevement-inject", "rank=2,phase=replay")
+    )
+    training.wait_for_iteration(12)
+    _lose(training, "killed", "n2")
+    training.wait()
+    assert_equal_runs(training, baselines.of(**FLAGS, moevement_window=6))
