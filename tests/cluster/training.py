@@ -95,9 +95,11 @@ class Training:
         process = self._process(rank)
         return self.cluster.kill_process(process["host"], process["pid"], number)
 
-    def committed_at(self, iteration: int) -> float:
-        """When an iteration was committed, in seconds since the epoch."""
-        return float(next(line["time"] for line in self.record.metrics() if line["iteration"] == iteration))
+    def seconds_until_next(self, at: float) -> float:
+        """From a time, such as a failure's, to the first commit of a later iteration than were committed by then."""
+        lines = self.record.metrics()
+        before = max((line["iteration"] for line in lines if line["time"] <= at), default=0)
+        return float(next(line["time"] for line in lines if line["iteration"] > before)) - at
 
     def everything(self) -> str:
         """What the job printed and the ends of all logs, for whoever reads why a test failed."""
