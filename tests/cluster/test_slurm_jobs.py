@@ -22,7 +22,7 @@ def test_a_spare_on_another_node_takes_over_a_rank(cluster: Cluster, baselines: 
     training.wait_for_iteration(5)
     at = training.kill_rank(2)
     training.wait()
-    print(f"next iteration {training.seconds_until_next(at):.1f} s after the rank was killed")
+    print(f"training stood still for {training.outage(at):.1f} s")
     assert_equal_runs(training, baselines.of())
     (failure,) = training.events("failure")
     assert failure["failures"][0].startswith("rank 2 ")

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,13 @@ class Training:
         process = self._process(rank)
         return self.cluster.kill_process(process["host"], process["pid"], number)
 
-    def seconds_until_next(self, at: float) -> float:
-        """From a time, such as a failure's, to the first commit of a later iteration than were committed by then."""
-        lines = self.record.metrics()
-        before = max((line["iteration"] for line in lines if line["time"] <= at), default=0)
-        return float(next(line["time"] for line in lines if line["iteration"] > before)) - at
+    def outage(self, since: float) -> float:
+        """The longest that nothing was committed after a moment, in seconds.
+
+        Not until the next commit: that may be of an iteration whose gradients were already reduced at that moment.
+        """
+        times = [since, *(line["time"] for line in self.record.metrics() if line["time"] > since)]
+        return float(max(later - earlier for earlier, later in pairwise(times)))
 
     def everything(self) -> str:
         """What the job printed and the ends of all logs, for whoever reads why a test failed."""
