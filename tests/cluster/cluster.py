@@ -218,12 +218,12 @@ class Cluster:
     def freeze_node(self, name: str) -> float:
         """Stop all processes of a node; its kernel goes on acknowledging what they are sent."""
         self._is_hurt = True
-        self.machines[name].signal_all(signal.SIGSTOP)
+        self.machines[name].stop()
         return time.time()
 
     def thaw_node(self, name: str) -> float:
         """Undo :meth:`freeze_node`."""
-        self.machines[name].signal_all(signal.SIGCONT)
+        self.machines[name].go_on()
         return time.time()
 
     def kill_task(self, name: str, index: int, *, alone: bool = False) -> float:

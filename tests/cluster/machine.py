@@ -133,13 +133,21 @@ class Machine:
         """The processes, by the ids that the host knows them by; not the first, which is the machine itself."""
         return [pid for pid in self._all() if pid != self._first]
 
-    def signal_all(self, number: signal.Signals) -> None:
-        """Send a signal to all processes, and to those that they fork meanwhile."""
-        reached = set[int]()
-        while pending := set(self.processes()) - reached:
-            for pid in pending:
-                send(pid, number)
-            reached |= pending
+    def stop(self) -> None:
+        """Stop all processes, and those that they fork meanwhile, and wait until all their threads stand still."""
+
+        def all_stand_still() -> bool:
+            moving = [pid for pid in self.processes() if not _is_stopped(pid)]
+            for pid in moving:
+                send(pid, signal.SIGSTOP)
+            return not moving
+
+        wait_until(all_stand_still, f"all processes of {self.name} are stopped")
+
+    def go_on(self) -> None:
+        """Undo :meth:`stop`."""
+        for pid in self.processes():
+            send(pid, signal.SIGCONT)
 
     def host_pid(self, pid: int) -> int:
         """The id that the host has for the process that is ``pid`` on this machine, as ``ranks.json`` says it.
@@ -164,6 +172,16 @@ def _namespace_of(pid: int) -> str | None:
         return os.readlink(f"/proc/{pid}/ns/pid")
     except OSError:  # it has ended
         return None
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all its threads are, or have ended."""
+    states = []
+    with contextlib.suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                states.append(thread.joinpath("stat").read_text().rpartition(")")[2].split()[0])
+    return set(states) <= set("TtZX")
 
 
 def send(pid: int, number: signal.Signals) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 CPUS_PER_NODE = 4
 """Of each node, whatever the host has: ranks of a small model share cores."""
 
-# Without cgroups (TaskPlugin, ProctrackType), without accounting, and with finished jobs remembered for a day.
-# cred_expire is also how long a requeued job has to wait, which is 120 s by default.
+# Without cgroups (TaskPlugin, ProctrackType), without accounting, and with finished jobs remembered for a day. Jobs are
+# looked at every second, not every 60; cred_expire is also how long a requeued job has to wait, by default 120 s.
 _CONFIGURATION = """
 ClusterName=moevement
 SlurmctldHost={controller}({controller_address})
@@ -32,7 +32,7 @@ MpiDefault=none
 ReturnToService=2
 MinJobAge=86400
 MailProg=/bin/true
-SchedulerParameters=batch_sched_delay=0
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """

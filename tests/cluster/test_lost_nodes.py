@@ -62,7 +62,7 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines:
 
 
 def test_a_node_that_is_cut_off_and_back(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
-    """For less than the lease nothing happens; for more it is replaced, stops itself, and is a spare when it is back."""
+    """For less than the lease nothing happens; for more it is replaced, stops itself, and comes back as a spare."""
     training = train(
         cluster, tmp_path, moevement_persist_dir=str(tmp_path / "windows"), moevement_load=str(tmp_path / "windows"),
         **FLAGS,

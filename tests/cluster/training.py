@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,15 +134,18 @@ class Training:
             # What was committed already, and only not written down, is marked.
             return [line["time"] for line in self.record.metrics() if line["time"] > at and not line.get("recovered")]
 
-        failures = len(self.events("failure"))
-        self._wait_until(lambda: len(self.events("failure")) > failures or _later(self, at), "recovery", timeout_s)
+        self._wait_until(lambda: _later(self, at), "a recovery", timeout_s)
         resumed_at = self.events("failure")[-1]["resumed_at"]
         self._wait_until(lambda: any(time > resumed_at for time in times()), "training goes on", timeout_s)
         return min(time for time in times() if time > resumed_at) - at
 
-    def committed_at(self, iteration: int) -> float:
-        """When an iteration was committed, in seconds since the epoch."""
-        return float(next(line["time"] for line in self.record.metrics() if line["iteration"] == iteration))
+    def outage(self, since: float) -> float:
+        """The longest that nothing was committed after a moment, in seconds.
+
+        Not until the next commit: that may be of an iteration whose gradients were already reduced at that moment.
+        """
+        times = [since, *(line["time"] for line in self.record.metrics() if line["time"] > since)]
+        return float(max(later - earlier for earlier, later in pairwise(times)))
 
     def everything(self) -> str:
         """What the job printed and the ends of all logs, for whoever reads why a test failed."""
