@@ -301,6 +301,9 @@ def slurm_environment(*, meets_at_master: bool) -> dict[str, str]:
     Raises:
         ConfigError: not inside a task that ``srun`` started.
     """
+    from megatron.moevement import platform
+
+    platform.install()  # before anything of Megatron is imported: processes may be forked from this one
     from megatron.core import _slurm_utils as slurm
 
     rank, world_size, local_rank = (
