@@ -118,11 +118,24 @@ class BoundaryLog:
         for old in [one for one in self._logged if one < iteration]:
             self._drop(old)
 
+    def interrupted(self) -> None:
+        """An exception from outside came at any moment: the iteration under way is not to be had, and buffers that
+        were on their way between it and the free ones are forgotten.
+        """
+        if (open_one := self._iteration) is not None:
+            self._iteration = None
+            self._drop(open_one)
+        held = (logged for iteration in self._logged for logged in self._tensors_of(iteration))
+        self._nbytes = sum(logged.buffer.numel() for logged in held)
+        self._nbytes += sum(size * len(buffers) for size, buffers in self._free.items())
+
     def _drop(self, iteration: int) -> None:
-        for one in self._tensors_of(iteration):
-            one.copied.synchronize()
-            self._free[one.buffer.numel()].append(one.buffer)
+        # Out of the log first: an exception between the two must not leave a buffer in both, to be written over.
+        dropped = list(self._tensors_of(iteration))
         self._logged.pop(iteration, None)
+        for logged in dropped:
+            logged.copied.synchronize()
+            self._free[logged.buffer.numel()].append(logged.buffer)
 
     def _tensors_of(self, iteration: int) -> Iterator[Logged]:
         for its in self._logged.get(iteration, {}).values():

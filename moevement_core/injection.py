@@ -18,7 +18,15 @@ class Phase(StrEnum):
     START = "start"
     FORWARD = "forward"
     BACKWARD = "backward"
+    ACCUMULATE = "accumulate"
+    """A gradient stands in ``param.grad`` and is not in its buffer yet."""
+    READY = "ready"
+    """Gradients whose reduction overlaps are being counted."""
+    FORK = "fork"
+    """On the way out of another random state (attention dropout): it is put back, and its name is not yet."""
     REDUCE = "reduce"
+    COPY = "copy"
+    """The optimizer has its copy of the gradients; nothing has been reduced with it."""
     COMMIT = "commit"
     """After every reduction, before the update."""
     STEP = "step"
@@ -43,6 +51,8 @@ class Signal(StrEnum):
     """It hangs."""
     EXC = "EXC"
     """It raises an exception."""
+    WAIT = "WAIT"
+    """It stays where it is until the failure of another rank interrupts it there."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement.data import loaders
     from megatron.moevement.pipeline_parallel import communicator
     from megatron.moevement.restart import comeback, in_process, injection, store
-    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, recorder, sparse
+    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, evaluation, recorder, sparse
     from megatron.moevement.transformer import attention, experts, frozen, norm
     from moevement_core.injection import Phase
 
@@ -140,7 +140,12 @@ def points() -> tuple[Point, ...]:
         ),
         Point((training,), "finalize_model_grads", injection.around(Phase.REDUCE), "a fault may be injected here"),
         Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),
-        Point((training,), "evaluate_and_print_results", recorder.record_evaluation, "which set is evaluated"),
+        Point(
+            (training,),
+            "evaluate_and_print_results",
+            lambda evaluate: evaluation.leaving_generators(recorder.record_evaluation(evaluate)),
+            "which set is evaluated; what an evaluation draws must not move what training draws",
+        ),
         Point((training,), "evaluate", recorder.record_evaluated, "held-out losses are printed and dropped"),
         Point(
             (training,), "build_train_valid_test_datasets", recorder.retain_datasets, "batches can be asked for again"

@@ -284,8 +284,8 @@ def add_sparse_arguments(group: Any) -> None:
         action="append",
         default=[],
         metavar="rank=N,phase=P[,iteration=N][,signal=S]",
-        help=f"a drill: once, let signal (KILL, STOP or EXC) happen to a rank in a phase ({', '.join(Phase)}); may be "
-        "given several times",
+        help="a drill: once, let signal (KILL, STOP, EXC, or WAIT: stay there until another rank fails) happen to a "
+        f"rank in a phase ({', '.join(Phase)}); may be given several times",
     )
     add(
         "--moevement-inject-mtbf",

@@ -42,6 +42,8 @@ class Account:
     """What was replayed; None if nothing was lost."""
     effective: float | None
     """Effective training time ratio so far: iterations committed, each once, over the time since the job was formed."""
+    kept: str
+    """What was compared of the state that ranks kept, in words."""
     spares: int
     copies: str
     """Whether everything is kept as often as it should be."""
@@ -71,6 +73,7 @@ class Account:
             ("plan", _plan(found)),
             ("seconds", f"{parts}  = {self.total_s:.2f}"),
             ("verified", _verified(found)),
+            ("kept", self.kept),
             ("copies", self.copies),
             ("so far", f"{_effective(self.effective)}; {self.spares} spares are left"),
         ]
@@ -93,9 +96,7 @@ def _plan(found: Recovery | None) -> str:
 
 
 def _verified(found: Recovery | None) -> str:
-    if found is None:
-        return "nothing to verify"
-    return f"up to iteration {found.verified_until}" if found.verified_until is not None else "not verified"
+    return "nothing was replayed" if found is None else found.verified
 
 
 def _effective(ratio: float | None) -> str:

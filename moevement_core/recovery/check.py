@@ -1,8 +1,12 @@
 """What of a replayed state was compared with digests of the state that was lost, and up to which iteration.
 
 Every snapshot says what its tensors were when it was taken, and some say what every operator's whole state was. A
-replay that comes by such an iteration compares. An operator is verified up to the newest iteration at which all of its
+replay that comes by such an iteration compares. An operator is known up to the newest iteration at which all of its
 state was compared, and a state up to the oldest of its operators; nothing is ever called verified beyond that.
+
+What was loaded from a snapshot and is compared with it before any update was only *restored*: its bytes are those that
+were captured, and nothing was recomputed. An operator counts as *recomputed* when it was compared after at least one
+update; where none was, nothing is called verified.
 """
 
 from __future__ import annotations
@@ -35,8 +39,10 @@ class StateCheck:
     ) -> None:
         self.differences: list[str] = []
         """In words, the first ones."""
-        self.verified: dict[str, int] = {}
+        self.known: dict[str, int] = {}
         """Of operators with state here: the newest iteration at which all of it was compared and was the same."""
+        self.recomputed: set[str] = set()
+        """Those of them that had been updated since they were loaded."""
         self.losses_until = NONE
         """The newest iteration whose losses were compared and were the same."""
         self._whole = whole
@@ -49,26 +55,47 @@ class StateCheck:
         self._operators = {operator for operator, _, _ in self._live}
 
     @property
-    def verified_until(self) -> int:
-        """The iteration up to which this rank's whole state is verified; ``NONE`` if some was never compared."""
-        return min((self.verified.get(operator, NONE) for operator in self._operators), default=NONE)
+    def known_until(self) -> int:
+        """The iteration up to which this rank's whole state is known; ``NONE`` if some was never compared."""
+        return min((self.known.get(operator, NONE) for operator in self._operators), default=NONE)
 
-    def compare(self, snapshot: Snapshot, active: frozenset[str]) -> None:
-        """Compare ``active`` operators, whose live state should be that of ``snapshot``'s iteration."""
+    @property
+    def verified_until(self) -> int:
+        """Likewise, if anything of it was recomputed; ``NONE`` if all was only restored."""
+        return self.known_until if self.recomputed else NONE
+
+    @property
+    def restored(self) -> set[str]:
+        """Operators whose state was compared only before any update."""
+        return self.known.keys() - self.recomputed
+
+    def compare(self, snapshot: Snapshot, active: frozenset[str], updated: frozenset[str]) -> None:
+        """Compare ``active`` operators, whose live state should be that of ``snapshot``'s iteration.
+
+        Args:
+            snapshot: whose digests are compared with; its payload is not looked at.
+            active: operators whose whole state is live.
+            updated: those that were updated at least once since their state was loaded.
+        """
         if not self._enabled:
             return
         state = snapshot.header.state
         for operator, entries in self._entries(snapshot, active).items():
             same = all(self._is_same(entry, state) for entry in entries)
             if same and entries[0].saved is Saved.FULL:
-                self.verified[operator] = state
+                self._is_known(operator, state, updated)
         if snapshot.header.whole and self._operators & active:
             found = self._whole()
             for operator in sorted(self._operators & active & snapshot.header.whole.keys()):
                 if found[operator] == snapshot.header.whole[operator]:
-                    self.verified[operator] = state
+                    self._is_known(operator, state, updated)
                 else:
                     self._differs(f"state of {operator} at iteration {state}")
+
+    def _is_known(self, operator: str, state: int, updated: frozenset[str]) -> None:
+        self.known[operator] = state
+        if operator in updated:
+            self.recomputed.add(operator)
 
     def compare_losses(self, iteration: int, losses: Mapping[str, Any], outcome: Mapping[str, Any] | None) -> None:
         """Compare the losses of a replayed iteration with the recorded ones, where this rank has both."""

@@ -18,7 +18,13 @@ class Recovery:
     replayed: int
     """Iterations that were run again."""
     verified_until: int | None
-    """Up to where the state is verified; None: it is not."""
+    """Up to where the state is verified; None: nothing recomputed was compared, or some operator not at all."""
+    restored_until: int | None
+    """Up to where every operator was compared, also if nothing but what had just been loaded."""
+    recomputed: int
+    """Operators that were compared after at least one update; each rank counts those it has state of."""
+    restored: int
+    """Operators that were compared only as they had been loaded, from bytes whose digests were checked."""
     losses_until: int | None
     """Up to where recomputed losses were compared with the recorded ones."""
     sources: Mapping[str, int]
@@ -35,15 +41,21 @@ class Recovery:
     def sentence(self) -> str:
         """For the log: what was done and what is known of it."""
         came = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
-        verified = (
-            f"verified up to iteration {self.verified_until}" if self.verified_until is not None else "not verified"
-        )
         stages = [stage for stage, count in self.replayed_by_stage.items() if count]
         where = "all stages" if len(stages) == len(self.replayed_by_stage) else f"stage {', '.join(stages)} alone"
         return (
             f"state of iteration {self.until} recovered by {where}: snapshots from {self.first} on ({came}), "
-            f"{self.replayed} iterations replayed in {self.replay_s:.2f} s; the state is {verified}"
+            f"{self.replayed} iterations replayed in {self.replay_s:.2f} s; the state is "
+            f"{'' if self.verified_until is None else 'verified '}{self.verified}"
         )
+
+    @property
+    def verified(self) -> str:
+        """What is known of the state, in words."""
+        parts = f"{self.recomputed} operators recomputed and compared, {self.restored} restored from checked bytes"
+        if self.verified_until is not None:
+            return f"up to iteration {self.verified_until} ({parts})"
+        return f"not verified ({parts})"
 
     def as_dict(self) -> dict[str, Any]:
         """For events and the summary."""

@@ -79,12 +79,13 @@ def replay(
     """
     run = plan.runs[stage]
     came_of: Mapping[str, Any] = {}
+    updated: frozenset[str] = frozenset()
     for iteration in range(plan.first, plan.until + 1):
         snapshot = snapshots.get(iteration)
         if iteration <= run.last:
             trainer.load(snapshots[iteration], _by_name(names, run.loads(iteration)))
         if snapshot is not None:
-            check.compare(snapshot, frozenset(_chosen(names, run.full_at <= iteration)))
+            check.compare(snapshot, frozenset(_chosen(names, run.full_at <= iteration)), updated)
             trainer.put_boundary(snapshot.record()[BOUNDARY])
         if iteration == plan.until:
             return
@@ -98,6 +99,9 @@ def replay(
         following = snapshots.get(iteration + 1)
         outcome = following.record()[ITERATION] if following is not None else (outcomes or {}).get(iteration + 1)
         outcome = outcome or None
+        is_left_out = following is not None and outcome is None
+        if not is_left_out and not (outcome or {}).get("skipped"):  # an overflow updates nothing either
+            updated |= frozenset(_chosen(names, run.active_in(iteration + 1)))
         losses = trainer.run(iteration + 1, outcome)
         check.compare_losses(iteration + 1, losses, outcome)
         came_of = {"iteration": iteration + 1, "losses": losses, **(outcome or {})}

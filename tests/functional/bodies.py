@@ -276,3 +276,78 @@ def with_shapes_exchanged(argv: list[str]) -> None:
     with patch.object(kind, "__init__", init), exchange:
         run_rank(argv)
     assert shapes.called
+
+
+def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
+    """Train; leave everything half done that an exception can; take it away, and say what is left."""
+    import torch
+    from megatron.core import tensor_parallel
+
+    from megatron.moevement.restart import leftovers
+
+    run_rank(argv)
+    job = current_job()
+    assert job.model is not None
+    assert job.sparse is not None
+    assert job.boundary_log is None
+    job.config = dict.fromkeys(leftovers._CONFIG)
+    (chunk,) = job.model
+    groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+    for parameter in chunk.parameters():
+        parameter.grad = torch.ones_like(parameter)
+        parameter.main_grad.fill_(3)
+        parameter.grad_added_to_main_grad = True
+    for member in job.optimizer.chained_optimizers:
+        for group in member.optimizer.param_groups:
+            for master in group["params"]:
+                master.grad = torch.ones_like(master)
+        member._defer_param_sync = True
+    left = leftovers.gradients(job)
+    for group in groups:
+        group.per_param_grad_ready_counts = {next(iter(group.params)): 1}
+        group.is_last_microbatch, group.param_gather_dispatched = False, True
+        group.param_gather_handle = group.grad_reduce_handle = "aborted"
+    hooks = chunk.remove_forward_pre_hook_handles
+    for module in list(hooks)[::2]:
+        hooks.pop(module).remove()
+    chunk.eval()
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker._current_state_name = "model-parallel-rng"
+    job.sparse.commit._section = job.sparse.commit._told = "open"  # type: ignore[assignment]
+    job.sparse._replaying = job.sparse.windows._counts.paused = True
+    torch.set_grad_enabled(False)
+    torch.autocast("cpu").__enter__()
+    torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__enter__()
+    leftovers.clear(job)
+    still_there = leftovers.gradients(job)
+    leftovers.clear_gradients(job)
+    assert job.sparse.commit._section is None
+    assert job.sparse.commit._told is None
+    return {
+        "left": left,
+        "kept for those who follow": still_there,
+        "after": leftovers.gradients(job),
+        "masters": sum(
+            master.grad is not None
+            for member in job.optimizer.chained_optimizers
+            for group in member.optimizer.param_groups
+            for master in group["params"]
+        ),
+        "thread": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _hooks_of_saved_tensors()),
+        "switches": (
+            job.sparse._replaying, job.sparse.windows._counts.paused, tracker._current_state_name,
+            any(member._defer_param_sync for member in job.optimizer.chained_optimizers), chunk.training,
+        ),
+        "groups": [
+            (g.per_param_grad_ready_counts, g.is_last_microbatch, g.param_gather_dispatched, g.param_gather_handle,
+             g.grad_reduce_handle)
+            for g in groups
+        ],
+        "hooks": [len(module._forward_pre_hooks) for module in chunk.module.modules()],
+    }  # fmt: skip
+
+
+def _hooks_of_saved_tensors() -> bool:
+    import torch
+
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

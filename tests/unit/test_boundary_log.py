@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,6 +51,40 @@ def test_it_keeps_what_was_sent_when_it_was_sent() -> None:
             assert torch.equal(backward[order].tensor, -tensor(iteration, order))
     assert log.iterations == [1, 2, 3]
     assert log.bytes_of_last == 2 * 4 * 12
+
+
+def test_an_exception_between_any_two_steps_leaves_no_buffer_in_two_places() -> None:
+    log, _ = log_of()
+    fill(log, range(1, 4))
+    before = log.memory_bytes
+
+    third = log._logged[1][FORWARD][2]
+    interrupts = Mock(synchronize=Mock(side_effect=KeyboardInterrupt))
+    log._logged[1][FORWARD][2] = replace(third, copied=interrupts)
+    with pytest.raises(KeyboardInterrupt):
+        log.free_before(2)
+    log.interrupted()
+    assert log.iterations == [2, 3]
+    fill(log, range(4, 5))
+    for iteration in range(2, 5):  # nothing was written over
+        sent = log.sent(iteration, FORWARD)
+        assert sent is not None
+        assert [torch.equal(one.tensor, tensor(iteration, order)) for order, one in enumerate(sent)] == [True] * 4
+    assert log.memory_bytes <= before, "buffers that are nowhere are not counted"
+
+
+def test_an_iteration_that_an_exception_cuts_off_is_not_to_be_had() -> None:
+    log, _ = log_of()
+    fill(log, range(1, 2))
+    log.begin(2)
+    log.note(FORWARD, tensor(2, 0))
+    log.interrupted()
+    assert log.iterations == [1]
+    log.note(FORWARD, tensor(9, 9))  # an evaluation before it begins again
+    fill(log, range(2, 3))
+    sent = log.sent(2, FORWARD)
+    assert sent is not None
+    assert [torch.equal(one.tensor, tensor(2, order)) for order, one in enumerate(sent)] == [True] * 4
 
 
 def test_an_iteration_under_way_is_not_told_and_one_begun_again_begins_anew() -> None:

@@ -29,3 +29,18 @@ def test_everything_is_back_after_an_interruption_of_the_way_back() -> None:
     assert not hasattr(owner, "method")
     rooms.close()
     assert owner.name == "before"
+
+
+def test_what_is_put_aside_for_a_block_is_back_after_it_or_when_its_way_out_never_ran() -> None:
+    rooms, owner = Rooms(), SimpleNamespace(name="before")
+    with rooms.aside() as room:
+        room.put(owner, "name", "inside")
+        assert owner.name == "inside"
+    assert owner.name == "before"
+    block = rooms.aside()
+    block.__enter__().put(owner, "name", "inside")
+    rooms.close()  # by whoever clears away after the exception
+    assert owner.name == "before"
+    owner.name = "after"
+    block.__exit__(None, None, None)  # when it is collected, at any time later
+    assert owner.name == "after"

@@ -46,13 +46,10 @@ def from_known_samples(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         settings = get_args()
-        iteration = settings.iteration
-        if current_job().samples_are_known and not settings.phase_transition_iterations:
-            settings.iteration = 0
-        try:
+        with current_job().rooms.aside() as room:
+            if current_job().samples_are_known and not settings.phase_transition_iterations:
+                room.put(settings, "iteration", 0)
             return original(*args, **kwargs)
-        finally:
-            settings.iteration = iteration
 
     return build_train_valid_test_data_loaders
 

@@ -80,10 +80,12 @@ class CommitPoint:
         return self._in_order(iteration)
 
     def _in_order(self, iteration: int) -> Any:
-        with ExitStack() as self._section, self._gathers_deferred():
-            result = self._step()
-            self._set_mark(iteration, result)
-        self._section = None
+        try:
+            with ExitStack() as self._section, self._gathers_deferred():
+                result = self._step()
+                self._set_mark(iteration, result)
+        finally:
+            self._section = None
         injection.at(Phase.GATHER, iteration)
         if result[0]:
             self.gather()
@@ -121,13 +123,15 @@ class CommitPoint:
 
     @contextmanager
     def _gathers_deferred(self) -> Iterator[None]:
-        for member in self._gathering():
-            member._defer_param_sync = True
+        self._defer_gathers(True)
         try:
             yield
         finally:
-            for member in self._gathering():
-                member._defer_param_sync = False
+            self._defer_gathers(False)
+
+    def _defer_gathers(self, is_deferred: bool) -> None:
+        for member in self._gathering():
+            member._defer_param_sync = is_deferred
 
     def gather(self, *, now: bool = False) -> None:
         """Bring every rank's part of the new weights to its data-parallel peers; may be done again.
@@ -143,6 +147,15 @@ class CommitPoint:
                     chunk.start_param_sync(force_sync=True)
 
     # After a failure
+
+    def interrupted(self) -> None:
+        """An exception from outside came at any moment: a step that was under way is none any more.
+
+        With its section left open the steps of a replay would wait for every rank and never let a restart in; with
+        gathers still deferred they would train on weights that nobody gathers.
+        """
+        self._section = self._told = None
+        self._defer_gathers(False)
 
     def follow(self, iteration: int, outcome: Mapping[str, Any], scalers: list[Any]) -> None:
         """Make the step of ``iteration`` that others have made; this rank had brought its part to every reduction.

@@ -11,8 +11,7 @@ import functools
 import inspect
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,16 @@ import torch.distributed as dist
 from megatron.moevement.arguments import RunConfig
 from megatron.moevement.optimizer.commit import Mark
 from megatron.moevement.restart import in_process as restart
-from megatron.moevement.restart import injection, megatron_state
+from megatron.moevement.restart import injection, leftovers, megatron_state
 from megatron.moevement.runtime import recorder, sparse
 from megatron.moevement.runtime.boundary import boundary_copy, put_boundary_state, put_progress
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.job import Job, current_job, start_job
+from megatron.moevement.runtime.kept import Kept
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.recovery import Prepared
 from megatron.moevement.runtime.replay import TrainLoop
+from megatron.moevement.runtime.rooms import Rooms
 from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.recovery.account import Account
@@ -104,10 +105,11 @@ def record_setup(original: Callable[..., Any], begin: Callable[[Job, Setup], Non
         if now is None or now.roster.generation == 0 or not rejoin(job, setup, groups):
             job = current_job()
             _put_progress_of_start()
-            with _parameter_keys(job.parameter_keys, ()):
+            with job.rooms.aside() as room:
+                _share_parameter_keys(room, job.parameter_keys, ())
                 begin(job, setup)
             job.groups = [groups] if groups is not None else []
-            job.config = megatron_state.config_of(job)
+            job.config = leftovers.config_of(job)
         job = current_job()
         return job.model, job.optimizer, job.scheduler
 
@@ -176,6 +178,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         assert job.sparse is not None
         same = next((one for one in told if one.committed == until and one.replica == stood.replica), reached)
         job.sparse.commit.follow(until, same.outcome, list(reached.scalers))
+    leftovers.clear_gradients(job)
     if job.begun:
         assert job.sparse is not None
         job.sparse.rewire([one.keeps for one in told])
@@ -257,36 +260,28 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: Sequence[Any
         Whether they are what they were when the job began. Not if weights would have come from other ranks.
     """
     load, pretrained = args.load, args.pretrained_checkpoint
-    args.load = args.pretrained_checkpoint = None
-    try:
-        with _parameter_keys(job.parameter_keys, parameter_keys), _asking_nobody() as asked:
-            job.model, job.optimizer, job.scheduler = setup()
-    finally:
-        args.load, args.pretrained_checkpoint = load, pretrained
-    job.config = megatron_state.config_of(job)
+    with job.rooms.aside() as room:
+        for name in ("load", "pretrained_checkpoint"):
+            room.put(args, name, None)
+        _share_parameter_keys(room, job.parameter_keys, parameter_keys)
+        asked = _ask_nobody(room)
+        job.model, job.optimizer, job.scheduler = setup()
+    job.config = leftovers.config_of(job)
     return not asked and load is None and pretrained is None
 
 
-@contextmanager
-def _asking_nobody() -> Iterator[list[str]]:
+def _ask_nobody(room: Rooms) -> list[str]:
     """Reductions and broadcasts do nothing: tied embeddings, say, are summed over two stages when a model is built.
 
-    Yields the names of those that were called.
+    Returns the names of those that are called, as they are.
     """
-    names = ("all_reduce", "broadcast")
-    originals = {name: getattr(dist, name) for name in names}
     asked: list[str] = []
-    for name in names:
-        setattr(dist, name, lambda *args, name=name, **kwargs: asked.append(name))
-    try:
-        yield asked
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
+    for name in ("all_reduce", "broadcast"):
+        room.put(dist, name, lambda *args, name=name, **kwargs: asked.append(name))
+    return asked
 
 
-@contextmanager
-def _parameter_keys(record: list[Any], given: Sequence[Any]) -> Iterator[None]:
+def _share_parameter_keys(room: Rooms, record: list[Any], given: Sequence[Any]) -> None:
     """Megatron's optimizer asks all ranks for the keys of their parameters: keep the answers, or give those of then.
 
     They are the same on every rank. A rank that is new in a running job would ask alone.
@@ -300,11 +295,7 @@ def _parameter_keys(record: list[Any], given: Sequence[Any]) -> Iterator[None]:
             original(object_list, obj, group)
         record.append(list(object_list))
 
-    dist.all_gather_object = all_gather_object
-    try:
-        yield
-    finally:
-        dist.all_gather_object = original
+    room.put(dist, "all_gather_object", all_gather_object)
 
 
 # Inside the training loop
@@ -356,16 +347,17 @@ def bring_back(job: Job, train: inspect.BoundArguments) -> None:
     assert mark is not None
     boundary = mark.boundary if comeback.is_between or mark.resumed is None else mark.resumed
     put_boundary_state(job, boundary)
+    kept = run.check_kept(comeback.until, comeback.prepared)
     run.begin_anew(comeback.until)
     recorder.complete_metrics(job, comeback.until, mark.outcome)
     job.replayed_lines.clear()
-    _tell(job, comeback, recovery, replay_at)
+    _tell(job, comeback, recovery, kept, replay_at)
     if comeback.is_between:
         _do_what_is_due(comeback.until, train)
     job.comeback = None
 
 
-def _tell(job: Job, comeback: Comeback, recovery: Recovery | None, replay_at: float) -> None:
+def _tell(job: Job, comeback: Comeback, recovery: Recovery | None, kept: Kept, replay_at: float) -> None:
     """What the operator of the job sees; every rank calls it."""
     now, run = restart.generation(), job.sparse
     assert now is not None
@@ -394,6 +386,7 @@ def _tell(job: Job, comeback: Comeback, recovery: Recovery | None, replay_at: fl
         scope=_scope(comeback, run, recovery),
         recovery=recovery.as_dict() if recovery is not None else None,
         effective=iterations_s / (resumed_at - roster.first_formed_at) if iterations_s else None,
+        kept=str(kept),
         spares=roster.spares,
         copies=f"{sum(missing)} snapshots are being brought to peers again" if sum(missing) else "all are there",
     )

@@ -27,6 +27,8 @@ from moevement_core.replication.transport import Transport
 
 _INJECTED = "injected/{}"
 _BEGAN = "injected/began"
+MOST_WAIT_S = 60.0
+"""How long a rank stays where it is for another one to fail."""
 
 
 class Injector:
@@ -66,6 +68,11 @@ def strike(fault: Fault, where: str) -> None:
     print(f"moevement: injecting {fault.signal} into rank {fault.rank} at {fault.phase} of {where}", flush=True)
     if fault.signal is Signal.EXC:
         raise InjectedFault(f"injected at {fault.phase} of {where}")
+    if fault.signal is Signal.WAIT:
+        deadline = time.monotonic() + MOST_WAIT_S
+        while time.monotonic() < deadline:  # the restart's exception is raised in here
+            time.sleep(0.01)
+        raise InjectedFault(f"nobody failed while rank {fault.rank} stayed at {fault.phase} of {where}")
     os.kill(os.getpid(), signal.SIGKILL if fault.signal is Signal.KILL else signal.SIGSTOP)
     time.sleep(1)  # until it is delivered
 
@@ -85,6 +92,11 @@ def at(phase: Phase, iteration: int | None = None) -> None:
     """This rank is in ``phase``; of the iteration that is under way if none is given."""
     if injector._faults:
         injector.at(phase, current_job().iteration + 1 if iteration is None else iteration)
+
+
+def phases() -> frozenset[Phase]:
+    """Those in which something is to happen."""
+    return frozenset(fault.phase for _, fault in injector._faults)
 
 
 def around(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -12,12 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.moevement.restart import leftovers
 from megatron.moevement.runtime.job import Job
-from megatron.moevement.state_digest import members
 from moevement_core.errors import RecoveryError
-
-_CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
-"""What ``train`` puts into the model's configuration."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +51,6 @@ def take_rank(rank: int, device: int | None = None) -> None:
                 getattr(global_vars, f"_set_{name}_writer")(args)
 
 
-def config_of(job: Job) -> dict[str, Any]:
-    """What the configuration of the model holds before ``train`` puts its own into it."""
-    from megatron.core.utils import get_model_config
-
-    config = get_model_config((job.model or [])[0])
-    return {name: getattr(config, name) for name in _CONFIG}
-
-
 def forget_generation(job: Job) -> None:
     """Put away what an interrupted ``pretrain`` has left, so that it can be entered again; ``job`` is kept."""
     from megatron.core import parallel_state, rerun_state_machine
@@ -79,8 +68,7 @@ def forget_generation(job: Job) -> None:
     global_vars._GLOBAL_TIMERS = None
     global_vars._set_timers(args)
     job.rooms.close()
-    if job.model is not None:
-        _reset_model(job)
+    leftovers.clear(job)
 
 
 def end_data_workers() -> None:
@@ -99,30 +87,6 @@ def end_data_workers() -> None:
             worker.kill()
 
 
-def _reset_model(job: Job) -> None:
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    from megatron.core.utils import get_model_config
-    from megatron.training import get_timers
-
-    config = get_model_config((job.model or [])[0])
-    for name, value in job.config.items():
-        setattr(config, name, value)
-    config.timers = get_timers()
-    get_moe_metrics_tracker().clear()
-    for optimizer in (job.optimizer, *members(job.optimizer)):
-        # Ranks ask each other once and remember; one that is new would ask alone.
-        optimizer._has_grad_norm_group_cache = None
-    for chunk in job.model or []:
-        chunk.force_all_reduce = False
-        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-            group.param_gather_handle = group.grad_reduce_handle = None
-            group.param_gather_dispatched, group.is_last_microbatch = False, True
-            if group.is_first_batch:
-                group.per_param_grad_ready_counts.clear()
-        if chunk.use_forward_hook and not chunk.remove_forward_pre_hook_handles:
-            chunk.enable_forward_pre_hook()
-
-
 def move_to_groups(old: Groups, new: Groups) -> None:
     """Replace every reference to a group of ``old``, wherever in this process, by the one of ``new``.
 
@@ -136,8 +100,7 @@ def move_to_groups(old: Groups, new: Groups) -> None:
         )
     replacement = {id(group): other for group, other in zip(old.groups, new.groups, strict=False) if group is not other}
     gone = [group for group in old.groups if id(group) in replacement]
-    gc.collect()  # frames of the interrupted training, which its exception holds in a circle
-    for find in (_holders, _hidden_holders):
+    for find in (_holders, _holders_after_collection, _hidden_holders):
         for holder in find(gone):
             _replace_in(holder, replacement)
         if not _left(gone):
@@ -163,6 +126,12 @@ def _holders(gone: list[Any]) -> list[Any]:
         for holder in gc.get_referrers(*gone)
         if holder is not gone and type(holder).__name__ not in ("frame", "list_iterator", "tuple_iterator")
     ]
+
+
+def _holders_after_collection(gone: list[Any]) -> list[Any]:
+    """Without frames that hold each other in a circle."""
+    gc.collect()
+    return _holders(gone)
 
 
 def _hidden_holders(gone: list[Any]) -> list[Any]:

@@ -13,6 +13,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from megatron.moevement.runtime.job import current_job
+
 
 def states_of_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
     """``get_rng_state`` that collects the states of all data-parallel ranks where experts are spread over them."""
@@ -22,12 +24,10 @@ def states_of_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         megatron_args = get_args()
-        before = megatron_args.data_parallel_random_init
-        megatron_args.data_parallel_random_init = before or megatron_args.expert_model_parallel_size > 1
-        try:
+        wanted = megatron_args.data_parallel_random_init or megatron_args.expert_model_parallel_size > 1
+        with current_job().rooms.aside() as room:
+            room.put(megatron_args, "data_parallel_random_init", wanted)
             return original(*args, **kwargs)
-        finally:
-            megatron_args.data_parallel_random_init = before
 
     return get_rng_state
 

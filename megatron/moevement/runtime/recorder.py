@@ -12,8 +12,7 @@ import os
 import socket
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -152,23 +151,14 @@ def retain_datasets(original: Callable[..., Any]) -> Callable[..., Any]:
         if job.comeback is not None and len(job.datasets) >= chunks:  # after a failure, in the order of then
             job.datasets.append(job.datasets.pop(0))
             return job.datasets[-1]
-        with _without_barriers() if job.comeback is not None else nullcontext():
+        with job.rooms.aside() as room:
+            if job.comeback is not None:  # a rank that is new builds its data sets alone; indices are on disk already
+                room.put(torch.distributed, "barrier", lambda *args, **kwargs: None)
             datasets = original(*args, **kwargs)
         job.datasets.append(datasets)
         return datasets
 
     return build_train_valid_test_datasets
-
-
-@contextmanager
-def _without_barriers() -> Iterator[None]:
-    """A rank that is new in a running job builds its data sets alone; indices are on disk already."""
-    barrier = torch.distributed.barrier
-    torch.distributed.barrier = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        torch.distributed.barrier = barrier
 
 
 def go_on_with_record(job: Job, args: Namespace) -> None:

@@ -20,6 +20,7 @@ from megatron.moevement.runtime.boundary import boundary_copy
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import Alone, MegatronTrainer
+from megatron.moevement.runtime.replicas import Replicas, replica_digests, unequal_replicas
 from megatron.moevement.runtime.wiring import Wiring
 from moevement_core.boundary_log import Direction
 from moevement_core.errors import RecoveryError
@@ -216,7 +217,6 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     shared_from = _shared_from(parts, plan)
     check = StateCheck({o.name: s for o, s in parts.views.states.items()}, parts.checkpointer.whole_now)
     replayed: list[int] = []
-    replicas: list[tuple[tuple[int, ...], str]] = []
 
     def tell(iteration: int, frozen: int) -> None:
         replayed.append(iteration)
@@ -248,17 +248,18 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
                 plan, parts.wiring.stage, parts.wiring.table.names, prepared.snapshots, trainer, check, tell,
                 prepared.outcomes, keep,
             )  # fmt: skip
-        replicas = trainer.replica_digests()
     for feeder in feeders:
         feeder.finish()
     first, until = min(one.first for one in prepared.plans), max(one.until for one in prepared.plans)
+    known_until = check.known_until if plan is not None else until
     recovery = Recovery(
-        first, until, len(replayed), check.verified_until if plan is not None else until, check.losses_until,
+        first, until, len(replayed), known_until, known_until, len(check.recomputed), len(check.restored),
+        check.losses_until,
         _sum_sources(prepared.plans), {str(parts.wiring.stage): len(replayed)},
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
-    return _agreed(recovery, check.differences, replicas)
+    return _agreed(recovery, check.differences, replica_digests(parts.job))
 
 
 def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
@@ -329,25 +330,26 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
     return min((active_from for active_from in tell_all(mine) if active_from is not None), default=None)
 
 
-def _agreed(recovery: Recovery, differences: list[str], replicas: list[tuple[tuple[int, ...], str]]) -> Recovery:
+def _agreed(recovery: Recovery, differences: list[str], replicas: list[Replicas]) -> Recovery:
     """The recovery as all ranks together have it.
 
-    Each rank has compared the part of the state that it saves; ``replicas`` say whether what they brought to each other
-    is the same on all.
+    Each rank that replayed has compared the part of the state that it saves; ``replicas`` say whether what ranks bring
+    to each other is the same on all, on those too that kept their state.
 
     Raises:
         RecoveryError: any of them found a difference.
     """
     everyones = tell_all((recovery, differences, replicas))
     found = [f"rank {rank}: {what}" for rank, (_, its, _) in enumerate(everyones) for what in its]
-    found += _unequal_replicas([its for _, _, its in everyones])
+    found += unequal_replicas([its for _, _, its in everyones])
     if found:
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
         raise RecoveryError(
             f"the replayed state is not the one that was lost: {'; '.join(found[:5])}{more}. Nothing of it may be "
             "used: start again from a dense checkpoint or an older window"
         )
-    verified = min(one.verified_until for one, *_ in everyones)
+    known = min(NONE if one.restored_until is None else one.restored_until for one, *_ in everyones)
+    recomputed = sum(one.recomputed for one, *_ in everyones)
     losses = max(one.losses_until for one, *_ in everyones)
     by_stage: dict[str, int] = {}
     for one, *_ in everyones:
@@ -358,21 +360,12 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[tuple[tup
         replayed=max(one.replayed for one, *_ in everyones),
         replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
         fed_bytes=sum(one.fed_bytes for one, *_ in everyones),
-        verified_until=None if verified == NONE else verified,
+        verified_until=None if known == NONE or not recomputed else known,
+        restored_until=None if known == NONE else known,
+        recomputed=recomputed,
+        restored=sum(one.restored for one, *_ in everyones),
         losses_until=None if losses == NONE else losses,
         fetch_s=max(one.fetch_s for one, *_ in everyones),
         replay_s=max(one.replay_s for one, *_ in everyones),
         replay_cpu_s=sum(one.replay_cpu_s for one, *_ in everyones),
     )
-
-
-def _unequal_replicas(everyones: list[list[tuple[tuple[int, ...], str]]]) -> list[str]:
-    digests: dict[tuple[int, ...], set[str]] = {}
-    for its in everyones:
-        for ranks, digest in its:
-            digests.setdefault(ranks, set()).add(digest)
-    return [
-        f"compute weights of ranks {', '.join(map(str, ranks))}, which have the same ones"
-        for ranks, found in digests.items()
-        if len(found) > 1
-    ]

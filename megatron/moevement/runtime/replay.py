@@ -26,7 +26,6 @@ from moevement_core.recovery.feed import Feed
 from moevement_core.recovery.replay import Trainer
 from moevement_core.replication.transport import Transport
 from moevement_core.snapshot.snapshot import Snapshot
-from moevement_core.snapshot.whole import begin_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,20 +175,6 @@ class MegatronTrainer(Trainer):
             ]
             self._batches = opened if len(self._chunks) > 1 else opened[0]
         return self._batches
-
-    def replica_digests(self) -> list[tuple[tuple[int, ...], str]]:
-        """Of the compute weights that ranks have alike: the ranks, and a digest. What was gathered is in it, too."""
-        import torch.distributed as dist
-        from megatron.core import parallel_state
-
-        dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        expert = parallel_state.get_expert_data_parallel_group()
-        weights: dict[tuple[int, ...], list[Any]] = {}
-        for chunk in self._chunks:
-            for parameter in chunk.parameters():
-                group = dense if getattr(parameter, "allreduce", True) else expert
-                weights.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(parameter.data)
-        return [(ranks, begin_whole({"": tensors})()[""]) for ranks, tensors in weights.items()]
 
     # Around it
 

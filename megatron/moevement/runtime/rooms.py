@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class Rooms:
@@ -36,6 +37,18 @@ class Rooms:
 
         self.enter(undo)
         vars(owner)[name] = function
+
+    @contextmanager
+    def aside(self) -> Iterator[Rooms]:
+        """A room for the time of a block; whoever closes this one closes it, too."""
+        inner = Rooms()
+        self.enter(inner.close)
+        try:
+            yield inner
+        finally:
+            inner.close()
+            if inner.close in self._undo:
+                self._undo.remove(inner.close)
 
     def close(self) -> None:
         """Undo everything; nothing if nothing is put aside."""

@@ -24,10 +24,11 @@ from megatron.moevement.optimizer.commit import CommitPoint, Mark
 from megatron.moevement.optimizer.frozen_step import check_supported
 from megatron.moevement.optimizer.views import operator_views
 from megatron.moevement.restart import in_process as restart
-from megatron.moevement.restart import injection
+from megatron.moevement.restart import injection, places
 from megatron.moevement.runtime import recovery, wipe
 from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
 from megatron.moevement.runtime.job import Job, current_job
+from megatron.moevement.runtime.kept import Kept, check_kept
 from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.wind_down import PlannedExit
@@ -168,6 +169,7 @@ class SparseRun:
         self._replaying = False
         self.recoveries: list[Recovery] = []
         injection.begin(config.faults)
+        places.watch(job)
         self._start_clock()
 
     # Once
@@ -272,6 +274,12 @@ class SparseRun:
             keeper.ended.wait()
         if self._writer is not None:
             self._writer.abandon()
+
+    def interrupted(self) -> None:
+        """An exception from outside came at any moment; whoever would have restored something may not have."""
+        self.commit.interrupted()
+        self._replaying = False
+        self.windows.pause(False)
 
     def keeps(self) -> dict[int, list[int]]:
         """Iterations of the snapshots that are kept here for others, by their rank."""
@@ -505,6 +513,21 @@ class SparseRun:
         self._recent = {iteration: one["step"] for iteration, one in told.items()} | self._recent
         return self._replay(lambda parts: recovery.carry_out(parts, prepared))
 
+    def check_kept(self, until: int, prepared: recovery.Prepared | None) -> Kept:
+        """Compare what ranks kept with what is known of it; every rank calls it. See :func:`kept.check_kept`.
+
+        Args:
+            until: the iteration whose state is live on every rank.
+            prepared: what was replayed; nothing if no rank lost its state.
+        """
+        return check_kept(
+            self._parts(), until, is_kept=prepared is None or prepared.mine is None,
+            replicas_are_known=prepared is not None,
+        )  # fmt: skip
+
+    def _parts(self) -> recovery.Parts:
+        return recovery.Parts(self.job, self.wiring, self.views, self.checkpointer)
+
     def _scope(self, lost: frozenset[int]) -> recovery.Scope | None:
         """What rolls back for ``lost`` stages; nothing, with the reason told, if all stages must."""
         from megatron.training import get_args
@@ -538,9 +561,8 @@ class SparseRun:
         self.commit.mark = Mark(self.job.iteration, boundary_copy(self.job), {})
 
     def _replay(self, way: Callable[[recovery.Parts], Recovery]) -> Recovery:
-        parts = recovery.Parts(self.job, self.wiring, self.views, self.checkpointer)
         with self.replaying():
-            done = way(parts)
+            done = way(self._parts())
         self.recoveries.append(done)
         if self.wiring.rank == 0 and self.job.comeback is None:  # else it is told with everything around it
             print(f"moevement: {done.sentence()}", flush=True)

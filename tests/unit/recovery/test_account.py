@@ -10,12 +10,14 @@ import pytest
 from moevement_core.recovery.account import Account, trace_events
 from moevement_core.recovery.outcome import Recovery
 
-RECOVERY = Recovery(6, 8, 2, 8, None, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 2_000_000, 0.1, 0.5, 0.4)
+RECOVERY = Recovery(
+    6, 8, 2, 8, 8, 9, 4, None, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 2_000_000, 0.1, 0.5, 0.4
+)
 ACCOUNT = Account(
     generation=3, failures=["rank 1 (pid 7) was killed by signal 9"], noticed_by="the launcher saw the process end",
     failed_at=100.0, interrupted_at=100.1, left_at=100.3, formed_at=100.4, usable_at=101.0, prepared_at=102.0,
     replay_at=102.2, resumed_at=103.0, scope="stage 1 of 2 lost its state; only it rolled back",
-    recovery=RECOVERY.as_dict(), effective=0.91234, spares=1, copies="all are there",
+    recovery=RECOVERY.as_dict(), effective=0.91234, kept="2 ranks kept their state", spares=1, copies="all are there",
 )  # fmt: skip
 
 
@@ -29,7 +31,9 @@ def test_the_block_says_everything_once() -> None:
     text = "\n".join(ACCOUNT.lines())
     for what in (
         "recovery 3", "rank 1 (pid 7) was killed by signal 9", "stage 1 of 2", "iteration 6 on (2 from memory, 1 from "
-        "peer) to iteration 8", "stage 0: 0, 1: 2; 2.0 MB fed", "= 3.00", "up to iteration 8", "ratio 0.912; 1 spares",
+        "peer) to iteration 8", "stage 0: 0, 1: 2; 2.0 MB fed", "= 3.00",
+        "up to iteration 8 (9 operators recomputed and compared, 4 restored from checked bytes)",
+        "kept      2 ranks kept their state", "ratio 0.912; 1 spares",
     ):  # fmt: skip
         assert text.count(what) == 1, what
 
@@ -39,7 +43,7 @@ def test_what_is_not_known_is_not_claimed() -> None:
     text = "\n".join(replace(ACCOUNT, recovery=unverified, effective=None).lines())
     assert "not verified" in text
     assert "ratio not known yet" in text
-    assert "nothing to verify" in "\n".join(replace(ACCOUNT, recovery=None).lines())
+    assert "nothing was replayed" in "\n".join(replace(ACCOUNT, recovery=None).lines())
 
 
 def test_clocks_that_disagree_give_no_negative_seconds() -> None:

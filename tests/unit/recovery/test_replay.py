@@ -11,6 +11,7 @@ import torch
 
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.recoverable import recoverable_runs
+from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.plan import Holding, RecoveryPlan, Report, Source, plan_recovery
@@ -92,7 +93,8 @@ def test_the_state_that_a_run_begins_from_comes_back_though_no_iteration_was_run
     plan, check = bring_back(toy, snapshots, 0)
     assert (plan.first, plan.until, toy.ran) == (-3, 0, [])
     assert toy.whole() == truth
-    assert check.verified_until == 0
+    assert (check.known_until, check.verified_until) == (0, NONE), "restored, and nothing was recomputed"
+    assert check.restored == set(toy.names)
     assert plan_of(snapshots, None).until == 0, "what those snapshots lead to, without being asked"
 
 
@@ -102,10 +104,18 @@ def test_verified_is_said_of_the_last_iteration_that_was_compared_and_of_none_be
     toy.wipe()
     _, check = bring_back(toy, snapshots, 8)
     assert check.verified_until == 7, "snapshot 7 has a digest of everything, and 8 there is none"
+    assert check.recomputed == set(toy.names)
     without = {i: Snapshot(_without_whole(s), s.buffer) for i, s in snapshots.items()}
     toy.wipe()
     _, check = bring_back(toy, {i: without[i] for i in range(3, 6)}, 8)
-    assert check.verified_until == 3, "slot 0 was compared when it was loaded, and never again"
+    assert check.known_until == 3, "slot 0 was compared when it was loaded, and never again"
+    assert (check.recomputed, check.verified_until) == (set(), NONE), "nothing was compared after an update"
+    toy.wipe()
+    _, check = bring_back(toy, {i: snapshots[i] for i in range(3, 6)}, 8)
+    last = {name for name, saved in zip(toy.names, snapshots[5].contents, strict=True) if saved == Saved.FULL}
+    assert check.verified_until == 5
+    assert check.restored == last, "of the last slot nothing was updated before its digest was compared"
+    assert check.recomputed == set(toy.names) - last
     enabled = StateCheck(toy.states(), toy.whole, enabled=False)
     assert enabled.verified_until == NONE
 

@@ -1,0 +1,211 @@
+"""What an exception between any two steps of the trainer leaves behind in a rank that keeps its state.
+
+The restart's exception is raised from outside, between any two bytecodes of the main thread: after autograd has
+accumulated and before Megatron's hook has run, or on the way out of a context manager, which then never restores what
+it changed. So nothing here relies on anybody's ``finally``. Each function takes one kind of leftover away and says what
+it would have done; all of them may be called again, and do nothing where nothing is left.
+
+Not here:
+
+- what is made anew for every generation (``megatron_state.forget_generation``): process groups, the rerun state
+  machine, timers, data iterators, the memory buffers of collectives;
+- what is put back from a boundary record afterwards (``runtime/boundary.py``): random states, router buffers, loss
+  scalers, the schedule, consumed samples;
+- what a step writes before it reads it: ``found_inf``, the scales of auxiliary losses, inputs of pipeline stages;
+- what this package itself puts aside for a while: it is in ``job.rooms``, which are closed before.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.moevement.runtime.job import Job
+from megatron.moevement.state_digest import members
+
+_CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
+"""What ``train`` puts into the model's configuration."""
+_SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
+
+
+def config_of(job: Job) -> dict[str, Any]:
+    """What the configuration of the model holds before ``train`` puts its own into it."""
+    from megatron.core.utils import get_model_config
+
+    config = get_model_config((job.model or [])[0])
+    return {name: getattr(config, name) for name in _CONFIG}
+
+
+def clear(job: Job) -> None:
+    """Everything but gradients; right after the interruption, before ranks meet. Gradients may still be needed: a rank
+    that had contributed to every reduction of a step follows those that have made it.
+    """
+    _finish_context_managers()
+    _reset_thread()
+    _reset_random_tracker()
+    if job.sparse is not None:
+        job.sparse.interrupted()
+    if job.boundary_log is not None:
+        job.boundary_log.interrupted()
+    if job.model is not None:
+        _reset_configuration(job)
+        _reset_metrics(job)
+        _reset_modules(job)
+        for chunk in job.model:
+            _reset_reductions(chunk)
+            _reset_gathers(chunk)
+
+
+def clear_gradients(job: Job) -> None:
+    """All gradients and gradient buffers, when no rank follows a step any more.
+
+    Megatron's hook adds ``param.grad`` to the buffer and drops it; what is there when the hook is interrupted is added
+    to the next gradient. ``DistributedOptimizer.zero_grad`` drops those of this rank's shard alone.
+    """
+    for chunk in job.model or []:
+        for parameter in chunk.parameters():
+            _drop_gradient(parameter)
+        _reset_reductions(chunk)  # else an incomplete count of the first iteration is refused
+        chunk.zero_grad_buffer()
+    for member in members(job.optimizer):
+        for group in getattr(getattr(member, "optimizer", None), "param_groups", ()):
+            for master in group["params"]:
+                _drop_gradient(master)
+    if job.optimizer is not None:
+        job.optimizer.zero_grad()
+
+
+def gradients(job: Job) -> list[str]:
+    """Gradients that are there and should not be, in words. Reads every gradient buffer and waits for the device."""
+    return [*_parameters_with_gradients(job), *_buffers_with_gradients(job)]
+
+
+def _parameters_with_gradients(job: Job) -> Iterator[str]:
+    for chunk in job.model or []:
+        for name, parameter in chunk.named_parameters():
+            if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
+                yield f"a gradient of {name}"
+            if getattr(parameter, "grad_added_to_main_grad", False):
+                yield f"a gradient of {name} that counts as added"
+
+
+def _buffers_with_gradients(job: Job) -> Iterator[str]:
+    for chunk in job.model or []:
+        for number, buffer in enumerate((*chunk.buffers, *chunk.expert_parallel_buffers)):
+            if any(bool(grad.count_nonzero()) for grad in (buffer.grad_data, *buffer.extra_main_grads)):
+                yield f"gradients in buffer {number}"
+
+
+def _drop_gradient(parameter: Any) -> None:
+    parameter.grad = None
+    if getattr(parameter, "decoupled_grad", None) is not None:
+        parameter.decoupled_grad = None
+
+
+# One kind each
+
+
+def _finish_context_managers() -> None:
+    """Generators whose way out was interrupted run the rest of it when they are collected: that is to be now, not when
+    it would put old random states over those of the training that goes on.
+    """
+    gc.collect()
+
+
+def _reset_thread() -> None:
+    """What torch keeps for a thread and context managers change: no gradients would be recorded, say."""
+    torch.set_grad_enabled(True)
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            torch.set_autocast_enabled(device, False)
+            torch.autocast_decrement_nesting()
+    torch.clear_autocast_cache()
+    while torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if torch.cuda.is_available():  # not tested on GPUs
+        torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+def _reset_random_tracker() -> None:
+    """A fork that was interrupted where it ends leaves its name as the current one: the next fork stores the default
+    generator's state under it, and dropout goes on from there. A checkpointed block leaves the mark of one.
+    """
+    from megatron.core.tensor_parallel import random
+
+    tracker = random._CUDA_RNG_STATE_TRACKER
+    if getattr(tracker, "_current_state_name", "default-rng") != "default-rng":
+        tracker._current_state_name = "default-rng"
+    random._unset_checkpointing()
+    if (states := getattr(random, "FP8GlobalStateManager", None)) is not None:  # not tested on GPUs
+        states.reset()
+
+
+def _reset_configuration(job: Job) -> None:
+    """``train`` asserts that nobody has set what it sets; an evaluation puts the timers aside."""
+    from megatron.core.utils import get_model_config
+    from megatron.training import get_timers
+
+    config = get_model_config((job.model or [])[0])
+    for name, value in job.config.items():
+        setattr(config, name, value)
+    config.timers = get_timers()
+
+
+def _reset_metrics(job: Job) -> None:
+    """Sums of half an iteration, which the next line of the log would count; and what ranks ask each other once and
+    remember: one that is new would ask alone.
+    """
+    from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    get_moe_metrics_tracker().clear()
+    MTPLossLoggingHelper.tracker.clear()
+    DSAIndexerLossLoggingHelper.tracker.clear()
+    for optimizer in (job.optimizer, *members(job.optimizer)):
+        optimizer._has_grad_norm_group_cache = None
+
+
+def _reset_modules(job: Job) -> None:
+    """An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are
+    called in five parts, and refuse the first where another one comes next.
+    """
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
+
+    for chunk in job.model or []:
+        chunk.train()
+        for module in chunk.modules():
+            if isinstance(module, SharedExpertMLP) and hasattr(module, "_overlap_state"):
+                module._overlap_state = SharedExpertState.IDLE
+                for name in _SHARED_EXPERTS:
+                    setattr(module, name, None)
+
+
+def _reset_reductions(chunk: Any) -> None:
+    """Handles of aborted reductions would be waited for; gradients counted in an iteration that is begun again would
+    be counted twice, and in the first one become what is expected of all others.
+    """
+    chunk.force_all_reduce = False
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        group.grad_reduce_handle = None
+        group.grad_reduce_finished, group.is_last_microbatch = False, True
+        if group.is_first_batch:
+            group.golden_per_param_grad_ready_counts = {}
+        group.per_param_grad_ready_counts = {}
+
+
+def _reset_gathers(chunk: Any) -> None:
+    """Parameters that count as gathered and are not; hooks that wait for them and were half taken away."""
+    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+        group.param_gather_handle = None
+        group.param_gather_dispatched = False
+        for bucket in group.buckets:
+            bucket.layerwise_gather_list = None
+    if chunk.use_forward_hook:
+        for handle in chunk.remove_forward_pre_hook_handles.values():
+            handle.remove()
+        chunk.remove_forward_pre_hook_handles.clear()
+        chunk.enable_forward_pre_hook()

@@ -1,0 +1,102 @@
+"""Survivors that a failure finds half way through something go on with the bits of a failure-free run.
+
+A drill has one rank stay in the middle of a step; another one is then killed from outside, so the restart's exception
+is raised exactly there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from moevement_core.run_record import RunRecord
+from tests.functional.bodies import spoiled_and_cleared
+from tests.functional.test_kills import SPARSE
+from tests.harness import run_ranks
+from tests.launching import Survived, finished, launch, logs
+from tests.training import SCRIPT, flags, train
+
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
+PP2xDP2: dict[str, Any] = {
+    "pipeline_model_parallel_size": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True,
+    "overlap_param_gather": True, "bf16": True, "attention_dropout": 0.1,
+}  # fmt: skip
+
+
+def kill_when_waiting(job: subprocess.Popen[str], run_dir: Path, kills: dict[str, int]) -> None:
+    """Kill a rank as soon as another one stays at a place.
+
+    Args:
+        kills: by place (``fork of iteration 9``), the rank to kill.
+    """
+    left = dict(kills)
+    while job.poll() is None and left:
+        time.sleep(0.05)
+        text = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").glob("*"))
+        for place in set(re.findall(r"injecting WAIT into rank \d+ at (\w+ of iteration \d+)", text)) & left.keys():
+            (pid,) = [one["pid"] for one in ranks_of(run_dir) if one["rank"] == left[place]]
+            del left[place]
+            os.kill(pid, signal.SIGKILL)
+    assert not left
+
+
+def ranks_of(run_dir: Path) -> list[dict[str, Any]]:
+    return list(json.loads(RunRecord(run_dir).ranks_path.read_text()))
+
+
+def interrupt(nproc: int, run_dir: Path, places: dict[tuple[int, str, int], int], **flags_: Any) -> Survived:
+    """A job in which ranks are interrupted at ``places``: (rank, phase, iteration) by the rank that is killed then."""
+    words = flags(**flags_)
+    for rank, phase, iteration in places:
+        words += ["--moevement-inject", f"rank={rank},iteration={iteration},phase={phase},signal=WAIT"]
+    job = launch("--nproc", str(nproc), "--spares", "1", str(SCRIPT), *words, "--run-dir", str(run_dir))
+    try:
+        kill_when_waiting(
+            job, run_dir, {f"{phase} of iteration {at}": killed for (_, phase, at), killed in places.items()}
+        )
+    finally:
+        code, out, err = finished(job)
+    assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
+    return Survived(run_dir, out)
+
+
+def test_a_survivor_is_interrupted_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """Of the ranks that wait, each keeps its state: another stage is the one that loses it."""
+    flags_ = SPARSE | PP2xDP2
+    wanted = train(4, tmp_path / "failure_free", **flags_)
+    places = {
+        (3, "accumulate", 6): 1,
+        (3, "fork", 9): 0,
+        (0, "ready", 12): 2,
+        (1, "copy", 15): 3,
+        (2, "accumulate", 18): 1,
+    }
+    survived = interrupt(4, tmp_path / "interrupted", places, **flags_)
+    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    survived.check_metrics(20)
+    assert [failure["recovery"]["until"] for failure in survived.failures()] == [at - 1 for _, _, at in places]
+    for failure in survived.failures():
+        assert failure["kept"].startswith("2 ranks kept their state, without gradients left over; compared with their")
+        assert "snapshot: 2 in whole, 0 in part, 0 not; replicas have the same weights" in failure["kept"]
+
+
+def test_everything_that_is_half_done_is_taken_away(tmp_path: Path) -> None:
+    words = flags(**SPARSE | PP2xDP2 | {"pipeline_model_parallel_size": 1, "moevement_replicas": 1, "train_iters": 2})
+    argv = [str(SCRIPT), *words]
+    for outcome in run_ranks(spoiled_and_cleared, 2, argv, init_process_group=False):
+        found = outcome.result
+        parameters = len([what for what in found["left"] if what.startswith("a gradient of")])
+        assert parameters > 20
+        assert found["left"][-1].startswith("gradients in buffer")
+        assert found["kept for those who follow"] == found["left"]
+        assert (found["after"], found["masters"]) == ([], 0)
+        assert found["thread"] == (True, False, False)
+        assert found["switches"] == (False, False, "default-rng", False, True)
+        assert all(group == ({}, True, False, None, None) for group in found["groups"])
+        assert set(found["hooks"]) == {1}
