@@ -139,8 +139,15 @@ def _add_coordinate(commands: argparse._SubParsersAction) -> None:
         metavar="S",
         help="seconds that the job waits for a spare where none is left (default: 600)",
     )
-    coordinate.add_argument("--run-dir", type=Path, metavar="DIR", help="the job's, in which ranks.json is kept")
+    coordinate.add_argument("--run-dir", type=_folder, metavar="DIR", help="the job's, in which ranks.json is kept")
     coordinate.set_defaults(run=_coordinate)
+
+
+def _folder(text: str) -> Path:
+    """A path that is not empty: that would mean the current folder, and comes from a variable that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty path; give a folder, or leave the option out")
+    return Path(text)
 
 
 def _coordinate(arguments: argparse.Namespace) -> int:

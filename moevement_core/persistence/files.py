@@ -20,6 +20,7 @@ from moevement_core.snapshot.snapshot import ALIGNMENT, VERSION, Header, Snapsho
 MAGIC = b"MoEvSnap"
 _PREFIX = struct.Struct("<8sIIQ16s")  # magic, version, nothing, header bytes, XXH3-128 of the header
 _NAME = re.compile(r"rank_(\d{5})_iteration_(\d{7})\.snapshot")
+_PARTIAL = re.compile(r"\.rank_\d{5}_iteration_\d{7}\.snapshot\.\d+(\.\d+)?")
 _MAX_HEADER_BYTES = 1 << 30
 
 
@@ -32,6 +33,11 @@ def owner_and_iteration(name: str) -> tuple[int, int] | None:
     """The inverse of :func:`file_name`; nothing for other files."""
     found = _NAME.fullmatch(name)
     return (int(found[1]), int(found[2])) if found else None
+
+
+def is_snapshot_file(name: str) -> bool:
+    """Whether a file of this name is one that :func:`write_snapshot` makes, finished or cut off."""
+    return _NAME.fullmatch(name) is not None or _PARTIAL.fullmatch(name) is not None
 
 
 def write_snapshot(folder: Path, snapshot: Snapshot) -> None:

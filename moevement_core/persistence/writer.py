@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.persistence.files import file_name, write_snapshot
-from moevement_core.persistence.manifest import Manifest, remove_windows, sync_folder
+from moevement_core.persistence.manifest import (
+    MARKER,
+    Manifest,
+    make_window_folder,
+    remove_windows,
+    sync_folder,
+)
 from moevement_core.snapshot.agreement import NONE, Writing
 from moevement_core.snapshot.snapshot import Lent, Snapshot
 
@@ -154,7 +160,7 @@ class WindowWriter:
     def _write(self, window: _Window, lent: Sequence[Lent]) -> None:
         folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_window_folder(self._folder.path, window.manifest.name)
             for one in lent:
                 write_snapshot(folder, one.snapshot)
                 self.written_bytes += one.snapshot.header.payload_bytes
@@ -183,6 +189,8 @@ class WindowWriter:
         with suppress(OSError):  # at the end: other ranks' files are still there
             for name in window.files:
                 (folder / name).unlink(missing_ok=True)
+            if [path.name for path in folder.iterdir()] == [MARKER]:
+                (folder / MARKER).unlink(missing_ok=True)
             folder.rmdir()
 
     def _fail(self, window: _Window, why: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moevement_core.persistence.files import file_name
-from moevement_core.persistence.manifest import manifests, read_manifest
+from moevement_core.persistence.manifest import MARKER, Manifest, make_window_folder, manifests, read_manifest
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import Writing
@@ -106,18 +106,51 @@ def test_one_at_a_time_and_each_once(writer: WindowWriter, lender: Lender) -> No
     close(writer)
 
 
-def test_two_windows_stay_and_those_of_other_runs_go(writer: WindowWriter, tmp_path: Path) -> None:
-    (tmp_path / "window_0000099_ffff").mkdir()
-    (tmp_path / "window_0000099_ffff.json").write_text("{}")
-    (tmp_path / "window_0000003_abcd").mkdir()
+def write_three(writer: WindowWriter) -> None:
     for first in (4, 6, 8):
         writer.begin(first, first + 1)
         settled(writer)
         writer.learn(Writing.DURABLE)
     close(writer)
+
+
+def test_two_windows_stay_and_those_of_other_runs_go(writer: WindowWriter, tmp_path: Path) -> None:
+    other = Manifest("ffff", 98, 99, 99, {}, {})
+    (make_window_folder(tmp_path, other.name) / file_name(0, 98)).write_bytes(b"a snapshot")
+    other.write(tmp_path)
+    unfinished = make_window_folder(tmp_path, "window_0000003_abcd")
+    (unfinished / f".{file_name(0, 3)}.4711").write_bytes(b"cut off")
+    write_three(writer)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "window_0000007_abcd", "window_0000007_abcd.json", "window_0000009_abcd", "window_0000009_abcd.json",
     ]  # fmt: skip
+
+
+def test_what_is_not_provably_ours_is_never_deleted(writer: WindowWriter, tmp_path: Path) -> None:
+    """By exact name and manifest, or marker; and of a window of ours nothing that somebody else put there."""
+    (tmp_path / "window_frames").mkdir()
+    (tmp_path / "window_frames" / "photo.png").write_bytes(b"mine")
+    (tmp_path / "window_0000099_ffff").mkdir()
+    (tmp_path / "window_0000099_ffff" / "thesis.tex").write_text("mine")
+    (tmp_path / "window_0000098_ffff.json").write_text("{}")
+    (tmp_path / "window_sizes.json").write_text('{"width": 640}')
+    elsewhere = make_window_folder(tmp_path / "elsewhere", "window_0000002_ffff")
+    (elsewhere / file_name(0, 1)).write_bytes(b"linked to")
+    (tmp_path / "window_0000002_ffff").symlink_to(elsewhere)
+    with_notes = make_window_folder(tmp_path, "window_0000097_ffff")
+    (with_notes / file_name(0, 1)).write_bytes(b"a snapshot")
+    (with_notes / "notes.txt").write_text("mine")
+    users = [
+        "elsewhere", "window_0000002_ffff", "window_0000097_ffff", "window_0000098_ffff.json", "window_0000099_ffff",
+        "window_frames", "window_sizes.json",
+    ]  # fmt: skip
+    write_three(writer)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted([*users, *(f"window_000000{at}_abcd{end}" for at in (7, 9) for end in ("", ".json"))])
+    assert (tmp_path / "window_frames" / "photo.png").read_bytes() == b"mine"
+    assert (tmp_path / "window_0000099_ffff" / "thesis.tex").exists()
+    assert (elsewhere / file_name(0, 1)).exists()
+    assert sorted(path.name for path in with_notes.iterdir()) == [MARKER, "notes.txt"]
 
 
 def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
