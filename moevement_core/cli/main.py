@@ -96,6 +96,7 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
 
 def _launch(arguments: argparse.Namespace) -> int:
     from megatron.moevement import launch, worker
+    from moevement_core.persistence.lock import acquire
 
     argv = [arguments.script, *arguments.arguments]
     if arguments.nproc is None:
@@ -109,6 +110,9 @@ def _launch(arguments: argparse.Namespace) -> int:
         worker.run_rank(argv)
         worker.end_groups()
         return 0
+    if (run_dir := launch.run_dir_of(argv)) is not None and run_dir.is_dir():
+        # Before the logs of a job that runs are overwritten by this one's; the ranks take the lock for their job.
+        acquire(run_dir, "launcher", "--run-dir", report=lambda text: print(f"moevement: {text}", flush=True)).release()
     return launch.launch_on_this_host(
         launch.Launch(
             nproc=arguments.nproc,

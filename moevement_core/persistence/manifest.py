@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ class Manifest:
     """A window of a job."""
 
     job: str
-    """A name that only this start of the job has."""
+    """A name that only this start of the job has: the job's, and for its second start and later ones ``.N``."""
     first: int
     """Its first snapshot; of every rank."""
     last: int
@@ -135,12 +135,24 @@ def remove_window(directory: Path, name: str) -> None:
             folder.rmdir()
 
 
-def remove_windows(directory: Path, job: str, oldest: str) -> None:
-    """Delete windows of other jobs and those older than ``oldest``, finished or not."""
+def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[str]) -> None:
+    """Delete windows that are needed no more, finished or not.
+
+    Args:
+        directory: where.
+        job: of its own windows those older than ``oldest`` go.
+        oldest: the name of one.
+        replaced: windows of others that go, too.
+    """
     for name in set(own_windows(directory)):
-        if not name.endswith(f"_{job}") or name < oldest:
+        if name in replaced or (name.endswith(f"_{job}") and name < oldest):
             with suppress(OSError):
                 remove_window(directory, name)
+
+
+def is_of_job(name: str, start: str) -> bool:
+    """Whether the window ``name`` was written by ``start`` or another start of the same job."""
+    return name.rpartition("_")[2].split(".")[0] == start.split(".")[0]
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moevement_core.errors import FolderInUse
 from moevement_core.persistence.files import file_name, write_snapshot
 from moevement_core.persistence.manifest import (
     MARKER,
     Manifest,
+    is_of_job,
     make_window_folder,
+    own_windows,
     remove_windows,
     sync_folder,
 )
@@ -63,6 +66,7 @@ class WindowWriter:
             that this rank's folder must hold; nothing if one is missing.
         progress_of: iteration and consumed samples of the state that a snapshot holds.
         report: told, in words, what goes wrong.
+        taken_over: says, in words, if another job has the folder now; may take as long as the disk does.
     """
 
     def __init__(
@@ -73,6 +77,7 @@ class WindowWriter:
         lend: Callable[[int, int], Sequence[Lent] | None],
         progress_of: Callable[[Snapshot], Mapping[str, int]],
         report: Report,
+        taken_over: Callable[[], str | None] = lambda: None,
     ) -> None:
         self.newest = NONE
         """The iteration whose state the newest window on disk gives."""
@@ -82,11 +87,15 @@ class WindowWriter:
         """Windows that could not be written on some rank."""
         self._folder, self._job, self._settings = folder, job, settings
         self._lend, self._progress_of, self._report = lend, progress_of, report
+        self._taken_over = taken_over
+        self._found: frozenset[str] = frozenset()
+        """Windows of others that were there before; they go when the first one of this job is durable."""
         self._window: _Window | None = None
         """The one that the job is writing now."""
         self._last_begun = NONE
         self._on_disk: list[str] = []
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs.put(self._look_around)
         self._thread = threading.Thread(target=self._work, name="moevement-disk", daemon=True)
         self._thread.start()
 
@@ -157,9 +166,29 @@ class WindowWriter:
         while (job := self._jobs.get()) is not None:
             job()
 
+    def _look_around(self) -> None:
+        with suppress(OSError):
+            self._found = frozenset(self._windows_of_others())
+
+    def _windows_of_others(self) -> set[str]:
+        return {name for name in own_windows(self._folder.path) if not name.endswith(f"_{self._job}")}
+
+    def _refuse_if_taken_over(self) -> None:
+        """Two jobs that write to one folder would delete each other's windows.
+
+        Raises:
+            FolderInUse: another job has the folder now, or has begun to write to it.
+        """
+        if (who := self._taken_over()) is not None:
+            raise FolderInUse(f"the folder was taken over by {who}; this job writes and deletes nothing there any more")
+        new = self._windows_of_others() - self._found
+        if others := [name for name in new if not is_of_job(name, self._job)]:
+            raise FolderInUse(f"another job has begun to write there ({min(others)}); this job stops to")
+
     def _write(self, window: _Window, lent: Sequence[Lent]) -> None:
         folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
         try:
+            self._refuse_if_taken_over()
             make_window_folder(self._folder.path, window.manifest.name)
             for one in lent:
                 write_snapshot(folder, one.snapshot)
@@ -176,12 +205,15 @@ class WindowWriter:
 
     def _commit(self, manifest: Manifest) -> None:
         try:
+            self._refuse_if_taken_over()
             manifest.write(self._folder.path)
             self.newest = manifest.reaches
             self._on_disk = [*self._on_disk, manifest.name][-KEPT:]
-            remove_windows(self._folder.path, self._job, min(self._on_disk))
+            remove_windows(self._folder.path, self._job, min(self._on_disk), self._found)
         except OSError as error:
             self._report(f"the manifest of iteration {manifest.reaches} cannot be written: {error.strerror}")
+        except FolderInUse as error:
+            self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
 
     def _discard(self, window: _Window) -> None:
         """What this rank wrote of a window that will never be one, so that a full disk does not stay full."""

@@ -26,6 +26,7 @@ from megatron.moevement.restart import injection, megatron_state
 from megatron.moevement.runtime import recorder, sparse
 from megatron.moevement.runtime.boundary import boundary_copy, put_boundary_state, put_progress
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
+from megatron.moevement.runtime.identity import job_name
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.recovery import Prepared
@@ -170,6 +171,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
             megatron_state.move_to_groups(old, groups)
     else:
         _put_progress_of_start()  # this process may have been on its way before
+        job.name = job_name() or ""
         is_as_then = _build(job, setup, args, survivors[0].parameter_keys)
     job.groups = [groups]
     if stood.stage not in lost and stood.committed == until - 1:

@@ -17,8 +17,9 @@ from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.recovery import Prepared, prepare
 from megatron.moevement.sparse_config import SparseConfig
-from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
+from moevement_core.errors import ConfigError, FolderInUse, RecoveryError, SnapshotError
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
+from moevement_core.persistence.lock import FolderLock, acquire
 from moevement_core.persistence.manifest import Manifest, manifests
 from moevement_core.recovery.plan import Holding, Report, Source
 from moevement_core.replication.transport import GlooTransport, Transport
@@ -104,6 +105,43 @@ def find_place(flag: str, template: str, node: str) -> Place:
     if found := next((text for text, _ in told if text), None):
         raise ConfigError(found)
     return Place(folder, tuple(seen))
+
+
+def lock_place(flag: str, place: Place, job: str, held: FolderLock | None, *, may_wait: bool) -> FolderLock | None:
+    """Take every folder for this job, by its first rank; every rank calls it.
+
+    Args:
+        flag: what the user gave the folder by.
+        place: this rank's.
+        job: the job's name.
+        held: what this rank holds from before, if it does.
+        may_wait: whether to see whether another job's holder lives; see :func:`acquire`.
+
+    Returns:
+        The lock, on the first rank of a folder.
+
+    Raises:
+        FolderInUse: another job has a folder. On every rank.
+        ConfigError: the lock cannot be written on some rank. On every rank.
+    """
+    lock: FolderLock | None = None
+    complaint: ConfigError | None = None
+    try:
+        if place.is_first and held is not None and held.folder == place.folder and held.lost is None:
+            lock = held
+        elif place.is_first:
+            lock = acquire(place.folder, job, flag, may_wait=may_wait, report=_say)
+    except FolderInUse as error:
+        complaint = error
+    except OSError as error:
+        complaint = ConfigError(f"{flag} {place.folder}: {error.strerror}; give a folder that every rank can write")
+    if refused := next((error for error in tell_all(complaint) if error), None):
+        raise refused
+    return lock
+
+
+def _say(text: str) -> None:
+    print(f"moevement: {text}", flush=True)
 
 
 def refuse_foreign_windows(place: Place, load: str | None, node: str) -> None:

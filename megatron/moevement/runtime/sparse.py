@@ -11,7 +11,6 @@ import functools
 import inspect
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from megatron.moevement.restart import injection
 from megatron.moevement.runtime import recovery, wipe
 from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
 from megatron.moevement.runtime.job import Job, current_job
-from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
+from megatron.moevement.runtime.persisted import Loaded, find_place, lock_place, refuse_foreign_windows, settings_of
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.windows import WindowDecisions
 from megatron.moevement.runtime.wiring import wire
@@ -39,6 +38,7 @@ from moevement_core.digest import digest
 from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.operators import OperatorTable
+from moevement_core.persistence.lock import FolderLock, other_holder
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
@@ -139,8 +139,10 @@ class SparseRun:
         self._announced = NONE
         self._window_start = self.began_at = job.iteration
         self._silent: set[int] = set()
+        self._lock: FolderLock | None = None
+        """Of the folder that windows are written to, on the first of the ranks that share it."""
         self._disk_job = ""
-        """The name of this job among those that wrote windows to the same folder."""
+        """The name of this start of the job among those that wrote windows to the same folder."""
         self._states = {operator.name: state for operator, state in self.views.states.items()}
         self._record_bytes = self._measure_record()
         if adopted is not None:
@@ -168,17 +170,21 @@ class SparseRun:
     # Once
 
     def start_writer(self) -> None:
-        """Write windows that begin with the next iteration or later, where that is wanted; every rank calls it."""
+        """Write windows that begin with the next iteration or later, where that is wanted; every rank calls it.
+
+        Raises:
+            ConfigError: the folder cannot be used, or another job writes to it. On every rank.
+        """
         from megatron.training import get_args
 
         if (template := self.config.persist_dir) is None:
             return
-        place = find_place("--moevement-persist-dir", template, self.config.node_of(self.wiring.rank))
+        flag = "--moevement-persist-dir"
+        place = find_place(flag, template, self.config.node_of(self.wiring.rank))
+        self._lock = lock_place(flag, place, self.job.name, self._lock, may_wait=not self._disk_job)
         if not self._disk_job:
             refuse_foreign_windows(place, self.config.load, self.config.node_of(self.wiring.rank))
-            name = [uuid.uuid4().hex[:8]]
-            dist.broadcast_object_list(name)
-            self._disk_job = name[0]
+            self._disk_job = self.job.start
         elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
         self._writer = WindowWriter(
             Folder(place.folder, place.is_first),
@@ -187,6 +193,7 @@ class SparseRun:
             lambda first, last: self.checkpointer.lend(first, last, elsewhere),
             lambda snapshot: snapshot.record()["boundary"]["progress"],
             self._report,
+            lambda: other_holder(place.folder, self.job.name),
         )
         self.checkpointer.write_to(self._writer, self.job.iteration)
 
@@ -626,6 +633,8 @@ class SparseRun:
             self._report("not all peers took the last snapshots in time")
         if self._writer is not None:
             self._writer.close(self._least, DISK_TIMEOUT_S)
+        if self._lock is not None:
+            self._lock.release()
         writer = self._writer
         on_disk = (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
         decided = (self.windows.windows, self.windows.reorders)
