@@ -150,6 +150,20 @@ def remove_windows(directory: Path, job: str, oldest: str, replaced: Collection[
                 remove_window(directory, name)
 
 
+def remove_unfinished(directory: Path, start: str, but: str) -> None:
+    """Delete what failures have left of windows of a job that will never be finished.
+
+    Args:
+        directory: where.
+        start: of the job.
+        but: the name of the window that is being written.
+    """
+    for name in set(own_windows(directory)):
+        if is_of_job(name, start) and name != but and not (directory / f"{name}.json").exists():
+            with suppress(OSError):
+                remove_window(directory, name)
+
+
 def is_of_job(name: str, start: str) -> bool:
     """Whether the window ``name`` was written by ``start`` or another start of the same job."""
     return name.rpartition("_")[2].split(".")[0] == start.split(".")[0]

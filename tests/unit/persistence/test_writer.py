@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,89 @@ def test_windows_of_an_earlier_start_of_the_job_are_replaced(
     after = WindowWriter(Folder(tmp_path, True), "abcd.2", {}, lender, lambda s: {}, reports.append)
     write_three(after)
     assert {m.job for m in manifests(tmp_path)} == {"abcd.2"}
+
+
+class Stall:
+    """A disk that holds a write up until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr("moevement_core.persistence.files.os.fsync", self)
+
+    def __call__(self, descriptor: int) -> None:
+        self.reached.set()
+        assert self.go_on.wait(20)
+
+
+@pytest.fixture
+def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall]:
+    stall = Stall(monkeypatch)
+    yield stall
+    stall.go_on.set()
+
+
+def ended(writer: WindowWriter) -> None:
+    deadline = time.monotonic() + 10
+    while writer.is_alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_recovery_does_not_wait_for_a_disk_that_stalls(
+    writer: WindowWriter, tmp_path: Path, lender: Lender, reports: list[str], stall: Stall
+) -> None:
+    writer.begin(4, 5)
+    assert stall.reached.wait(10)
+    began = time.monotonic()
+    writer.abandon()
+    assert time.monotonic() - began < 1
+    assert lender.out == [4, 5], "its buffers are not used anew while it writes"
+    assert writer.is_alive
+    stall.go_on.set()
+    ended(writer)
+    assert not lender.out
+    assert not reports
+    assert not manifests(tmp_path)
+    folder = tmp_path / "window_0000005_abcd"
+    assert [path.name for path in folder.iterdir()] == [MARKER], "nothing gets its name after the window was given up"
+
+
+def test_what_a_stalled_writer_has_left_goes_with_the_next_window_and_does_it_no_harm(
+    writer: WindowWriter, tmp_path: Path, lender: Lender, reports: list[str], stall: Stall
+) -> None:
+    writer.begin(4, 5)
+    assert stall.reached.wait(10)
+    writer.abandon()
+    later = writer_to(tmp_path, lender, reports, left_behind=[writer])
+    later.begin(6, 7)
+    assert settled(later) is Writing.FAILED, "while the disk holds buffers no others are lent to it"
+    assert "the disk still holds up an older one" in reports[0]
+    assert lender.out == [4, 5]
+    later.learn(Writing.FAILED)
+    stall.go_on.set()
+    ended(writer)
+    for first in (4, 8):  # the same window as the stalled one, and another
+        again = writer_to(tmp_path, lender, reports, left_behind=[writer])
+        again.begin(first, first + 1)
+        assert settled(again) is Writing.DURABLE
+        again.learn(Writing.DURABLE)
+        close(again)
+    close(later)
+    assert [manifest.reaches for manifest in manifests(tmp_path)] == [9, 5]
+    for manifest in manifests(tmp_path):
+        files = sorted(path.name for path in (tmp_path / manifest.name).iterdir())
+        assert files == [MARKER, *(file_name(0, at) for at in (manifest.first, manifest.last))]
+
+
+def test_a_window_that_all_agreed_on_gets_its_manifest_though_a_failure_comes(
+    writer: WindowWriter, tmp_path: Path
+) -> None:
+    writer.begin(4, 5)
+    assert settled(writer) is Writing.DURABLE
+    writer.learn(Writing.DURABLE)
+    writer.abandon()
+    ended(writer)
+    assert windows(tmp_path) == ["window_0000005_abcd"]
 
 
 def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
