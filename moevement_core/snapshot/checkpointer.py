@@ -414,8 +414,11 @@ class Checkpointer:
             if held.freed and held.users == 0:
                 held.pool.release(held.buffer)
 
-    def write_to(self, writer: WindowWriter, first: int) -> None:
-        """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank."""
+    def write_to(self, writer: WindowWriter | None, first: int) -> None:
+        """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.
+
+        Every rank calls it at the same point. Without a writer nothing is written from now on.
+        """
         self._writer, self._written_from = writer, first
 
     def lend(self, first: int, last: int, keepers: Sequence[Keeper]) -> list[Lent] | None:

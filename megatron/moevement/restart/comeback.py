@@ -193,6 +193,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     put_progress(job, reached.progress if is_between else reached.begun_progress or reached.progress)
     args.iteration, args.num_floating_point_operations_so_far = until, reached.flops
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    recorder.go_on_with_record(job, args)
     job.sparse.start_writer()
     prepared = None
     if lost:
@@ -206,7 +207,6 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     if stood.stage not in lost:
         job.sparse.commit.gather(now=True)
     job.comeback = Comeback(until, lost, prepared, reached, is_between, usable_at, time.time())
-    recorder.go_on_with_record(job, args)
     return True
 
 

@@ -27,7 +27,16 @@ from megatron.moevement.restart import injection
 from megatron.moevement.runtime import recovery, wipe
 from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
 from megatron.moevement.runtime.job import Job, current_job
-from megatron.moevement.runtime.persisted import Loaded, find_place, lock_place, refuse_foreign_windows, settings_of
+from megatron.moevement.runtime.persisted import (
+    RECOVERY_PATIENCE_S,
+    START_PATIENCE_S,
+    Loaded,
+    Place,
+    find_place,
+    lock_place,
+    refuse_foreign_windows,
+    settings_of,
+)
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.windows import WindowDecisions
 from megatron.moevement.runtime.wiring import wire
@@ -35,7 +44,7 @@ from megatron.moevement.sparse_config import SparseConfig, Verify
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.digest import digest
-from moevement_core.errors import RecoveryError
+from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.operators import OperatorTable
 from moevement_core.persistence.lock import FolderLock, other_holder
@@ -139,6 +148,14 @@ class SparseRun:
         self._announced = NONE
         self._window_start = self.began_at = job.iteration
         self._silent: set[int] = set()
+        self.warnings: list[str] = []
+        """What an operator must not miss."""
+        self._left_behind: list[WindowWriter] = []
+        """Of earlier generations, that a stalled disk holds up."""
+        self._disk_misses = self._disk_wait = 0
+        """Tries in a row in which the folder could not be used; windows until the next one."""
+        self._is_without_disk = False
+        self._windows_failed = 0
         self._lock: FolderLock | None = None
         """Of the folder that windows are written to, on the first of the ranks that share it."""
         self._disk_job = ""
@@ -172,30 +189,81 @@ class SparseRun:
     def start_writer(self) -> None:
         """Write windows that begin with the next iteration or later, where that is wanted; every rank calls it.
 
+        A job that is just starting cannot do without the folder. Later on training does: that the folder cannot be
+        used is reported, and it is tried again after the next failure and, less and less often, with a new window.
+
         Raises:
-            ConfigError: the folder cannot be used, or another job writes to it. On every rank.
+            ConfigError: the job starts, and the folder cannot be used, or another job writes to it. On every rank.
         """
+        if self.config.persist_dir is None:
+            return
+        is_start = not self._disk_job and self.job.start == self.job.name
+        try:
+            place = self._take_folder(self.config.persist_dir, is_start)
+        except ConfigError as error:
+            if is_start:
+                raise
+            self._go_without_disk(str(error))
+            return
+        self._disk_job = self._disk_job or self.job.start
+        if self._is_without_disk:
+            self._tell_all_is_well(f"windows are written to {place.folder} again")
+        self._is_without_disk, self._disk_misses = False, 0
+        self._writer = self._make_writer(place)
+        self.checkpointer.write_to(self._writer, self.job.iteration)
+
+    def _take_folder(self, template: str, is_start: bool) -> Place:
+        """Find the folder and lock it for the job; every rank calls it.
+
+        Raises:
+            ConfigError: that cannot be done. On every rank.
+        """
+        flag, node = "--moevement-persist-dir", self.config.node_of(self.wiring.rank)
+        patience_s = START_PATIENCE_S if is_start else RECOVERY_PATIENCE_S
+        place = find_place(flag, template, node, patience_s)
+        self._lock = lock_place(flag, place, self.job.name, self._lock, patience_s, may_wait=is_start)
+        if is_start:
+            refuse_foreign_windows(place, self.config.load, node)
+        return place
+
+    def _go_without_disk(self, why: str) -> None:
+        """Train on without writing windows; every rank calls it."""
+        self._disk_job = self._disk_job or self.job.start
+        self._writer = None
+        self.checkpointer.write_to(None, self.job.iteration)
+        self._disk_misses += 1
+        self._is_without_disk = True
+        if self._disk_misses == 1:
+            self._warn(
+                "windows_not_on_disk", f"no windows are written to disk for now: {why}. Training goes on, and the "
+                "folder is tried again after the next failure and with new windows"
+            )  # fmt: skip
+        # 1, 2, 4, 8, ... windows later: where the disk does not answer every try takes seconds.
+        self._disk_wait = 1 << min(self._disk_misses - 1, 6)
+
+    def _try_disk_again(self) -> None:
+        """At a window's beginning, on every rank alike."""
+        if self.config.persist_dir is None or self._writer is not None:
+            return
+        self._disk_wait -= 1
+        if self._disk_wait <= 0:
+            self.start_writer()
+
+    def _make_writer(self, place: Place) -> WindowWriter:
         from megatron.training import get_args
 
-        if (template := self.config.persist_dir) is None:
-            return
-        flag = "--moevement-persist-dir"
-        place = find_place(flag, template, self.config.node_of(self.wiring.rank))
-        self._lock = lock_place(flag, place, self.job.name, self._lock, may_wait=not self._disk_job)
-        if not self._disk_job:
-            refuse_foreign_windows(place, self.config.load, self.config.node_of(self.wiring.rank))
-            self._disk_job = self.job.start
         elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
-        self._writer = WindowWriter(
+        lock = self._lock
+        return WindowWriter(
             Folder(place.folder, place.is_first),
             self._disk_job,
             settings_of(get_args()),
             lambda first, last: self.checkpointer.lend(first, last, elsewhere),
             lambda snapshot: snapshot.record()["boundary"]["progress"],
             self._report,
-            lambda: other_holder(place.folder, self.job.name),
+            lambda: (lock.lost if lock is not None else None) or other_holder(place.folder, self.job.name),
+            self._left_behind,
         )
-        self.checkpointer.write_to(self._writer, self.job.iteration)
 
     def _adopt(self, policy: Policy) -> None:
         windows = self.windows
@@ -273,6 +341,9 @@ class SparseRun:
             keeper.ended.wait()
         if self._writer is not None:
             self._writer.abandon()
+            self._left_behind = [writer for writer in (*self._left_behind, self._writer) if writer.is_alive]
+            self._writer = None
+        self._disk_misses = 0  # as on ranks that are new then: all try again at the same windows
 
     def keeps(self) -> dict[int, list[int]]:
         """Iterations of the snapshots that are kept here for others, by their rank."""
@@ -374,6 +445,7 @@ class SparseRun:
         if window_start > self._window_start:
             self._window_start = window_start
             self.windows.decide(committed, self.checkpointer, self._senders)
+            self._try_disk_again()
         # Of an iteration that was left out there is no record.
         outcome = self._last_record if self._last_record.get("iteration") == committed else {}
         boundary = boundary_copy(self.job)
@@ -392,6 +464,7 @@ class SparseRun:
             self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))
         injection.at(Phase.SNAPSHOT)
         self._watch_peers()
+        self._watch_disk()
         self._announce()
         self.last_begin_s = time.perf_counter() - began
         self.totals.begin_s += self.last_begin_s
@@ -592,6 +665,31 @@ class SparseRun:
             return  # what ends now ends because a rank died, which is told elsewhere
         print(f"moevement: rank {self.wiring.rank}: {text}", flush=True)
 
+    def _warn(self, kind: str, text: str, **fields: Any) -> None:
+        """What an operator must not miss: in the launcher's output, as an event, and in the summary.
+
+        Every rank calls it alike. The launcher shows rank 0's lines.
+        """
+        self.warnings.append(text)
+        if self.wiring.rank == 0:
+            print(f"moevement: WARNING: {text}", flush=True)
+        self.job.event(kind, text=text, **fields)
+
+    def _tell_all_is_well(self, text: str) -> None:
+        if self.wiring.rank == 0:
+            print(f"moevement: {text}", flush=True)
+        self.job.event("windows_on_disk_again", text=text)
+
+    def _watch_disk(self) -> None:
+        """Windows that could not be written on some rank, which all ranks have agreed on."""
+        failed = self._writer.failed if self._writer is not None else 0
+        if failed > self._windows_failed and failed & (failed - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+            self._warn(
+                "windows_not_on_disk", f"{failed} windows could not be written to --moevement-persist-dir; the logs of "
+                "the ranks concerned say why. The next is tried", failed=failed,
+            )  # fmt: skip
+        self._windows_failed = failed
+
     def _watch_peers(self) -> None:
         for sender in self._senders:
             silent = sender.silent_s > self.config.peer_timeout_s
@@ -638,6 +736,7 @@ class SparseRun:
         writer = self._writer
         on_disk = (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
         decided = (self.windows.windows, self.windows.reorders)
+        warnings = tell_all(self.warnings)
         told = tell_all((self.totals, self.checkpointer.progress, on_disk, decided))
         totals, progress, disk, decisions = ([one[part] for one in told] for part in range(4))
         newest_on_disk = min(one[0] for one in disk)
@@ -661,6 +760,7 @@ class SparseRun:
             "disk_windows_failed": max(one[1] for one in disk),
             "disk_bytes": sum(one[2] for one in disk),
             "disk_s": max(one[3] for one in disk),
+            "warnings": max(warnings, key=len),  # a rank that joined later knows fewer
         }
 
 
