@@ -470,6 +470,12 @@ class Checkpointer:
         with self._lock:
             return {iteration: held.snapshot for iteration, held in self._held.items() if held.snapshot}
 
+    @property
+    def oldest_needed(self) -> int:
+        """Where the run begins that the job falls back to; before there is one, this rank's oldest snapshot."""
+        with self._lock:
+            return self.progress.persisted if self.progress.persisted != NONE else min(self._held, default=NONE)
+
     def persisted(self) -> dict[int, Contents]:
         """What the snapshots hold that all peers have (with no peers: that are captured)."""
         peers = {sender.peer for sender in self._senders}

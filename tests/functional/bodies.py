@@ -276,3 +276,16 @@ def with_shapes_exchanged(argv: list[str]) -> None:
     with patch.object(kind, "__init__", init), exchange:
         run_rank(argv)
     assert shapes.called
+
+
+def with_peers_that_keep_nothing(argv: list[str]) -> None:
+    """Peers take the memory for copies, and never answer to any."""
+    import time
+
+    from moevement_core.replication.keeper import Keeper
+
+    def silent(self: Keeper, message: Any) -> None:
+        time.sleep(1000)
+
+    Keeper._receive = silent  # type: ignore[method-assign]
+    run_rank(argv)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.moevement.optimizer.commit import CommitPoint, Mark
 from megatron.moevement.optimizer.frozen_step import check_supported
 from megatron.moevement.optimizer.views import operator_views
+from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
 from megatron.moevement.restart import in_process as restart
 from megatron.moevement.restart import injection
 from megatron.moevement.runtime import recovery, wipe
@@ -51,10 +52,11 @@ from moevement_core.persistence.lock import FolderLock, other_holder
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
-from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import impose_window
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
+from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot import plain
@@ -130,6 +132,7 @@ class SparseRun:
         kept: Sequence[Mapping[int, Collection[int]]] = (),
     ) -> None:
         from megatron.core.utils import unwrap_model
+        from megatron.training import get_args
 
         check_supported(job.optimizer)
         self.config = config
@@ -144,7 +147,8 @@ class SparseRun:
         self.views = operator_views(chunks, job.optimizer)
         self.wiring = wire(config, self.views.states)
         self.table = self.wiring.table
-        self.windows = WindowDecisions(chunks, self.wiring, config, self._report)
+        sent_bytes = bytes_sent_per_iteration(get_args(), self.wiring.stage)
+        self.windows = WindowDecisions(chunks, self.wiring, config, self._report, sent_bytes)
         self._announced = NONE
         self._window_start = self.began_at = job.iteration
         self._silent: set[int] = set()
@@ -171,12 +175,17 @@ class SparseRun:
         self._loaded = loaded
         self._writer: WindowWriter | None = None
         if adopted is None:
+            self._refuse_without_copies()
             self.start_writer()
         if self.wiring.pipeline.stages > 1:
-            job.boundary_log = BoundaryLog(self._device, config.log_memory_bytes, self._report)
+            job.boundary_log = BoundaryLog(self._device, self._log_cap_bytes(), self._report)
         self._last_record: dict[str, Any] = {}
         self._recent: dict[int, Mapping[str, Any]] = {}
         """What came of the steps that a replay may come by; kept as long as logs are."""
+        self._persisted_since = (self.checkpointer.progress.persisted, job.iteration)
+        """Where the newest persisted run begins, and since which iteration it has been the newest."""
+        self._unpersisted = 0
+        """The most iterations in a row in which no newer run was persisted."""
         self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote())
         self._is_first = adopted is None
         self._replaying = False
@@ -289,7 +298,7 @@ class SparseRun:
         else:
             history = self.windows.first(self.job.iteration, bytes_of)
         own_bytes = max(self.windows.slots(one.size) for one in history.all) * max(map(bytes_of, history.all))
-        self._senders, keepers = self._connect(own_bytes, {})
+        self._senders, keepers = self._connect(own_bytes, history.all, {})
         return Checkpointer(
             self.wiring.rank,
             self._states,
@@ -305,22 +314,57 @@ class SparseRun:
             needed=adopted.needed if adopted is not None else (NONE, NONE),
         )
 
+    def _refuse_without_copies(self) -> None:
+        """A peer that has no host memory for copies when the job starts will not have it later; every rank calls it.
+
+        Raises:
+            ConfigError: there is such a peer. On every rank.
+        """
+        refused = [
+            sender.peer
+            for sender in self._senders
+            if sender.wait_for_answer(self.config.peer_timeout_s) and sender.is_refused
+        ]
+        told = [(rank, peers) for rank, peers in enumerate(tell_all(refused)) if peers]
+        if told:
+            rank, peers = told[0]
+            raise ConfigError(
+                f"--moevement-replicas {self.config.replicas}: rank {peers[0]} has no host memory for the copies of "
+                f"rank {rank}, as its log says; give more memory, or fewer replicas, or a larger --moevement-window"
+            )
+
+    def _log_cap_bytes(self) -> float:
+        """What is left for the log beside snapshots; at least what was set aside for it."""
+        history = self.checkpointer.history
+        aside = max(self.windows.log_bytes(one.size) for one in history.all)
+        left = self.config.host_memory_bytes - self._snapshot_bytes()
+        return min(self.config.log_memory_bytes, max(left, aside))
+
+    def _snapshot_bytes(self) -> float:
+        """Host memory that own snapshots take, and those of all sources once they have asked for it."""
+        own = self.checkpointer.memory_needed(self.checkpointer.history.newest)
+        return own + sum(keeper.memory_bytes for keeper in self.checkpointer.keepers)
+
     def _peers_have(self, kept: Sequence[Mapping[int, Collection[int]]]) -> dict[int, Collection[int]]:
         """By peer, the iterations of this rank's snapshots that it keeps, from what every rank said."""
         rank = self.wiring.rank
         return {peer: kept[peer].get(rank, ()) for peer in self.wiring.peers[rank]} if kept else {}
 
-    def _connect(self, own_bytes: int, before: dict[int, Keeper]) -> tuple[list[Sender], list[Keeper]]:
+    def _connect(
+        self, own_bytes: int, schedules: Sequence[Schedule], before: dict[int, Keeper]
+    ) -> tuple[list[Sender], list[Keeper]]:
         """Threads that bring snapshots to peers, and that keep those of others.
 
         Args:
             own_bytes: host memory that this rank's own snapshots take.
+            schedules: those that snapshots and logs are of.
             before: keepers of an earlier generation by source; what they have is taken over.
         """
         wiring, transport = self.wiring, self.wiring.snapshots
         if transport is None:
             return [], []
-        allowance = (self.config.host_memory_bytes - own_bytes) / max(1, len(wiring.sources))
+        logs_bytes = max(self.windows.log_bytes(one.size) for one in schedules)
+        allowance = Allowance(self.config.host_memory_bytes - own_bytes - logs_bytes)
         keepers = [
             Keeper(wiring.rank, one, transport, self._device, allowance, self._report, before.get(one))
             for one in wiring.sources
@@ -358,7 +402,7 @@ class SparseRun:
         self.wiring = self.windows.wiring = wire(self.config, self.views.states)
         before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
         own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
-        self._senders, keepers = self._connect(own_bytes, before)
+        self._senders, keepers = self._connect(own_bytes, self.checkpointer.history.all, before)
         others = [keeper for source, keeper in before.items() if source not in self.wiring.sources]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
         self.checkpointer.rewire(self._senders, [*keepers, *others], self.wiring.agreement, self._peers_have(kept))
@@ -451,10 +495,7 @@ class SparseRun:
         boundary = boundary_copy(self.job)
         self._mark_begun(committed, boundary)
         record = {"boundary": boundary, "iteration": outcome}
-        persisted = self.checkpointer.progress.persisted
-        self._recent = {iteration: outcome for iteration, outcome in self._recent.items() if iteration >= persisted}
-        if self.job.boundary_log is not None:
-            self.job.boundary_log.free_before(persisted)
+        self._forget_before(self._oldest_needed(committed))
         history = self.checkpointer.history
         # Before the first iteration a whole window, so that a run has something to come back to from its start on.
         schedule = history.at(committed)
@@ -465,9 +506,23 @@ class SparseRun:
         injection.at(Phase.SNAPSHOT)
         self._watch_peers()
         self._watch_disk()
+        self._watch_persistence(committed)
         self._announce()
         self.last_begin_s = time.perf_counter() - began
         self.totals.begin_s += self.last_begin_s
+
+    def _oldest_needed(self, committed: int) -> int:
+        """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.
+
+        Where no window is persisted for long, what a plan could use in the best case is the bound.
+        """
+        reach = max(self.windows.iterations_logged(one.size) for one in self.checkpointer.history.all)
+        return max(self.checkpointer.progress.persisted, committed + 2 - reach)
+
+    def _forget_before(self, iteration: int) -> None:
+        self._recent = {ran: outcome for ran, outcome in self._recent.items() if ran >= iteration}
+        if self.job.boundary_log is not None:
+            self.job.boundary_log.free_before(iteration)
 
     def _digests_whole(self, iteration: int) -> bool:
         """Whether ``SS_iteration`` has a digest of the whole state."""
@@ -680,6 +735,24 @@ class SparseRun:
             print(f"moevement: {text}", flush=True)
         self.job.event("windows_on_disk_again", text=text)
 
+    def _watch_persistence(self, committed: int) -> None:
+        """Nothing new is persisted for two windows: more and more work would be lost. On every rank alike."""
+        persisted = self.checkpointer.progress.persisted
+        if persisted != self._persisted_since[0]:
+            self._persisted_since = persisted, committed
+        since = committed - self._persisted_since[1]
+        self._unpersisted = max(self._unpersisted, since)
+        size = self.checkpointer.history.newest.size
+        limit = 2 * size + LAG_ALLOWANCE + 1
+        if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
+            return
+        newest = "no window at all" if persisted == NONE else f"no window newer than that from iteration {persisted} on"
+        self._warn(
+            "nothing_persisted", f"{since} iterations in a row have brought {newest} to all peers (a window has {size} "
+            "iterations); a failure now costs more than it should. The ranks' logs name peers that lag or refuse",
+            iterations=since, persisted_from=None if persisted == NONE else persisted,
+        )  # fmt: skip
+
     def _watch_disk(self) -> None:
         """Windows that could not be written on some rank, which all ranks have agreed on."""
         failed = self._writer.failed if self._writer is not None else 0
@@ -735,7 +808,7 @@ class SparseRun:
             self._lock.release()
         writer = self._writer
         on_disk = (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
-        decided = (self.windows.windows, self.windows.reorders)
+        decided = (self.windows.windows, self.windows.reorders, self._unpersisted)
         warnings = tell_all(self.warnings)
         told = tell_all((self.totals, self.checkpointer.progress, on_disk, decided))
         totals, progress, disk, decisions = ([one[part] for one in told] for part in range(4))
@@ -754,6 +827,7 @@ class SparseRun:
             "windows_abandoned": sum(one.abandoned for one in progress),
             "reorders": max(one[1] for one in decisions),
             "persisted_from": None if persisted == NONE else persisted,
+            "longest_unpersisted": max(one[2] for one in decisions),
             "memory_bytes": max(one.memory_bytes for one in progress),
             "recoveries": [one.as_dict() for one in self.recoveries],
             "on_disk": None if newest_on_disk == NONE else newest_on_disk,
