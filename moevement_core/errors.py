@@ -13,6 +13,10 @@ class ConfigError(MoEvementError):
     """A flag, a configuration file or a combination of them cannot work; nothing was started."""
 
 
+class FolderInUse(ConfigError):
+    """Another job writes to a folder that this one was to write to; nothing was overwritten."""
+
+
 class OperatorError(ConfigError):
     """Operators that cannot be: a negative size, a name twice, a name that nobody has."""
 

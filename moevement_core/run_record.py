@@ -26,16 +26,24 @@ from typing import Any
 import yaml
 
 from moevement_core.errors import RunRecordError
+from moevement_core.persistence.lock import FolderLock
 
 _TAIL_BYTES = 16 << 10
 """More than a line of metrics ever has."""
 
 
 class RunRecord:
-    """One run directory. Each file has one writer at a time; readers may come at any moment."""
+    """One run directory. Each file has one writer at a time; readers may come at any moment.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: the directory.
+        lock: of the job that writes it. When another job has taken it over nothing more is written: two jobs' lines
+            in one file would be no run at all.
+    """
+
+    def __init__(self, folder: Path, lock: FolderLock | None = None) -> None:
         self.folder = folder
+        self.lock = lock
         self.config_path = folder / "config.yaml"
         self.metrics_path = folder / "metrics.jsonl"
         self.events_path = folder / "events.jsonl"
@@ -58,19 +66,32 @@ class RunRecord:
 
     def metric(self, **fields: Any) -> None:
         """Append the line of one committed iteration."""
-        _append(self.metrics_path, fields)
+        if not self._is_lost:
+            _append(self.metrics_path, fields)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append an event; ``time`` is seconds since the epoch."""
-        _append(self.events_path, {"event": kind, "time": time.time(), **fields})
+        if not self._is_lost:
+            _append(self.events_path, {"event": kind, "time": time.time(), **fields})
 
     def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Replace ``ranks.json``."""
         _replace(self.ranks_path, json.dumps(ranks, indent=2) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``; its presence says that the run came to its end."""
+        """Write ``summary.json``; its presence says that the run came to its end.
+
+        Raises:
+            RunRecordError: another job has taken the directory over.
+        """
+        if self._is_lost:
+            assert self.lock is not None
+            raise RunRecordError(f"{self.folder}: taken over by {self.lock.lost}; this run has no summary")
         _replace(self.summary_path, json.dumps(summary, indent=2) + "\n")
+
+    @property
+    def _is_lost(self) -> bool:
+        return self.lock is not None and self.lock.lost is not None
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``, in the order written."""

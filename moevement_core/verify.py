@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from moevement_core.errors import RunRecordError
 from moevement_core.run_record import RunRecord
 
 SERIES = ("loss", "grad_norm")
@@ -34,10 +36,10 @@ def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> V
             start); otherwise both must have recorded the same ones.
 
     Raises:
-        RunRecordError: a run is missing, unfinished or damaged.
+        RunRecordError: a run is missing, unfinished or damaged, or has an iteration more than once.
     """
     summaries = a.summary(), b.summary()
-    lines = {line["iteration"]: line for line in a.metrics()}, {line["iteration"]: line for line in b.metrics()}
+    lines = _by_iteration(a), _by_iteration(b)
     common = sorted(lines[0].keys() & lines[1].keys())
     difference = None
     if not common:
@@ -52,6 +54,19 @@ def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> V
     parts = {name: digests[0]["parts"].get(name) == digests[1]["parts"].get(name) for name in names}
     difference = series or difference or _first_state_difference(digests, parts)
     return Verdict(difference is None, len(common), difference, parts)
+
+
+def _by_iteration(run: RunRecord) -> dict[int, dict[str, Any]]:
+    """The lines of a run; each iteration has one, unless two jobs have written to one directory."""
+    lines = run.metrics()
+    counts = Counter(line["iteration"] for line in lines)
+    if repeated := sorted(iteration for iteration, count in counts.items() if count > 1):
+        shown = ", ".join(map(str, repeated[:5])) + (", ..." if len(repeated) > 5 else "")
+        raise RunRecordError(
+            f"{run.metrics_path}: {len(repeated)} iterations have more than one line ({shown}), as when two jobs write "
+            "to one run directory; do the run again with a --run-dir of its own"
+        )
+    return {line["iteration"]: line for line in lines}
 
 
 def _first_difference(lines: tuple[dict[int, Any], dict[int, Any]], iterations: list[int]) -> str | None:

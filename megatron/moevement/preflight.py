@@ -74,6 +74,17 @@ def _one_line(error: Exception) -> str:
     return f"Megatron refuses these flags: {condition} ({Path(frame.filename).name}:{frame.lineno})"
 
 
+def empty_paths(args: Namespace) -> Iterator[str]:
+    """A path that is empty comes from a variable that was not set; as a path it would mean the current folder."""
+    for flag in ("run_dir", "moevement_persist_dir", "moevement_load", "moevement_inject_trace"):
+        value = getattr(args, flag, None)
+        if value is not None and not value.strip():
+            yield (
+                f"--{flag.replace('_', '-')} {value!r}: an empty path, as from a variable that is not set; give a "
+                "folder, or leave the flag out"
+            )
+
+
 def positive_sizes(args: Namespace) -> Iterator[str]:
     """Sizes that divide others must be positive numbers."""
     required = {
@@ -492,6 +503,6 @@ def _multiples(value: int, of: int) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches, learning_rate,
-    without_gpu, optimizer, data, run_directory, checkpoints, sparse_checkpoints,
+    empty_paths, positive_sizes, world_size, experts, initialization, layers, widths, lengths_and_batches,
+    learning_rate, without_gpu, optimizer, data, run_directory, checkpoints, sparse_checkpoints,
 )  # fmt: skip

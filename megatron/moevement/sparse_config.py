@@ -110,7 +110,7 @@ class SparseConfig:
             ranks_per_node=None
             if args.moevement_ranks_per_node is None
             else _at_least("--moevement-ranks-per-node", args.moevement_ranks_per_node, 1),
-            host_memory_bytes=_positive("--moevement-host-memory-gb", args.moevement_host_memory_gb, math.inf) * 1e9,
+            host_memory_bytes=_gigabytes("--moevement-host-memory-gb", args.moevement_host_memory_gb),
             d2h_bytes_per_s=_bandwidth("--moevement-bandwidth", args.moevement_bandwidth),
             network_bytes_per_s=_bandwidth("--moevement-network-bandwidth", args.moevement_network_bandwidth),
             lease_s=args.moevement_lease_seconds,
@@ -120,7 +120,7 @@ class SparseConfig:
             verify=Verify(args.moevement_verify),
             persist_dir=args.moevement_persist_dir,
             load=args.moevement_load,
-            log_memory_bytes=_positive("--moevement-log-memory-gb", args.moevement_log_memory_gb, math.inf) * 1e9,
+            log_memory_bytes=_gigabytes("--moevement-log-memory-gb", args.moevement_log_memory_gb),
             wipe_stages=frozenset(args.moevement_wipe_stages) if args.moevement_wipe_stages else None,
             faults=tuple(Fault.parse(text) for text in args.moevement_inject),
             inject_mtbf_s=None
@@ -207,7 +207,8 @@ def add_sparse_arguments(group: Any) -> None:
         "--moevement-host-memory-gb",
         type=float,
         metavar="GB",
-        help="host memory that a rank may use for its snapshots and those it keeps for peers (default: no cap)",
+        help="host memory that a rank may use for its snapshots, those it keeps for peers, and its boundary log "
+        "(default: no cap)",
     )
     add(
         "--moevement-bandwidth",
@@ -248,7 +249,7 @@ def add_sparse_arguments(group: Any) -> None:
         type=float,
         metavar="GB",
         help="host memory that a rank may use to log what it sends to other pipeline stages, from which a single stage "
-        "replays (default: no cap)",
+        "replays (default: what a replay may need, and no more than --moevement-host-memory-gb leaves)",
     )
     add(
         "--moevement-persist-dir",
@@ -340,6 +341,12 @@ def _bandwidth(flag: str, text: str) -> float | None:
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{flag} {text}; needs auto or gigabytes per second, more than 0")
     return value * 1e9
+
+
+def _gigabytes(flag: str, value: float | None) -> float:
+    """In whole bytes, so that a number of gigabytes is not a byte short of itself; infinite without a cap."""
+    value = _positive(flag, value, math.inf)
+    return round(value * 1e9) if math.isfinite(value) else value
 
 
 def _at_least(flag: str, value: int, least: int) -> int:

@@ -102,6 +102,7 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     from megatron.moevement import launch, worker
     from megatron.moevement.restart.environment import STORE_ENV
+    from moevement_core.persistence.lock import acquire
 
     argv = [arguments.script, *arguments.arguments]
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
@@ -116,6 +117,9 @@ def _launch(arguments: argparse.Namespace) -> int:
         worker.run_rank(argv)
         worker.end_groups()
         return 0
+    if (run_dir := launch.run_dir_of(argv)) is not None and run_dir.is_dir():
+        # Before the logs of a job that runs are overwritten by this one's; the ranks take the lock for their job.
+        acquire(run_dir, "launcher", "--run-dir", report=lambda text: print(f"moevement: {text}", flush=True)).release()
     return launch.launch_on_this_host(
         launch.Launch(
             nproc=arguments.nproc,
@@ -146,7 +150,7 @@ def _add_coordinate(commands: argparse._SubParsersAction) -> None:
         metavar="S",
         help="seconds that the job waits for a spare where none is left (default: 600)",
     )
-    coordinate.add_argument("--run-dir", type=Path, metavar="DIR", help="the job's, in which ranks.json is kept")
+    coordinate.add_argument("--run-dir", type=_folder, metavar="DIR", help="the job's, in which ranks.json is kept")
     coordinate.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -154,6 +158,13 @@ def _add_coordinate(commands: argparse._SubParsersAction) -> None:
         help="starts the tasks (srun ... moevement launch ...), with MOEVEMENT_STORE set",
     )
     coordinate.set_defaults(run=_coordinate)
+
+
+def _folder(text: str) -> Path:
+    """A path that is not empty: that would mean the current folder, and comes from a variable that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty path; give a folder, or leave the option out")
+    return Path(text)
 
 
 def _coordinate(arguments: argparse.Namespace) -> int:

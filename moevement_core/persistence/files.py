@@ -6,9 +6,11 @@ buffer as it is in memory. A file is written under another name, made durable, a
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,6 +22,8 @@ from moevement_core.snapshot.snapshot import ALIGNMENT, VERSION, Header, Snapsho
 MAGIC = b"MoEvSnap"
 _PREFIX = struct.Struct("<8sIIQ16s")  # magic, version, nothing, header bytes, XXH3-128 of the header
 _NAME = re.compile(r"rank_(\d{5})_iteration_(\d{7})\.snapshot")
+_PARTIAL = re.compile(r"\.rank_\d{5}_iteration_\d{7}\.snapshot\.\d+(\.\d+)?")
+_attempts = itertools.count()
 _MAX_HEADER_BYTES = 1 << 30
 
 
@@ -34,8 +38,18 @@ def owner_and_iteration(name: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
+def is_snapshot_file(name: str) -> bool:
+    """Whether a file of this name is one that :func:`write_snapshot` makes, finished or cut off."""
+    return _NAME.fullmatch(name) is not None or _PARTIAL.fullmatch(name) is not None
+
+
+def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Write ``snapshot`` into ``folder`` and return when it is durable.
+
+    Args:
+        folder: must be there.
+        snapshot: its buffer stays as it is until this returns.
+        is_wanted: asked before the file gets its name; if it is not any more, nothing of it stays.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written.
@@ -44,13 +58,15 @@ def write_snapshot(folder: Path, snapshot: Snapshot) -> None:
     prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(header), xxhash.xxh3_128_digest(header))
     padding = b"\0" * (_payload_at(len(header)) - len(prefix) - len(header))
     path = folder / file_name(snapshot.header.rank, snapshot.iteration)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    # Of its own for every attempt: one that a stalled disk has held up may still be under way.
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_attempts)}")
     try:
         with partial.open("wb", buffering=0) as file:
             for data in (prefix + header + padding, numpy_bytes(snapshot.payload).data):
                 _write_all(file.fileno(), memoryview(data))
             os.fsync(file.fileno())
-        os.replace(partial, path)
+        if is_wanted():
+            os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -16,8 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moevement_core.errors import FolderInUse
 from moevement_core.persistence.files import file_name, write_snapshot
-from moevement_core.persistence.manifest import Manifest, remove_windows, sync_folder
+from moevement_core.persistence.manifest import (
+    MARKER,
+    Manifest,
+    is_of_job,
+    make_window_folder,
+    manifests,
+    own_windows,
+    remove_unfinished,
+    remove_windows,
+    sync_folder,
+)
 from moevement_core.snapshot.agreement import NONE, Writing
 from moevement_core.snapshot.snapshot import Lent, Snapshot
 
@@ -57,6 +68,9 @@ class WindowWriter:
             that this rank's folder must hold; nothing if one is missing.
         progress_of: iteration and consumed samples of the state that a snapshot holds.
         report: told, in words, what goes wrong.
+        taken_over: says, in words, if another job has the folder now; may take as long as the disk does.
+        left_behind: writers of earlier generations; while a stalled disk holds one of them up, no window is begun, so
+            that stalled ones do not take one another's buffers.
     """
 
     def __init__(
@@ -67,6 +81,8 @@ class WindowWriter:
         lend: Callable[[int, int], Sequence[Lent] | None],
         progress_of: Callable[[Snapshot], Mapping[str, int]],
         report: Report,
+        taken_over: Callable[[], str | None] = lambda: None,
+        left_behind: Sequence[WindowWriter] = (),
     ) -> None:
         self.newest = NONE
         """The iteration whose state the newest window on disk gives."""
@@ -76,11 +92,16 @@ class WindowWriter:
         """Windows that could not be written on some rank."""
         self._folder, self._job, self._settings = folder, job, settings
         self._lend, self._progress_of, self._report = lend, progress_of, report
+        self._taken_over, self._left_behind = taken_over, left_behind
+        self._abandoned = False
+        self._found: frozenset[str] = frozenset()
+        """Windows of others that were there before; they go when the first one of this job is durable."""
         self._window: _Window | None = None
         """The one that the job is writing now."""
         self._last_begun = NONE
         self._on_disk: list[str] = []
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs.put(self._look_around)
         self._thread = threading.Thread(target=self._work, name="moevement-disk", daemon=True)
         self._thread.start()
 
@@ -99,7 +120,8 @@ class WindowWriter:
         if self._window is not None or first <= self._last_begun:
             return
         self._last_begun = first
-        lent = self._lend(first, last)
+        is_stalled = any(writer.is_alive for writer in self._left_behind)
+        lent = None if is_stalled else self._lend(first, last)
         reaches, progress = last, {}
         if lent is not None:
             newest = next(one.snapshot for one in lent if one.snapshot.iteration == last)
@@ -108,7 +130,7 @@ class WindowWriter:
         files = tuple(file_name(one.snapshot.header.rank, one.snapshot.iteration) for one in lent or ())
         window = self._window = _Window(manifest, files)
         if lent is None:
-            self._fail(window, "a snapshot of it is gone")
+            self._fail(window, "the disk still holds up an older one" if is_stalled else "a snapshot of it is gone")
         else:
             self._jobs.put(lambda: self._write(window, lent))
 
@@ -127,12 +149,19 @@ class WindowWriter:
         self._thread.join(timeout_s)
 
     def abandon(self) -> None:
-        """End the thread after a failure; a window that was being written is no window, and written anew."""
-        window, self._window = self._window, None
-        if window is not None:
-            self._jobs.put(lambda: self._discard(window))
+        """Give up after a failure; does not wait for the disk.
+
+        A window that is being written is no window: it gets no further file and no manifest, and what there is of it
+        is deleted when the job writes the next. Its buffers stay lent until the disk lets go of them. A window that
+        all ranks have agreed on is durable, and gets its manifest.
+        """
+        self._abandoned, self._window = True, None
         self._jobs.put(None)
-        self._thread.join()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its thread is at work, or waits for some."""
+        return self._thread.is_alive()
 
     def _conclude(self, window: _Window, writing: Writing) -> None:
         """What all ranks came to about ``window``, which they all have begun."""
@@ -151,16 +180,43 @@ class WindowWriter:
         while (job := self._jobs.get()) is not None:
             job()
 
+    def _look_around(self) -> None:
+        with suppress(OSError):
+            self._found = frozenset(self._windows_of_others())
+            own = {manifest.name for manifest in manifests(self._folder.path) if manifest.job == self._job}
+            self._on_disk = sorted(own)[-KEPT:]
+
+    def _windows_of_others(self) -> set[str]:
+        return {name for name in own_windows(self._folder.path) if not name.endswith(f"_{self._job}")}
+
+    def _refuse_if_taken_over(self) -> None:
+        """Two jobs that write to one folder would delete each other's windows.
+
+        Raises:
+            FolderInUse: another job has the folder now, or has begun to write to it.
+        """
+        if (who := self._taken_over()) is not None:
+            raise FolderInUse(f"the folder was taken over by {who}; this job writes and deletes nothing there any more")
+        new = self._windows_of_others() - self._found
+        if others := [name for name in new if not is_of_job(name, self._job)]:
+            raise FolderInUse(f"another job has begun to write there ({min(others)}); this job stops to")
+
     def _write(self, window: _Window, lent: Sequence[Lent]) -> None:
         folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._refuse_if_taken_over()
+            if self._folder.writes_manifest:
+                remove_unfinished(self._folder.path, self._job, but=window.manifest.name)
+            make_window_folder(self._folder.path, window.manifest.name)
             for one in lent:
-                write_snapshot(folder, one.snapshot)
+                if self._abandoned:
+                    return
+                write_snapshot(folder, one.snapshot, lambda: not self._abandoned)
                 self.written_bytes += one.snapshot.header.payload_bytes
             sync_folder(folder)
         except Exception as error:  # whatever it is, training goes on and somebody must learn of it
-            self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
+            if not self._abandoned:
+                self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
         else:
             self.write_s += time.perf_counter() - began_s
             window.writing = Writing.DURABLE
@@ -170,12 +226,15 @@ class WindowWriter:
 
     def _commit(self, manifest: Manifest) -> None:
         try:
+            self._refuse_if_taken_over()
             manifest.write(self._folder.path)
             self.newest = manifest.reaches
             self._on_disk = [*self._on_disk, manifest.name][-KEPT:]
-            remove_windows(self._folder.path, self._job, min(self._on_disk))
+            remove_windows(self._folder.path, self._job, min(self._on_disk), self._found)
         except OSError as error:
             self._report(f"the manifest of iteration {manifest.reaches} cannot be written: {error.strerror}")
+        except FolderInUse as error:
+            self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
 
     def _discard(self, window: _Window) -> None:
         """What this rank wrote of a window that will never be one, so that a full disk does not stay full."""
@@ -183,6 +242,8 @@ class WindowWriter:
         with suppress(OSError):  # at the end: other ranks' files are still there
             for name in window.files:
                 (folder / name).unlink(missing_ok=True)
+            if [path.name for path in folder.iterdir()] == [MARKER]:
+                (folder / MARKER).unlink(missing_ok=True)
             folder.rmdir()
 
     def _fail(self, window: _Window, why: str) -> None:

@@ -183,6 +183,14 @@ def slots_kept(size: int, lag: int, *, to_disk: bool = False) -> int:
     return (3 if to_disk else 2) * size + 1 + lag
 
 
+def iterations_logged(size: int, lag: int, *, to_disk: bool = False) -> int:
+    """How far back logs and records reach at most: no plan begins before the oldest snapshot that buffers may hold.
+
+    One window more is for one that was abandoned, whose place the next takes late; and one iteration is under way.
+    """
+    return slots_kept(size, lag, to_disk=to_disk) + size + 1
+
+
 def most_replayed(kind: WindowKind, size: int, lag: int) -> int:
     """Committed iterations that a recovery replays at most.
 

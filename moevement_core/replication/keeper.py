@@ -10,6 +10,7 @@ import torch
 
 from moevement_core.device import Device
 from moevement_core.errors import SnapshotError
+from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.agreement import NONE
@@ -41,7 +42,7 @@ class Keeper:
         source: the rank whose snapshots are kept.
         transport: where they come from.
         device: whose host memory they go to.
-        allowance_bytes: host memory that this source may take here; more is refused.
+        allowance: host memory for the copies of all sources here; what goes beyond it is refused.
         report: told, in words, what is refused and when the source is gone.
         before: the keeper of the same source over a connection that is broken; what it has is taken over.
     """
@@ -52,7 +53,7 @@ class Keeper:
         source: int,
         transport: Transport,
         device: Device,
-        allowance_bytes: float,
+        allowance: Allowance,
         report: Report,
         before: Keeper | None = None,
     ) -> None:
@@ -62,7 +63,7 @@ class Keeper:
         """The source said goodbye or is gone."""
         self._transport = transport
         self._device = device
-        self._allowance_bytes = allowance_bytes
+        self._allowance = allowance
         self._report = report
         self._pool: BufferPool | None = None
         self._kept: dict[int, _Kept] = {}
@@ -71,6 +72,7 @@ class Keeper:
         if before is not None:
             before.ended.wait()
             self._pool, self._kept, self._floor, self._lock = before._pool, before._kept, before._floor, before._lock
+            allowance.keep(source, self.memory_bytes)
         self._thread = threading.Thread(target=self._run, name=f"moevement-keep-{source}", daemon=True)
         self._thread.start()
 
@@ -144,17 +146,18 @@ class Keeper:
 
     def _open(self, message: Message) -> Kind:
         wanted = message.count * message.payload_bytes
-        if wanted > self._allowance_bytes:
-            self._report(
-                f"rank {self.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
-                f"{self._allowance_bytes / 1e9:.3f} GB are allowed here"
-            )
-            return Kind.REFUSED
         if self._pool is not None and (self._pool.count, self._pool.nbytes) == (message.count, message.payload_bytes):
             return Kind.GO  # asked anew after a failure
+        if not self._allowance.take(self.source, wanted):
+            self._report(
+                f"rank {self.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
+                f"{self._allowance.left_for(self.source) / 1e9:.3f} GB are allowed here"
+            )
+            return Kind.REFUSED
         try:
             pool = BufferPool(self._device, message.count, message.payload_bytes)
         except RuntimeError as error:
+            self._allowance.keep(self.source, self.memory_bytes)
             self._report(f"no host memory for the copies of rank {self.source}: {_first_line(error)}")
             return Kind.REFUSED
         with self._lock:

@@ -73,6 +73,9 @@ class Sender:
         self._report = report
         self._waiting_since_s: float | None = None
         self._abandoned = False
+        self._answered = threading.Event()
+        self.is_refused = False
+        """Whether the peer has no host memory for copies."""
         self._asks_until_s = float("inf")
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"moevement-send-{peer}", daemon=True)
@@ -92,6 +95,14 @@ class Sender:
     def open(self, count: int, nbytes: int) -> None:
         """Ask the peer for ``count`` buffers of ``nbytes``; before the first snapshot that needs them."""
         self._jobs.put(Message(Kind.OPEN, self.rank, payload_bytes=nbytes, count=count))
+
+    def wait_for_answer(self, timeout_s: float) -> bool:
+        """Wait until the peer has answered the first :meth:`open`; whether it has."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._answered.wait(STEP_S):
+            if self.gone is not None or time.monotonic() > deadline_s:
+                return False
+        return True
 
     def deliver(self, delivery: Delivery) -> None:
         """Bring a snapshot."""
@@ -125,8 +136,8 @@ class Sender:
                     self._deliver(job)
                     continue
                 self._say(job)
-                if job.kind is Kind.OPEN and self._answer() is not Kind.GO:
-                    raise ReplicationError("it refuses the host memory that the copies need")
+                if job.kind is Kind.OPEN:
+                    self._open()
                 if job.kind is Kind.BYE:
                     return
         except Exception as error:  # whatever it is, training goes on and somebody must learn of it
@@ -135,6 +146,12 @@ class Sender:
             self.gone = (str(error).splitlines() or [type(error).__name__])[0]
             self._report(f"peer {self.peer} keeps no more copies of rank {self.rank}: {self.gone}")
             self._lose_queued()
+
+    def _open(self) -> None:
+        self.is_refused = self._answer() is not Kind.GO
+        self._answered.set()
+        if self.is_refused:
+            raise ReplicationError("it refuses the host memory that the copies need")
 
     def _lose_queued(self) -> None:
         """Nothing that was to be sent will be."""

@@ -416,8 +416,11 @@ class Checkpointer:
             if held.freed and held.users == 0:
                 held.pool.release(held.buffer)
 
-    def write_to(self, writer: WindowWriter, first: int) -> None:
-        """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank."""
+    def write_to(self, writer: WindowWriter | None, first: int) -> None:
+        """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.
+
+        Every rank calls it at the same point. Without a writer nothing is written from now on.
+        """
         self._writer, self._written_from = writer, first
 
     def lend(self, first: int, last: int, keepers: Sequence[Keeper]) -> list[Lent] | None:
@@ -468,6 +471,12 @@ class Checkpointer:
         """This rank's own captured snapshots, by iteration."""
         with self._lock:
             return {iteration: held.snapshot for iteration, held in self._held.items() if held.snapshot}
+
+    @property
+    def oldest_needed(self) -> int:
+        """Where the run begins that the job falls back to; before there is one, this rank's oldest snapshot."""
+        with self._lock:
+            return self.progress.persisted if self.progress.persisted != NONE else min(self._held, default=NONE)
 
     def persisted(self) -> dict[int, Contents]:
         """What the snapshots hold that all peers have (with no peers: that are captured)."""

@@ -351,3 +351,16 @@ def _hooks_of_saved_tensors() -> bool:
     import torch
 
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def with_peers_that_keep_nothing(argv: list[str]) -> None:
+    """Peers take the memory for copies, and never answer to any."""
+    import time
+
+    from moevement_core.replication.keeper import Keeper
+
+    def silent(self: Keeper, message: Any) -> None:
+        time.sleep(1000)
+
+    Keeper._receive = silent  # type: ignore[method-assign]
+    run_rank(argv)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from moevement_core.cli.main import main
+from moevement_core.persistence.manifest import manifests
 from moevement_core.run_record import RunRecord
 from tests.launching import Survived, finished, launch, logs, survive
 from tests.training import ROOT, SCRIPT, flags, train
@@ -221,6 +222,49 @@ def test_all_ranks_die_at_once_and_go_on_from_windows_on_disk(tmp_path: Path) ->
     assert survived.digest == wanted
     assert [event["iteration"] >= 18 for event in survived.events("start")] == [False, True]
     survived.check_metrics(60)
+
+
+def _swap(windows: Path, to: Path) -> None:
+    """A folder goes away: a file stands in its place, whoever makes it anew meanwhile."""
+    while True:
+        windows.rename(to / str(time.monotonic()))
+        try:
+            windows.write_text("no folder")
+            return
+        except IsADirectoryError:
+            continue
+
+
+def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None:
+    """It is optional: a failure meanwhile is survived from memory, and windows are written again when it is back."""
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 80}
+    wanted = reference(2, tmp_path / "unhurt", **flags_)
+    windows, run_dir = tmp_path / "windows", tmp_path / "hurt"
+    (tmp_path / "gone").mkdir()
+    words = flags(**flags_, moevement_persist_dir=str(windows), moevement_inject="rank=1,iteration=30,phase=backward")
+    job = launch("--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(run_dir))
+    record, is_away, is_back = RunRecord(run_dir), False, False
+    while job.poll() is None:
+        time.sleep(0.005)
+        newest = (record.newest_metric() or {"iteration": 0})["iteration"]
+        if not is_away and newest >= 5 and windows.is_dir():
+            _swap(windows, tmp_path / "gone")
+            is_away = True
+        elif is_away and not is_back and newest >= 40:
+            windows.unlink()
+            is_back = True
+    code, out, err = finished(job)
+    assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
+    survived = Survived(run_dir, out)
+    assert survived.digest == wanted
+    assert len(survived.failures()) == 1
+    assert "WARNING: no windows are written to disk for now: --moevement-persist-dir" in out
+    assert "Training goes on" in out
+    assert any("no windows are written" in event["text"] for event in survived.events("windows_not_on_disk"))
+    summary = survived.record.summary()["checkpointing"]
+    assert any("no windows are written" in text for text in summary["warnings"])
+    assert len(survived.events("windows_on_disk_again")) == 1
+    assert manifests(windows)[0].reaches == summary["on_disk"] > 40
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from moevement_core.cli.main import main
+from moevement_core.persistence.lock import acquire
 from moevement_core.run_record import RunRecord
 from tests.launching import finished, launch
 from tests.training import SCRIPT, flags
@@ -49,6 +50,18 @@ def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
         "parallel size that divides 6\n"
     )
     assert time.monotonic() - started < 60
+
+
+def test_a_run_directory_of_a_job_that_runs_keeps_its_logs(tmp_path: Path) -> None:
+    log = tmp_path / "run" / "logs" / "rank_0.out"
+    log.parent.mkdir(parents=True)
+    log.write_text("of the job that runs\n")
+    with acquire(tmp_path / "run", "beef", "--run-dir"):
+        code, _, err = finished(launch("--nproc", "1", str(SCRIPT), *flags(), "--run-dir", str(tmp_path / "run")))
+    assert code == 2
+    assert err.startswith(f"moevement: --run-dir {tmp_path / 'run'}: in use by job beef (pid {os.getpid()} on ")
+    assert err.count("\n") == 1
+    assert log.read_text() == "of the job that runs\n"
 
 
 def test_what_megatrons_own_configuration_refuses_is_one_line_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moevement_core.persistence.lock import acquire
 from moevement_core.persistence.manifest import manifests
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
@@ -114,6 +116,26 @@ def test_windows_of_another_job_are_neither_loaded_nor_overwritten(persisted: Pe
     (line,) = told(tmp_path, moevement_persist_dir=template)
     assert "is of another run; go on from it with --moevement-load" in line
     assert len(manifests(tmp_path / "nodes" / "0")) == 2
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--moevement-persist-dir"])
+def test_a_folder_that_another_job_writes_to_is_refused_before_anything_is_overwritten(
+    flag: str, tmp_path: Path
+) -> None:
+    run_dir, windows = tmp_path / "run", tmp_path / "windows"
+    held = run_dir if flag == "--run-dir" else windows
+    held.mkdir()
+    (run_dir / "metrics.jsonl").parent.mkdir(exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    with acquire(held, "beef", flag):
+        ended = outcomes(2, run_dir, check=False, **JOB, **SPARSE, moevement_persist_dir=str(windows))
+        assert {outcome.exit_code for outcome in ended} == {2}
+        lines = [line for outcome in ended for line in outcome.output.splitlines() if "in use by job beef" in line]
+        assert len(lines) == 1
+        assert lines[0].startswith(f"moevement: {flag} {held}: in use by job beef (pid {os.getpid()} on ")
+        assert [path.name for path in held.iterdir() if path.name.startswith((".", "w"))] == [".moevement-lock"]
+        if flag == "--run-dir":
+            assert (run_dir / "metrics.jsonl").read_text() == '{"iteration": 1}\n'
 
 
 @pytest.mark.full

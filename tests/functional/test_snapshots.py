@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from moevement_core.policy.schedule import Saved
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, iterations_logged
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
-from tests.functional.bodies import live_and_saved, one_killed_while_sending
+from tests.functional.bodies import live_and_saved, one_killed_while_sending, with_peers_that_keep_nothing
 from tests.harness import run_ranks
 from tests.training import SCRIPT, flags, outcomes, train
 
@@ -160,6 +161,51 @@ def test_what_only_the_ranks_can_know_is_refused_in_one_line_too(change: dict[st
     assert {outcome.exit_code for outcome in ended} == {2}
     lines = [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: ")]
     assert sum(found in line for line in lines) == 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "sparse"),
+    [
+        ({**PP2, "bf16": True}, {}),
+        pytest.param(INTERLEAVED, {"moevement_window_kind": "rolling"}, marks=pytest.mark.full),
+        pytest.param({**EP2, **DISTRIBUTED_OPTIMIZER}, {}, marks=pytest.mark.full),
+    ],
+)
+def test_the_memory_that_a_refusal_names_is_enough(
+    layout: dict[str, Any], sparse: dict[str, Any], tmp_path: Path
+) -> None:
+    """With nothing to spare: snapshots, those of peers, and logs; stages are of different sizes."""
+    sparse = SPARSE | {"moevement_window": 3, "moevement_replicas": 1} | sparse
+    ended = outcomes(2, None, check=False, **layout, **sparse, moevement_host_memory_gb=0.0001)
+    (line,) = [one for outcome in ended for one in outcome.output.splitlines() if "rank" in one and "needs" in one]
+    named = re.search(r"rank \d needs (\d+\.\d{3}) GB", line)
+    assert named is not None
+    record = train(2, tmp_path, train_iters=30, **layout, **sparse, moevement_host_memory_gb=float(named[1]))
+    summary = record.summary()["checkpointing"]
+    assert summary["persisted_from"] >= 24
+    assert not summary["warnings"]
+    used = max(line["snapshot_memory_bytes"] + line["log_memory_bytes"] for line in record.metrics())
+    assert used <= float(named[1]) * 1e9
+
+
+def test_nothing_is_persisted_for_long_and_everybody_learns_of_it(tmp_path: Path) -> None:
+    """Peers that never take a copy: a warning, an event, a line in the summary, and no memory that grows."""
+    words = flags(train_iters=40, **PP2, **SPARSE, moevement_window=2, moevement_replicas=1, moevement_peer_timeout=0.5)
+    ended = run_ranks(
+        with_peers_that_keep_nothing, 2, [str(SCRIPT), *words, "--run-dir", str(tmp_path)], init_process_group=False
+    )
+    warning = "WARNING: 7 iterations in a row have brought no window at all to all peers (a window has 2 iterations)"
+    assert warning in ended[0].output
+    record = RunRecord(tmp_path)
+    events = [event for event in record.events() if event["event"] == "nothing_persisted"]
+    assert [event["iterations"] for event in events] == [7, 14, 28]
+    summary = record.summary()["checkpointing"]
+    assert len(summary["warnings"]) == 3
+    assert summary["longest_unpersisted"] >= 39
+    assert summary["persisted_from"] is None
+    lines = record.metrics()
+    bound = iterations_logged(2, LAG_ALLOWANCE) * lines[-1]["log_bytes"]
+    assert 0 < lines[-1]["log_memory_bytes"] == lines[15]["log_memory_bytes"] <= bound
 
 
 def test_stages_that_never_reorder_and_stages_that_do_agree_under_a_memory_cap(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from moevement_core.cli.main import main
 from moevement_core.errors import ConfigError
 from tests.training import flags
 
@@ -114,6 +115,27 @@ def test_bad_flags_are_named(name: str, parse: Callable[..., Namespace]) -> None
 def test_flags_that_do_not_parse_are_named(words: list[str], message: str, parse: Callable[..., Namespace]) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(1, *words)
+
+
+@pytest.mark.parametrize(
+    "flag", ["--run-dir", "--moevement-persist-dir", "--moevement-load", "--moevement-inject-trace"]
+)
+@pytest.mark.parametrize("empty", ["", " "])
+def test_a_path_from_a_variable_that_is_not_set_is_refused(
+    flag: str, empty: str, parse: Callable[..., Namespace]
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{flag} '{empty}': an empty path, .*; give a folder, or leave"):
+        parse(1, "--moevement-sparse-ckpt", flag, empty)
+    with pytest.raises(ConfigError, match=rf"{flag} '{empty}': an empty path"):
+        parse(1, flag, empty)
+
+
+def test_the_coordinator_refuses_an_empty_run_directory_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["coordinate", "--ranks", "2", "--run-dir", ""])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--run-dir: '' is an empty path; give a folder" in line
 
 
 def test_help_of_the_whole_parser_still_works(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
+from moevement_core.cli.main import main
 from moevement_core.errors import RunRecordError
+from moevement_core.persistence.lock import LOCK, Holder, acquire
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
 
@@ -111,3 +114,34 @@ def test_a_difference_in_the_final_state_names_part_and_rank(tmp_path: Path) -> 
     verdict = compare(a, b)
     assert verdict.first_difference == "final state: rng differ on rank 1"
     assert verdict.parts == {"weights": True, "rng": False}
+
+
+def test_two_jobs_in_one_directory_are_no_run(tmp_path: Path) -> None:
+    a, b = record(tmp_path / "a", {1: 3.0, 2: 2.0, 3: 1.0}), record(tmp_path / "b", {1: 3.0, 2: 2.0, 3: 1.0})
+    for iteration in (2, 3):
+        b.metric(iteration=iteration, loss=3.0 - iteration)
+    for runs in ((a, b), (b, a), (b, b)):
+        with pytest.raises(RunRecordError, match=r"b/metrics\.jsonl: 2 iterations have more than one line \(2, 3\)"):
+            compare(*runs)
+    assert main(["verify", str(a.folder), str(a.folder)]) == 0
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", str(a.folder), str(b.folder)])
+    assert caught.value.code == 2
+
+
+def test_a_run_whose_directory_another_job_has_taken_over_writes_nothing_more(tmp_path: Path) -> None:
+    lock = acquire(tmp_path, "aaaa", "--run-dir", beat_s=0.02)
+    run = RunRecord(tmp_path, lock)
+    run.begin({}, first_iteration=1)
+    run.metric(iteration=1)
+    (tmp_path / LOCK).write_bytes(Holder.of_this_process("bbbb").encode())
+    deadline = time.monotonic() + 10
+    while lock.lost is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    run.metric(iteration=2)
+    run.event("evaluation")
+    assert [line["iteration"] for line in run.metrics()] == [1]
+    assert not run.events()
+    with pytest.raises(RunRecordError, match="taken over by job bbbb"):
+        run.write_summary({})

@@ -25,6 +25,7 @@ from megatron.moevement.restart import injection, leftovers, megatron_state
 from megatron.moevement.runtime import recorder, sparse
 from megatron.moevement.runtime.boundary import boundary_copy, put_boundary_state, put_progress
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
+from megatron.moevement.runtime.identity import job_name
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.runtime.kept import Kept
 from megatron.moevement.runtime.ranks import tell_all
@@ -172,6 +173,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
             megatron_state.move_to_groups(old, groups)
     else:
         _put_progress_of_start()  # this process may have been on its way before
+        job.name = job_name() or ""
         is_as_then = _build(job, setup, args, survivors[0].parameter_keys)
     job.groups = [groups]
     if stood.stage not in lost and stood.committed == until - 1:
@@ -194,6 +196,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     put_progress(job, reached.progress if is_between else reached.begun_progress or reached.progress)
     args.iteration, args.num_floating_point_operations_so_far = until, reached.flops
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    recorder.go_on_with_record(job, args)
     job.sparse.start_writer()
     prepared = None
     if lost:
@@ -207,7 +210,6 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     if stood.stage not in lost:
         job.sparse.commit.gather(now=True)
     job.comeback = Comeback(until, lost, prepared, reached, is_between, usable_at, time.time())
-    recorder.go_on_with_record(job, args)
     return True
 
 

@@ -64,6 +64,10 @@ class Job:
     """How the state of now is to be brought back, once training is entered again."""
     rooms: Rooms = field(default_factory=Rooms)
     """What a replay has put aside."""
+    name: str = ""
+    """Of the job, the same in all its processes: who owns the folders that it writes to."""
+    start: str = ""
+    """Of this start within the job: in the names of the windows that it writes to disk."""
     record: RunRecord | None = None
     """Where this rank records events; None on ranks that record nothing and without ``--run-dir``."""
 

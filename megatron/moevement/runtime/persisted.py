@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import uuid
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.recovery import Prepared, prepare
 from megatron.moevement.sparse_config import SparseConfig
-from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
+from moevement_core.errors import ConfigError, FolderInUse, RecoveryError, SnapshotError
+from moevement_core.persistence.bounded import within
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
+from moevement_core.persistence.lock import STALE_S, FolderLock, acquire
 from moevement_core.persistence.manifest import Manifest, manifests
 from moevement_core.recovery.plan import Holding, Report, Source
 from moevement_core.replication.transport import GlooTransport, Transport
@@ -83,27 +87,107 @@ def _folder(template: str, node: str) -> Path:
     return Path(template.replace(NODE, node)).resolve()
 
 
-def find_place(flag: str, template: str, node: str) -> Place:
+START_PATIENCE_S = 60.0
+"""How long the disk may take to answer when a job starts."""
+RECOVERY_PATIENCE_S = 2.0
+"""How long later on, when training waits for it: windows on disk are not worth more of its time."""
+
+
+def find_place(flag: str, template: str, node: str, patience_s: float) -> Place:
     """Make the folder and find out who else sees it; every rank calls it.
 
+    Args:
+        flag: what the user gave the folder by.
+        template: its name, maybe with :data:`NODE` in it.
+        node: this rank's.
+        patience_s: how long to wait for the disk, twice.
+
     Raises:
-        ConfigError: it cannot be made, or written, on some rank.
+        ConfigError: it cannot be made, or written, or does not answer, on some rank. On every rank.
     """
-    folder = _folder(template, node)
-    probe = folder / f".seen-by-{uuid.uuid4().hex}"
-    complaint = None
+    mark = f".seen-by-{uuid.uuid4().hex}"
+    folder, is_made = Path(template), False
+    complaint, seen = None, list[int]()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-    except OSError as error:
-        complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can write"
-    told = tell_all((complaint, str(probe.name)))
-    seen = [rank for rank, (_, name) in enumerate(told) if (folder / name).exists()]
-    dist.barrier()
-    probe.unlink(missing_ok=True)
-    if found := next((text for text, _ in told if text), None):
-        raise ConfigError(found)
+        try:
+            folder, is_made = within(patience_s, lambda: _make_folder(template, node, mark)), True
+        except OSError as error:
+            complaint = f"{flag} {template}: {error.strerror}; give a folder that every rank can write"
+        marks = [name for _, name in _tell_or_refuse((complaint, mark))]
+        try:
+            seen = within(patience_s, lambda: _which_are_there(folder, marks))
+        except OSError as error:
+            complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
+        _tell_or_refuse((complaint, mark))
+    finally:
+        if is_made:
+            with suppress(OSError):
+                within(patience_s, (folder / mark).unlink)
     return Place(folder, tuple(seen))
+
+
+def _which_are_there(folder: Path, names: Sequence[str]) -> list[int]:
+    return [number for number, name in enumerate(names) if (folder / name).exists()]
+
+
+def _make_folder(template: str, node: str, mark: str) -> Path:
+    folder = _folder(template, node)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / mark).touch()
+    return folder
+
+
+def _tell_or_refuse(mine: tuple[str | None, str]) -> list[tuple[str | None, str]]:
+    """What every rank says, if none of them complains; every rank calls it.
+
+    Raises:
+        ConfigError: the first complaint. On every rank.
+    """
+    everyones = tell_all(mine)
+    if complaint := next((text for text, _ in everyones if text), None):
+        raise ConfigError(complaint)
+    return everyones
+
+
+def lock_place(
+    flag: str, place: Place, job: str, held: FolderLock | None, patience_s: float, *, may_wait: bool
+) -> FolderLock | None:
+    """Take every folder for this job, by its first rank; every rank calls it.
+
+    Args:
+        flag: what the user gave the folder by.
+        place: this rank's.
+        job: the job's name.
+        held: what this rank holds from before, if it does.
+        patience_s: how long to wait for the disk.
+        may_wait: whether to see whether another job's holder lives; see :func:`acquire`.
+
+    Returns:
+        The lock, on the first rank of a folder.
+
+    Raises:
+        FolderInUse: another job has a folder. On every rank.
+        ConfigError: the lock cannot be written on some rank. On every rank.
+    """
+    lock: FolderLock | None = None
+    complaint: ConfigError | None = None
+    try:
+        if place.is_first and held is not None and held.folder == place.folder and held.lost is None:
+            lock = held
+        elif place.is_first:
+            taking = functools.partial(acquire, place.folder, job, flag, may_wait=may_wait, report=_say)
+            lock = within(patience_s + (2 * STALE_S if may_wait else 0.0), taking)
+    except FolderInUse as error:
+        complaint = error
+    except OSError as error:
+        complaint = ConfigError(f"{flag} {place.folder}: {error.strerror}; give a folder that every rank can write")
+    if refused := next((error for error in tell_all(complaint) if error), None):
+        raise refused
+    return lock
+
+
+def _say(text: str) -> None:
+    print(f"moevement: {text}", flush=True)
 
 
 def refuse_foreign_windows(place: Place, load: str | None, node: str) -> None:
@@ -190,7 +274,7 @@ def load_into(job: Job, config: SparseConfig) -> Loaded | None:
     args, rank = get_args(), dist.get_rank()
     if config.load is None:
         return None
-    place = find_place("--moevement-load", config.load, config.node_of(rank))
+    place = find_place("--moevement-load", config.load, config.node_of(rank), START_PATIENCE_S)
     transport = GlooTransport() if dist.get_world_size() > 1 else None
     stage = parallel_state.get_pipeline_model_parallel_rank()
     loaded = load_newest(place, stage, settings_of(args), transport, after=args.iteration)

@@ -21,11 +21,14 @@ from megatron.moevement.arguments import RunConfig
 from megatron.moevement.restart import injection
 from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.runtime import persisted, sparse
+from megatron.moevement.runtime.identity import agree_on_names
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import line_of
 from megatron.moevement.state_digest import job_digest
+from moevement_core.errors import FolderInUse
 from moevement_core.injection import Phase
+from moevement_core.persistence.lock import FolderLock, acquire
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.run_record import RunRecord
 from moevement_core.snapshot.cost import cost_line
@@ -57,14 +60,19 @@ def begin_job(job: Job, setup: Callable[[], tuple[list[Any], Any, Any]]) -> None
     Args:
         job: empty.
         setup: Megatron's ``setup_model_and_optimizer``.
+
+    Raises:
+        ConfigError: the job cannot begin as its flags say, another job has the run directory, for example.
     """
     from megatron.training import get_args
 
+    job.name, job.start = agree_on_names()
+    lock = _lock_run_directory(job.name, get_args())
     job.model, job.optimizer, job.scheduler = setup()
     config = RunConfig.from_args(get_args()).sparse
     loaded = persisted.load_into(job, config) if config else None
     job.iteration = get_args().iteration
-    begin_record(job, get_args())
+    begin_record(job, get_args(), lock)
     if config:
         job.sparse = sparse.start(job, config, loaded)
 
@@ -165,7 +173,12 @@ def go_on_with_record(job: Job, args: Namespace) -> None:
     """After a failure: the last rank writes on, also where another process was the last rank before."""
     run_dir = RunConfig.from_args(args).run_dir
     if run_dir is not None and job.record is None and torch.distributed.get_rank() == args.world_size - 1:
-        job.record = RunRecord(run_dir)
+        try:
+            lock = acquire(run_dir, job.name, "--run-dir", may_wait=False, report=_say)
+        except (FolderInUse, OSError) as error:
+            _say(f"nothing more is recorded: {error}")
+            return
+        job.record = RunRecord(run_dir, lock)
         job.record.begin(_plain_config(args), first_iteration=job.iteration + 1)
 
 
@@ -222,13 +235,41 @@ def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, 
     return losses
 
 
-def begin_record(job: Job, args: Namespace) -> None:
-    """Every rank calls it; the last one writes from now on."""
+def _lock_run_directory(name: str, args: Namespace) -> FolderLock | None:
+    """Every rank calls it; the last one, which writes the record, gets the lock.
+
+    Raises:
+        FolderInUse: another job has it. On every rank.
+    """
+    run_dir, lock, complaint = RunConfig.from_args(args).run_dir, None, ""
+    if run_dir is None:
+        return None
+    last = args.world_size - 1
+    if torch.distributed.get_rank() == last:
+        try:
+            lock = acquire(run_dir, name, "--run-dir", report=_say)
+        except FolderInUse as error:
+            complaint = str(error)
+        except OSError as error:
+            complaint = f"--run-dir {run_dir}: {error.strerror}; give a folder that can be written"
+    refused = [complaint]
+    torch.distributed.broadcast_object_list(refused, src=last)
+    if refused[0]:
+        raise FolderInUse(refused[0])
+    return lock
+
+
+def _say(text: str) -> None:
+    print(f"moevement: {text}", flush=True)
+
+
+def begin_record(job: Job, args: Namespace, lock: FolderLock | None) -> None:
+    """Every rank calls it; the last one, which has the directory's lock, writes from now on."""
     config = RunConfig.from_args(args)
     if config.run_dir is None:
         return
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    record = RunRecord(config.run_dir)
+    record = RunRecord(config.run_dir, lock)
     ranks: list[Any] = [None] * world_size
     torch.distributed.all_gather_object(
         ranks, {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "role": "active"}
@@ -333,3 +374,5 @@ def _write_summary(job: Job, started_s: float) -> None:
             "state_digest": digest,
         }
     )
+    if job.record.lock is not None:
+        job.record.lock.release()

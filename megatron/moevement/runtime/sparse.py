@@ -11,7 +11,6 @@ import functools
 import inspect
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,13 +22,23 @@ import torch.distributed as dist
 from megatron.moevement.optimizer.commit import CommitPoint, Mark
 from megatron.moevement.optimizer.frozen_step import check_supported
 from megatron.moevement.optimizer.views import operator_views
+from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
 from megatron.moevement.restart import in_process as restart
 from megatron.moevement.restart import injection, places
 from megatron.moevement.runtime import recovery, wipe
 from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
 from megatron.moevement.runtime.job import Job, current_job
 from megatron.moevement.runtime.kept import Kept, check_kept
-from megatron.moevement.runtime.persisted import Loaded, find_place, refuse_foreign_windows, settings_of
+from megatron.moevement.runtime.persisted import (
+    RECOVERY_PATIENCE_S,
+    START_PATIENCE_S,
+    Loaded,
+    Place,
+    find_place,
+    lock_place,
+    refuse_foreign_windows,
+    settings_of,
+)
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.wind_down import PlannedExit
 from megatron.moevement.runtime.windows import WindowDecisions
@@ -38,17 +47,19 @@ from megatron.moevement.sparse_config import SparseConfig, Verify
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.digest import digest
-from moevement_core.errors import RecoveryError
+from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.operators import OperatorTable
+from moevement_core.persistence.lock import FolderLock, other_holder
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
-from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import impose_window
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
 from moevement_core.rendezvous.status_page import own_page
+from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot import plain
@@ -140,12 +151,23 @@ class SparseRun:
         self.wiring = wire(config, self.views.states, is_running=adopted is not None)
         self._warn_of_copies()
         self.table = self.wiring.table
-        self.windows = WindowDecisions(chunks, self.wiring, config, self._report)
+        sent_bytes = bytes_sent_per_iteration(get_args(), self.wiring.stage)
+        self.windows = WindowDecisions(chunks, self.wiring, config, self._report, sent_bytes)
         self._announced = NONE
         self._window_start = self.began_at = job.iteration
         self._silent: set[int] = set()
+        self.warnings: list[str] = []
+        """What an operator must not miss."""
+        self._left_behind: list[WindowWriter] = []
+        """Of earlier generations, that a stalled disk holds up."""
+        self._disk_misses = self._disk_wait = 0
+        """Tries in a row in which the folder could not be used; windows until the next one."""
+        self._is_without_disk = False
+        self._windows_failed = 0
+        self._lock: FolderLock | None = None
+        """Of the folder that windows are written to, on the first of the ranks that share it."""
         self._disk_job = ""
-        """The name of this job among those that wrote windows to the same folder."""
+        """The name of this start of the job among those that wrote windows to the same folder."""
         self._states = {operator.name: state for operator, state in self.views.states.items()}
         self._record_bytes = self._measure_record()
         if adopted is not None:
@@ -157,12 +179,17 @@ class SparseRun:
         self._loaded = loaded
         self._writer: WindowWriter | None = None
         if adopted is None:
+            self._refuse_without_copies()
             self.start_writer()
         if self.wiring.pipeline.stages > 1:
-            job.boundary_log = BoundaryLog(self._device, config.log_memory_bytes, self._report)
+            job.boundary_log = BoundaryLog(self._device, self._log_cap_bytes(), self._report)
         self._last_record: dict[str, Any] = {}
         self._recent: dict[int, Mapping[str, Any]] = {}
         """What came of the steps that a replay may come by; kept as long as logs are."""
+        self._persisted_since = (self.checkpointer.progress.persisted, job.iteration)
+        """Where the newest persisted run begins, and since which iteration it has been the newest."""
+        self._unpersisted = 0
+        """The most iterations in a row in which no newer run was persisted."""
         self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote())
         self._exit = PlannedExit(get_args())
         self._is_first = adopted is None
@@ -175,27 +202,83 @@ class SparseRun:
     # Once
 
     def start_writer(self) -> None:
-        """Write windows that begin with the next iteration or later, where that is wanted; every rank calls it."""
+        """Write windows that begin with the next iteration or later, where that is wanted; every rank calls it.
+
+        A job that is just starting cannot do without the folder. Later on training does: that the folder cannot be
+        used is reported, and it is tried again after the next failure and, less and less often, with a new window.
+
+        Raises:
+            ConfigError: the job starts, and the folder cannot be used, or another job writes to it. On every rank.
+        """
+        if self.config.persist_dir is None:
+            return
+        is_start = not self._disk_job and self.job.start == self.job.name
+        try:
+            place = self._take_folder(self.config.persist_dir, is_start)
+        except ConfigError as error:
+            if is_start:
+                raise
+            self._go_without_disk(str(error))
+            return
+        self._disk_job = self._disk_job or self.job.start
+        if self._is_without_disk:
+            self._tell_all_is_well(f"windows are written to {place.folder} again")
+        self._is_without_disk, self._disk_misses = False, 0
+        self._writer = self._make_writer(place)
+        self.checkpointer.write_to(self._writer, self.job.iteration)
+
+    def _take_folder(self, template: str, is_start: bool) -> Place:
+        """Find the folder and lock it for the job; every rank calls it.
+
+        Raises:
+            ConfigError: that cannot be done. On every rank.
+        """
+        flag, node = "--moevement-persist-dir", self.config.node_of(self.wiring.rank)
+        patience_s = START_PATIENCE_S if is_start else RECOVERY_PATIENCE_S
+        place = find_place(flag, template, node, patience_s)
+        self._lock = lock_place(flag, place, self.job.name, self._lock, patience_s, may_wait=is_start)
+        if is_start:
+            refuse_foreign_windows(place, self.config.load, node)
+        return place
+
+    def _go_without_disk(self, why: str) -> None:
+        """Train on without writing windows; every rank calls it."""
+        self._disk_job = self._disk_job or self.job.start
+        self._writer = None
+        self.checkpointer.write_to(None, self.job.iteration)
+        self._disk_misses += 1
+        self._is_without_disk = True
+        if self._disk_misses == 1:
+            self._warn(
+                "windows_not_on_disk", f"no windows are written to disk for now: {why}. Training goes on, and the "
+                "folder is tried again after the next failure and with new windows"
+            )  # fmt: skip
+        # 1, 2, 4, 8, ... windows later: where the disk does not answer every try takes seconds.
+        self._disk_wait = 1 << min(self._disk_misses - 1, 6)
+
+    def _try_disk_again(self) -> None:
+        """At a window's beginning, on every rank alike."""
+        if self.config.persist_dir is None or self._writer is not None:
+            return
+        self._disk_wait -= 1
+        if self._disk_wait <= 0:
+            self.start_writer()
+
+    def _make_writer(self, place: Place) -> WindowWriter:
         from megatron.training import get_args
 
-        if (template := self.config.persist_dir) is None:
-            return
-        place = find_place("--moevement-persist-dir", template, self.config.node_of(self.wiring.rank))
-        if not self._disk_job:
-            refuse_foreign_windows(place, self.config.load, self.config.node_of(self.wiring.rank))
-            name = [uuid.uuid4().hex[:8]]
-            dist.broadcast_object_list(name)
-            self._disk_job = name[0]
         elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
-        self._writer = WindowWriter(
+        lock = self._lock
+        return WindowWriter(
             Folder(place.folder, place.is_first),
             self._disk_job,
             settings_of(get_args()),
             lambda first, last: self.checkpointer.lend(first, last, elsewhere),
             lambda snapshot: snapshot.record()["boundary"]["progress"],
             self._report,
+            lambda: (lock.lost if lock is not None else None) or other_holder(place.folder, self.job.name),
+            self._left_behind,
         )
-        self.checkpointer.write_to(self._writer, self.job.iteration)
 
     def _adopt(self, policy: Policy) -> None:
         windows = self.windows
@@ -221,7 +304,7 @@ class SparseRun:
         else:
             history = self.windows.first(self.job.iteration, bytes_of)
         own_bytes = max(self.windows.slots(one.size) for one in history.all) * max(map(bytes_of, history.all))
-        self._senders, keepers = self._connect(own_bytes, {})
+        self._senders, keepers = self._connect(own_bytes, history.all, {})
         return Checkpointer(
             self.wiring.rank,
             self._states,
@@ -237,22 +320,57 @@ class SparseRun:
             needed=adopted.needed if adopted is not None else (NONE, NONE),
         )
 
+    def _refuse_without_copies(self) -> None:
+        """A peer that has no host memory for copies when the job starts will not have it later; every rank calls it.
+
+        Raises:
+            ConfigError: there is such a peer. On every rank.
+        """
+        refused = [
+            sender.peer
+            for sender in self._senders
+            if sender.wait_for_answer(self.config.peer_timeout_s) and sender.is_refused
+        ]
+        told = [(rank, peers) for rank, peers in enumerate(tell_all(refused)) if peers]
+        if told:
+            rank, peers = told[0]
+            raise ConfigError(
+                f"--moevement-replicas {self.config.replicas}: rank {peers[0]} has no host memory for the copies of "
+                f"rank {rank}, as its log says; give more memory, or fewer replicas, or a larger --moevement-window"
+            )
+
+    def _log_cap_bytes(self) -> float:
+        """What is left for the log beside snapshots; at least what was set aside for it."""
+        history = self.checkpointer.history
+        aside = max(self.windows.log_bytes(one.size) for one in history.all)
+        left = self.config.host_memory_bytes - self._snapshot_bytes()
+        return min(self.config.log_memory_bytes, max(left, aside))
+
+    def _snapshot_bytes(self) -> float:
+        """Host memory that own snapshots take, and those of all sources once they have asked for it."""
+        own = self.checkpointer.memory_needed(self.checkpointer.history.newest)
+        return own + sum(keeper.memory_bytes for keeper in self.checkpointer.keepers)
+
     def _peers_have(self, kept: Sequence[Mapping[int, Collection[int]]]) -> dict[int, Collection[int]]:
         """By peer, the iterations of this rank's snapshots that it keeps, from what every rank said."""
         rank = self.wiring.rank
         return {peer: kept[peer].get(rank, ()) for peer in self.wiring.peers[rank]} if kept else {}
 
-    def _connect(self, own_bytes: int, before: dict[int, Keeper]) -> tuple[list[Sender], list[Keeper]]:
+    def _connect(
+        self, own_bytes: int, schedules: Sequence[Schedule], before: dict[int, Keeper]
+    ) -> tuple[list[Sender], list[Keeper]]:
         """Threads that bring snapshots to peers, and that keep those of others.
 
         Args:
             own_bytes: host memory that this rank's own snapshots take.
+            schedules: those that snapshots and logs are of.
             before: keepers of an earlier generation by source; what they have is taken over.
         """
         wiring, transport = self.wiring, self.wiring.snapshots
         if transport is None:
             return [], []
-        allowance = (self.config.host_memory_bytes - own_bytes) / max(1, len(wiring.sources))
+        logs_bytes = max(self.windows.log_bytes(one.size) for one in schedules)
+        allowance = Allowance(self.config.host_memory_bytes - own_bytes - logs_bytes)
         keepers = [
             Keeper(wiring.rank, one, transport, self._device, allowance, self._report, before.get(one))
             for one in wiring.sources
@@ -274,6 +392,9 @@ class SparseRun:
             keeper.ended.wait()
         if self._writer is not None:
             self._writer.abandon()
+            self._left_behind = [writer for writer in (*self._left_behind, self._writer) if writer.is_alive]
+            self._writer = None
+        self._disk_misses = 0  # as on ranks that are new then: all try again at the same windows
 
     def interrupted(self) -> None:
         """An exception from outside came at any moment; whoever would have restored something may not have."""
@@ -295,7 +416,7 @@ class SparseRun:
         self._warn_of_copies()
         before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
         own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
-        self._senders, keepers = self._connect(own_bytes, before)
+        self._senders, keepers = self._connect(own_bytes, self.checkpointer.history.all, before)
         others = [keeper for source, keeper in before.items() if source not in self.wiring.sources]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
         self.checkpointer.rewire(self._senders, [*keepers, *others], self.wiring.agreement, self._peers_have(kept))
@@ -382,15 +503,13 @@ class SparseRun:
         if window_start > self._window_start:
             self._window_start = window_start
             self.windows.decide(committed, self.checkpointer, self._senders)
+            self._try_disk_again()
         # Of an iteration that was left out there is no record.
         outcome = self._last_record if self._last_record.get("iteration") == committed else {}
         boundary = boundary_copy(self.job)
         self._mark_begun(committed, boundary)
         record = {"boundary": boundary, "iteration": outcome}
-        persisted = self.checkpointer.progress.persisted
-        self._recent = {iteration: outcome for iteration, outcome in self._recent.items() if iteration >= persisted}
-        if self.job.boundary_log is not None:
-            self.job.boundary_log.free_before(persisted)
+        self._forget_before(self._oldest_needed(committed))
         history = self.checkpointer.history
         # Before the first iteration a whole window, so that a run has something to come back to from its start on.
         schedule = history.at(committed)
@@ -401,9 +520,24 @@ class SparseRun:
         self._exit.plan(committed, winding_down=self.checkpointer.progress.is_winding_down)
         injection.at(Phase.SNAPSHOT)
         self._watch_peers()
+        self._watch_disk()
+        self._watch_persistence(committed)
         self._announce()
         self.last_begin_s = time.perf_counter() - began
         self.totals.begin_s += self.last_begin_s
+
+    def _oldest_needed(self, committed: int) -> int:
+        """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.
+
+        Where no window is persisted for long, what a plan could use in the best case is the bound.
+        """
+        reach = max(self.windows.iterations_logged(one.size) for one in self.checkpointer.history.all)
+        return max(self.checkpointer.progress.persisted, committed + 2 - reach)
+
+    def _forget_before(self, iteration: int) -> None:
+        self._recent = {ran: outcome for ran, outcome in self._recent.items() if ran >= iteration}
+        if self.job.boundary_log is not None:
+            self.job.boundary_log.free_before(iteration)
 
     def _digests_whole(self, iteration: int) -> bool:
         """Whether ``SS_iteration`` has a digest of the whole state."""
@@ -621,6 +755,49 @@ class SparseRun:
         if self.wiring.rank == 0 and self.wiring.warning is not None:
             self._report(self.wiring.warning)
 
+    def _warn(self, kind: str, text: str, **fields: Any) -> None:
+        """What an operator must not miss: in the launcher's output, as an event, and in the summary.
+
+        Every rank calls it alike. The launcher shows rank 0's lines.
+        """
+        self.warnings.append(text)
+        if self.wiring.rank == 0:
+            print(f"moevement: WARNING: {text}", flush=True)
+        self.job.event(kind, text=text, **fields)
+
+    def _tell_all_is_well(self, text: str) -> None:
+        if self.wiring.rank == 0:
+            print(f"moevement: {text}", flush=True)
+        self.job.event("windows_on_disk_again", text=text)
+
+    def _watch_persistence(self, committed: int) -> None:
+        """Nothing new is persisted for two windows: more and more work would be lost. On every rank alike."""
+        persisted = self.checkpointer.progress.persisted
+        if persisted != self._persisted_since[0]:
+            self._persisted_since = persisted, committed
+        since = committed - self._persisted_since[1]
+        self._unpersisted = max(self._unpersisted, since)
+        size = self.checkpointer.history.newest.size
+        limit = 2 * size + LAG_ALLOWANCE + 1
+        if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
+            return
+        newest = "no window at all" if persisted == NONE else f"no window newer than that from iteration {persisted} on"
+        self._warn(
+            "nothing_persisted", f"{since} iterations in a row have brought {newest} to all peers (a window has {size} "
+            "iterations); a failure now costs more than it should. The ranks' logs name peers that lag or refuse",
+            iterations=since, persisted_from=None if persisted == NONE else persisted,
+        )  # fmt: skip
+
+    def _watch_disk(self) -> None:
+        """Windows that could not be written on some rank, which all ranks have agreed on."""
+        failed = self._writer.failed if self._writer is not None else 0
+        if failed > self._windows_failed and failed & (failed - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
+            self._warn(
+                "windows_not_on_disk", f"{failed} windows could not be written to --moevement-persist-dir; the logs of "
+                "the ranks concerned say why. The next is tried", failed=failed,
+            )  # fmt: skip
+        self._windows_failed = failed
+
     def _watch_peers(self) -> None:
         for sender in self._senders:
             silent = sender.silent_s > self.config.peer_timeout_s
@@ -662,9 +839,12 @@ class SparseRun:
             self._report("not all peers took the last snapshots in time")
         if self._writer is not None:
             self._writer.close(self._least, DISK_TIMEOUT_S)
+        if self._lock is not None:
+            self._lock.release()
         writer = self._writer
         on_disk = (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
-        decided = (self.windows.windows, self.windows.reorders)
+        decided = (self.windows.windows, self.windows.reorders, self._unpersisted)
+        warnings = tell_all(self.warnings)
         told = tell_all((self.totals, self.checkpointer.progress, on_disk, decided))
         totals, progress, disk, decisions = ([one[part] for one in told] for part in range(4))
         newest_on_disk = min(one[0] for one in disk)
@@ -682,12 +862,14 @@ class SparseRun:
             "windows_abandoned": sum(one.abandoned for one in progress),
             "reorders": max(one[1] for one in decisions),
             "persisted_from": None if persisted == NONE else persisted,
+            "longest_unpersisted": max(one[2] for one in decisions),
             "memory_bytes": max(one.memory_bytes for one in progress),
             "recoveries": [one.as_dict() for one in self.recoveries],
             "on_disk": None if newest_on_disk == NONE else newest_on_disk,
             "disk_windows_failed": max(one[1] for one in disk),
             "disk_bytes": sum(one[2] for one in disk),
             "disk_s": max(one[3] for one in disk),
+            "warnings": max(warnings, key=len),  # a rank that joined later knows fewer
         }
 
 

@@ -21,7 +21,7 @@ from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.errors import ConfigError
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory, slots_kept
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory, iterations_logged, slots_kept
 from moevement_core.policy.window import Budget, choose_window, impose_window
 from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
@@ -43,10 +43,18 @@ class WindowDecisions:
         wiring: of this generation; :attr:`wiring` is replaced in the next.
         config: the flags.
         report: told what an operator of the job should know.
+        sent_bytes: that this rank logs of an iteration.
     """
 
-    def __init__(self, chunks: list[Any], wiring: Wiring, config: SparseConfig, report: Callable[[str], None]) -> None:
-        self.wiring, self._config, self._report = wiring, config, report
+    def __init__(
+        self,
+        chunks: list[Any],
+        wiring: Wiring,
+        config: SparseConfig,
+        report: Callable[[str], None],
+        sent_bytes: int,
+    ) -> None:
+        self.wiring, self._config, self._report, self._sent_bytes = wiring, config, report, sent_bytes
         self._counts = RouterCounts(chunks, wiring.table, config.ordering.ordering)
         self._pending: list[torch.Tensor] = []
         self.popularity = Popularity(wiring.table, config.ordering)
@@ -115,20 +123,34 @@ class WindowDecisions:
         """Snapshots that a rank keeps at most."""
         return slots_kept(size, LAG_ALLOWANCE, to_disk=self._config.persist_dir is not None)
 
+    def iterations_logged(self, size: int) -> int:
+        """How many iterations logs and records reach back at most."""
+        return iterations_logged(size, LAG_ALLOWANCE, to_disk=self._config.persist_dir is not None)
+
+    def log_bytes(self, size: int) -> int:
+        """Host memory that the boundary log of this rank takes at most."""
+        return int(min(self.iterations_logged(size) * self._sent_bytes, self._config.log_memory_bytes))
+
     def _refuse_beyond_cap(self, schedule: Schedule, own_bytes: int) -> None:
-        """Compare what every rank will need with the cap, on every rank alike."""
+        """Compare what every rank will need with the cap, on every rank alike.
+
+        The rank that needs the most is named, so that what the message says is enough for all.
+        """
         count = self.slots(schedule.size)
-        needed = tell_all(own_bytes)
-        for rank in range(self.wiring.world):
+        told = tell_all((own_bytes, self.log_bytes(schedule.size)))
+        needs = []
+        for rank, (its_bytes, logs) in enumerate(told):
             sources = sources_of(self.wiring.peers, rank)
-            own, kept = count * needed[rank], sum((count + 1) * needed[source] for source in sources)
-            if own + kept > self._config.host_memory_bytes:
-                raise ConfigError(
-                    f"--moevement-host-memory-gb {self._config.host_memory_bytes / 1e9:g}: rank {rank} needs "
-                    f"{(own + kept) / 1e9:.3f} GB ({own / 1e9:.3f} for its own snapshots, {kept / 1e9:.3f} for those "
-                    f"of {len(sources)} peers, at W = {schedule.size}); give that much, or fewer replicas, or another "
-                    "window"
-                )
+            own, kept = count * its_bytes, sum((count + 1) * told[source][0] for source in sources)
+            needs.append((own + kept + logs, -rank, own, kept, logs, len(sources)))
+        needed, rank, own, kept, logs, sources_ = max(needs)
+        if needed > self._config.host_memory_bytes:
+            raise ConfigError(
+                f"--moevement-host-memory-gb {self._config.host_memory_bytes / 1e9:g}: rank {-rank} needs "
+                f"{math.ceil(needed / 1e6) / 1e3:.3f} GB ({own / 1e9:.3f} for its own snapshots, {kept / 1e9:.3f} for "
+                f"those of {sources_} peers, {logs / 1e9:.3f} for logs, at W = {schedule.size}), and no rank more; "
+                "give that much, or fewer replicas, or another window"
+            )
 
     # Those after it
 
@@ -168,7 +190,7 @@ class WindowDecisions:
             return
         schedule = history.change(boundary - 1, order, chosen.window)
         checkpointer.make_room(schedule)
-        history.forget_before(max(checkpointer.progress.persisted, history.oldest.start))
+        history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
         if chosen.size != old.size and self.wiring.rank == 0:
             self._report(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
 
@@ -191,17 +213,18 @@ class WindowDecisions:
         """
         if math.isinf(self._config.host_memory_bytes):
             return [False] * len(schedules)
-        own = torch.tensor([checkpointer.memory_needed(schedule) for schedule in schedules])
-        everyones = [torch.empty_like(own) for _ in range(self.wiring.world)]
-        dist.all_gather(everyones, own, group=self.wiring.job_group)
+        own = [checkpointer.memory_needed(schedule) for schedule in schedules]
+        mine = torch.tensor([own, [self.log_bytes(schedule.size) for schedule in schedules]])
+        everyones = [torch.empty_like(mine) for _ in range(self.wiring.world)]
+        dist.all_gather(everyones, mine, group=self.wiring.job_group)
         count = self.slots(checkpointer.history.newest.size)
         needed = [self._needed_by(rank, everyones, count) for rank in range(self.wiring.world)]
         return [bool((one > self._config.host_memory_bytes).any()) for one in torch.stack(needed).T]
 
-    def _needed_by(self, rank: int, own: list[torch.Tensor], count: int) -> torch.Tensor:
-        """Host memory of ``rank``: for its own snapshots, and for those it keeps, one buffer more of each source."""
-        kept = [own[source] for source in sources_of(self.wiring.peers, rank)]
-        return own[rank] + sum(one * (count + 1) // count for one in kept)
+    def _needed_by(self, rank: int, everyones: list[torch.Tensor], count: int) -> torch.Tensor:
+        """Host memory of ``rank``: for its own snapshots and logs, and of each source one buffer more than its own."""
+        kept = [everyones[source][0] for source in sources_of(self.wiring.peers, rank)]
+        return everyones[rank].sum(dim=0) + sum(-(-one * (count + 1) // count) for one in kept)
 
     def _measured_window(self, order: Any, checkpointer: Checkpointer, senders: Sequence[Sender]) -> int:
         """The window that this rank's measurements ask for; of all ranks the largest."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moevement_core.persistence.files import file_name
-from moevement_core.persistence.manifest import manifests, read_manifest
+from moevement_core.persistence.manifest import MARKER, Manifest, make_window_folder, manifests, read_manifest
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import Writing
@@ -47,12 +48,16 @@ def reports() -> list[str]:
     return []
 
 
+def writer_to(folder: Path, lender: Lender, reports: list[str], **kwargs: Any) -> WindowWriter:
+    return WindowWriter(
+        Folder(folder, writes_manifest=True), "abcd", {"seed": 1}, lender, lambda s: {"iteration": s.iteration},
+        reports.append, **kwargs,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def writer(tmp_path: Path, lender: Lender, reports: list[str]) -> WindowWriter:
-    return WindowWriter(
-        Folder(tmp_path, writes_manifest=True), "abcd", {"seed": 1}, lender, lambda s: {"iteration": s.iteration},
-        reports.append,
-    )  # fmt: skip
+    return writer_to(tmp_path, lender, reports)
 
 
 def settled(writer: WindowWriter) -> Writing:
@@ -106,18 +111,191 @@ def test_one_at_a_time_and_each_once(writer: WindowWriter, lender: Lender) -> No
     close(writer)
 
 
-def test_two_windows_stay_and_those_of_other_runs_go(writer: WindowWriter, tmp_path: Path) -> None:
-    (tmp_path / "window_0000099_ffff").mkdir()
-    (tmp_path / "window_0000099_ffff.json").write_text("{}")
-    (tmp_path / "window_0000003_abcd").mkdir()
+def write_three(writer: WindowWriter) -> None:
     for first in (4, 6, 8):
         writer.begin(first, first + 1)
         settled(writer)
         writer.learn(Writing.DURABLE)
     close(writer)
+
+
+def test_two_windows_stay_and_those_of_other_runs_go(tmp_path: Path, lender: Lender, reports: list[str]) -> None:
+    other = Manifest("ffff", 98, 99, 99, {}, {})
+    (make_window_folder(tmp_path, other.name) / file_name(0, 98)).write_bytes(b"a snapshot")
+    other.write(tmp_path)
+    unfinished = make_window_folder(tmp_path, "window_0000003_abcd")
+    (unfinished / f".{file_name(0, 3)}.4711").write_bytes(b"cut off")
+    write_three(writer_to(tmp_path, lender, reports))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "window_0000007_abcd", "window_0000007_abcd.json", "window_0000009_abcd", "window_0000009_abcd.json",
     ]  # fmt: skip
+
+
+def test_what_is_not_provably_ours_is_never_deleted(tmp_path: Path, lender: Lender, reports: list[str]) -> None:
+    """By exact name and manifest, or marker; and of a window of ours nothing that somebody else put there."""
+    (tmp_path / "window_frames").mkdir()
+    (tmp_path / "window_frames" / "photo.png").write_bytes(b"mine")
+    (tmp_path / "window_0000099_ffff").mkdir()
+    (tmp_path / "window_0000099_ffff" / "thesis.tex").write_text("mine")
+    (tmp_path / "window_0000098_ffff.json").write_text("{}")
+    (tmp_path / "window_sizes.json").write_text('{"width": 640}')
+    elsewhere = make_window_folder(tmp_path / "elsewhere", "window_0000002_ffff")
+    (elsewhere / file_name(0, 1)).write_bytes(b"linked to")
+    (tmp_path / "window_0000002_ffff").symlink_to(elsewhere)
+    with_notes = make_window_folder(tmp_path, "window_0000097_ffff")
+    (with_notes / file_name(0, 1)).write_bytes(b"a snapshot")
+    (with_notes / "notes.txt").write_text("mine")
+    users = [
+        "elsewhere", "window_0000002_ffff", "window_0000097_ffff", "window_0000098_ffff.json", "window_0000099_ffff",
+        "window_frames", "window_sizes.json",
+    ]  # fmt: skip
+    write_three(writer_to(tmp_path, lender, reports))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted([*users, *(f"window_000000{at}_abcd{end}" for at in (7, 9) for end in ("", ".json"))])
+    assert (tmp_path / "window_frames" / "photo.png").read_bytes() == b"mine"
+    assert (tmp_path / "window_0000099_ffff" / "thesis.tex").exists()
+    assert (elsewhere / file_name(0, 1)).exists()
+    assert sorted(path.name for path in with_notes.iterdir()) == [MARKER, "notes.txt"]
+
+
+def test_a_writer_whose_folder_another_job_has_taken_over_stops(
+    tmp_path: Path, lender: Lender, reports: list[str]
+) -> None:
+    """It writes no window and no manifest and deletes nothing, and says why."""
+    who: list[str] = []
+    writer = writer_to(tmp_path, lender, reports, taken_over=lambda: next(iter(who), None))
+    writer.begin(4, 5)
+    settled(writer)
+    who.append("job beef (pid 1 on n1)")
+    writer.learn(Writing.DURABLE)
+    writer.begin(6, 7)
+    assert settled(writer) is Writing.FAILED
+    writer.learn(Writing.FAILED)
+    close(writer)
+    assert "the manifest of iteration 5 is not written: the folder was taken over by job beef" in reports[0]
+    assert "window from iteration 6 on is not on disk" in reports[1]
+    assert "writes and deletes nothing there any more" in reports[1]
+    assert not manifests(tmp_path)
+    assert not lender.out
+
+
+def test_a_writer_that_meets_the_windows_of_a_newer_job_stops(
+    writer: WindowWriter, tmp_path: Path, reports: list[str]
+) -> None:
+    writer.begin(4, 5)
+    settled(writer)
+    writer.learn(Writing.DURABLE)
+    assert windows(tmp_path) == ["window_0000005_abcd"]
+    newer = Manifest("beef", 1, 2, 2, {}, {})
+    (make_window_folder(tmp_path, newer.name) / file_name(0, 2)).write_bytes(b"a snapshot")
+    newer.write(tmp_path)
+    writer.begin(6, 7)
+    assert settled(writer) is Writing.FAILED
+    close(writer)
+    assert "another job has begun to write there (window_0000002_beef)" in reports[0]
+    assert sorted(m.name for m in manifests(tmp_path)) == ["window_0000002_beef", "window_0000005_abcd"]
+    assert (tmp_path / newer.name / file_name(0, 2)).exists()
+
+
+def test_windows_of_an_earlier_start_of_the_job_are_replaced(
+    tmp_path: Path, lender: Lender, reports: list[str]
+) -> None:
+    later = WindowWriter(Folder(tmp_path, True), "abcd.1", {}, lender, lambda s: {}, reports.append)
+    later.begin(1, 2)
+    settled(later)
+    later.learn(Writing.DURABLE)
+    earlier = Manifest("abcd", 1, 2, 2, {}, {})
+    make_window_folder(tmp_path, earlier.name)
+    earlier.write(tmp_path)  # late: its writer was stuck
+    write_three(later)
+    assert not reports
+    assert {m.job for m in manifests(tmp_path)} == {"abcd", "abcd.1"}
+    after = WindowWriter(Folder(tmp_path, True), "abcd.2", {}, lender, lambda s: {}, reports.append)
+    write_three(after)
+    assert {m.job for m in manifests(tmp_path)} == {"abcd.2"}
+
+
+class Stall:
+    """A disk that holds a write up until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        monkeypatch.setattr("moevement_core.persistence.files.os.fsync", self)
+
+    def __call__(self, descriptor: int) -> None:
+        self.reached.set()
+        assert self.go_on.wait(20)
+
+
+@pytest.fixture
+def stall(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stall]:
+    stall = Stall(monkeypatch)
+    yield stall
+    stall.go_on.set()
+
+
+def ended(writer: WindowWriter) -> None:
+    deadline = time.monotonic() + 10
+    while writer.is_alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_recovery_does_not_wait_for_a_disk_that_stalls(
+    writer: WindowWriter, tmp_path: Path, lender: Lender, reports: list[str], stall: Stall
+) -> None:
+    writer.begin(4, 5)
+    assert stall.reached.wait(10)
+    began = time.monotonic()
+    writer.abandon()
+    assert time.monotonic() - began < 1
+    assert lender.out == [4, 5], "its buffers are not used anew while it writes"
+    assert writer.is_alive
+    stall.go_on.set()
+    ended(writer)
+    assert not lender.out
+    assert not reports
+    assert not manifests(tmp_path)
+    folder = tmp_path / "window_0000005_abcd"
+    assert [path.name for path in folder.iterdir()] == [MARKER], "nothing gets its name after the window was given up"
+
+
+def test_what_a_stalled_writer_has_left_goes_with_the_next_window_and_does_it_no_harm(
+    writer: WindowWriter, tmp_path: Path, lender: Lender, reports: list[str], stall: Stall
+) -> None:
+    writer.begin(4, 5)
+    assert stall.reached.wait(10)
+    writer.abandon()
+    later = writer_to(tmp_path, lender, reports, left_behind=[writer])
+    later.begin(6, 7)
+    assert settled(later) is Writing.FAILED, "while the disk holds buffers no others are lent to it"
+    assert "the disk still holds up an older one" in reports[0]
+    assert lender.out == [4, 5]
+    later.learn(Writing.FAILED)
+    stall.go_on.set()
+    ended(writer)
+    for first in (4, 8):  # the same window as the stalled one, and another
+        again = writer_to(tmp_path, lender, reports, left_behind=[writer])
+        again.begin(first, first + 1)
+        assert settled(again) is Writing.DURABLE
+        again.learn(Writing.DURABLE)
+        close(again)
+    close(later)
+    assert [manifest.reaches for manifest in manifests(tmp_path)] == [9, 5]
+    for manifest in manifests(tmp_path):
+        files = sorted(path.name for path in (tmp_path / manifest.name).iterdir())
+        assert files == [MARKER, *(file_name(0, at) for at in (manifest.first, manifest.last))]
+
+
+def test_a_window_that_all_agreed_on_gets_its_manifest_though_a_failure_comes(
+    writer: WindowWriter, tmp_path: Path
+) -> None:
+    writer.begin(4, 5)
+    assert settled(writer) is Writing.DURABLE
+    writer.learn(Writing.DURABLE)
+    writer.abandon()
+    ended(writer)
+    assert windows(tmp_path) == ["window_0000005_abcd"]
 
 
 def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(

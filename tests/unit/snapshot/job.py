@@ -14,6 +14,7 @@ from moevement_core.operators import Operator, OperatorKind, OperatorTable, Stat
 from moevement_core.policy.recoverable import recoverable_runs
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
+from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.placement import place, sources_of
 from moevement_core.replication.sender import Sender
@@ -46,8 +47,9 @@ class Rank:
                 (StateTensor(name, Saved.FULL, "master", master),),
             )
         transport = Loopback(job.wire, number)
+        allowance = Allowance(job.allowance_bytes)
         self.keepers = [
-            Keeper(number, source, transport, CpuDevice(), job.allowance_bytes, self.reports.append)
+            Keeper(number, source, transport, CpuDevice(), allowance, self.reports.append)
             for source in sources_of(job.placement, number)
         ]
         self.senders = [

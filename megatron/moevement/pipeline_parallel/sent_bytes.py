@@ -1,0 +1,24 @@
+"""How much a rank sends to other stages in an iteration, from flags: what its boundary log takes for each of them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+import torch
+
+
+def bytes_sent_per_iteration(args: Namespace, stage: int) -> int:
+    """Bytes that a rank of ``stage`` sends in an iteration of the largest global batch, both directions together.
+
+    With ``--variable-seq-lengths`` an upper bound. The last chunk sends nothing forward, the first one nothing back.
+    """
+    stages = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    last = stages * chunks - 1
+    sends = sum((chunk * stages + stage < last) + (chunk * stages + stage > 0) for chunk in range(chunks))
+    micro_batches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    length = args.seq_length // args.context_parallel_size
+    if args.sequence_parallel:
+        length //= args.tensor_model_parallel_size
+    dtype = torch.float32 if args.fp32_residual_connection else args.params_dtype
+    return int(sends * micro_batches * length * args.micro_batch_size * args.hidden_size * dtype.itemsize)

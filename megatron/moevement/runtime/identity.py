@@ -1,0 +1,47 @@
+"""The name of the job that this process takes part in: the owner of the folders that the job writes to.
+
+All processes of a job have it, whenever they join, and keep it through failures and restarts within the job. Each start
+within the job, of which there are several if all state was lost, has a name of its own for its windows.
+"""
+
+from __future__ import annotations
+
+import uuid
+
+import torch.distributed as dist
+
+_NAME = "job/name"
+_STARTS = "job/starts"
+
+
+def agree_on_names() -> tuple[str, str]:
+    """The names of the job and of this start of it; every rank calls it at the same point, once for each start.
+
+    Returns:
+        Eight hexadecimal digits; and the same for the first start, with ``.1``, ``.2``, ... for those after it.
+    """
+    names = [_names() if dist.get_rank() == 0 else ("", "")]
+    dist.broadcast_object_list(names)
+    return names[0]
+
+
+def _names() -> tuple[str, str]:
+    from megatron.moevement.restart.store import connect, store_address
+
+    if (name := job_name()) is None or (address := store_address()) is None:
+        return (_new_name(),) * 2  # a job that ends with its first failure
+    before = connect(address).add(_STARTS, 1) - 1
+    return name, f"{name}.{before}" if before else name
+
+
+def job_name() -> str | None:
+    """The job's name as the launcher's store has it, for any process at any time; nothing where there is no store."""
+    from megatron.moevement.restart.store import connect, store_address
+
+    if (address := store_address()) is None:
+        return None
+    return str(connect(address).compare_set(_NAME, "", _new_name()).decode())  # whoever asks first gives it
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex[:8]
