@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +29,9 @@ from moevement_core.run_record import RunRecord
 POLL_S = 0.05
 GRACE_S = 60.0
 """How long tasks have to end by themselves at the end of the job, and the store is there for them."""
+
+TASKS_GRACE_S = 20.0
+"""How long the command that started them has to end after every task that can be heard has."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,12 @@ class _Coordination:
             self._server.poll(POLL_S, self._answer())
         self._server.close()
         if self._tasks is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._tasks.wait(GRACE_S)
+            try:
+                self._tasks.wait(TASKS_GRACE_S)
+            except subprocess.TimeoutExpired:
+                # srun waits for tasks of nodes that are lost until Slurm has noticed, which may take minutes.
+                self._tasks.kill()
+                self._tasks.wait()
 
     def end_tasks(self) -> None:
         """End the command that started the tasks, if it still runs."""

@@ -102,6 +102,7 @@ class _Supervisor:
     lines: _Lines
     name: str = ""
     members: set[int] = field(default_factory=set)
+    heard_at: float = 0.0
 
 
 class LeaseServer:
@@ -169,6 +170,7 @@ class LeaseServer:
         alive = {int(member): committed for member, committed in message.get("alive", {}).items()}
         supervisor.members = set(alive)
         self._holder.renew(alive)
+        supervisor.heard_at = time.monotonic()
         ours = set(map(int, message.get("members", ())))
         supervisor.lines.send(
             {
@@ -187,8 +189,9 @@ class LeaseServer:
 
     @property
     def supervisors(self) -> int:
-        """How many are connected."""
-        return len(self._by_name)
+        """How many have been heard of within the lease time."""
+        since = time.monotonic() - self._holder.lease_s
+        return sum(supervisor.heard_at > since for supervisor in self._by_name.values())
 
     def close(self) -> None:
         """Close every connection."""
