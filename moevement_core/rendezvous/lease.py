@@ -152,7 +152,7 @@ class LeaseServer:
         try:
             for message in supervisor.lines.receive():
                 self._take_in(supervisor, message, answer)
-        except (ConnectionError, KeyError, TypeError, ValueError):
+        except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
             self._drop(supervisor)
 
     def _take_in(self, supervisor: _Supervisor, message: dict[str, Any], answer: Mapping[str, Any]) -> None:
@@ -160,9 +160,8 @@ class LeaseServer:
             # The newest connection of a supervisor counts; that an older one breaks means nothing.
             supervisor.name = str(name)
             self._by_name[supervisor.name] = supervisor
-        self._holder.lease_s = float(
-            message.get("lease_s", self._holder.lease_s)
-        )  # a flag of the script, for all alike
+        if "lease_s" in message:  # a flag of the script: tasks know it, and the coordinator does not
+            self._holder.lease_s = float(message["lease_s"])
         for death in message.get("died", ()):
             self._holder.died(int(death["member"]), int(death["pid"]), str(death["how"]))
         if (request := message.get("request")) is not None:
@@ -305,7 +304,7 @@ class LeaseClient:
         try:
             for answer in self._lines.receive():
                 self._take_in(answer)
-        except (ConnectionError, KeyError, TypeError, ValueError):
+        except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
             self._disconnect()
 
     def _take_in(self, answer: dict[str, Any]) -> None:

@@ -1,0 +1,171 @@
+"""Leases over real connections on loopback: beats, a broken connection, silence, what is asked and answered."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from moevement_core.rendezvous.lease import LeaseClient, LeaseServer
+from moevement_core.rendezvous.status_page import boot_time_s
+
+LEASE_S = 1.0
+
+
+class Holder:
+    """Writes down what a coordinator would act on."""
+
+    def __init__(self) -> None:
+        self.lease_s = 10.0
+        self.given_up: set[int] = set()
+        self.alive: dict[int, int | None] = {}
+        self.lost: list[int] = []
+        self.dead: list[tuple[int, int, str]] = []
+
+    def renew(self, members: Mapping[int, int | None]) -> None:
+        self.alive.update(members)
+
+    def disconnected(self, members: Iterable[int]) -> None:
+        self.lost += sorted(members)
+
+    def died(self, member: int, pid: int, how: str) -> int | None:
+        self.dead.append((member, pid, how))
+        return None
+
+
+class Both:
+    """A server and a client, stepped in turns."""
+
+    def __init__(self) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()[:2]
+        self.holder, self.requests = Holder(), list[tuple[str, str, int]]()
+        self.server = LeaseServer(listener, self.holder, lambda *request: self.requests.append(request))
+        self.answer: dict[str, Any] = {"generation": 3, "wind_down": False}
+        self.client = self.connect()
+
+    def connect(self) -> LeaseClient:
+        return LeaseClient("task 0", self.address, LEASE_S)
+
+    def until(self, holds: Callable[[], bool], alive: Mapping[int, int | None] | None = None) -> None:
+        alive = {4: 7, 5: None} if alive is None else alive
+        deadline = time.monotonic() + 10
+        while not holds():
+            assert time.monotonic() < deadline
+            self.client.step([4, 5], alive)
+            self.server.poll(0.01, self.answer)
+
+
+@pytest.fixture
+def both() -> Iterator[Both]:
+    it = Both()
+    yield it
+    it.client.close()
+    it.server.close()
+
+
+def test_beats_renew_the_leases_of_those_that_live_and_tell_how_far_they_are(both: Both) -> None:
+    both.until(lambda: both.client.is_connected)
+    assert both.holder.alive == {4: 7, 5: None}
+    assert both.holder.lease_s == LEASE_S, "a flag of the script, which the coordinator learns from tasks"
+    assert both.client.generation == 3
+    assert boot_time_s() < both.client.held_until <= boot_time_s() + LEASE_S
+
+
+def test_a_lease_is_counted_from_when_the_beat_was_sent_not_from_its_answer(both: Both) -> None:
+    """So that a supervisor gives up its processes before the coordinator gives them away."""
+    both.until(lambda: both.client.is_connected)
+    both.client._beat_at = -1e9
+    sent_at = boot_time_s()
+    both.client.step([4, 5], {4: 8})
+    time.sleep(0.3)
+    both.server.poll(0.05, both.answer)
+    both.client._receive()
+    assert both.holder.alive[4] == 8
+    assert sent_at + LEASE_S <= both.client.held_until < sent_at + LEASE_S + 0.2
+
+
+def test_without_answers_the_lease_runs_out(both: Both) -> None:
+    both.until(lambda: both.client.is_connected)
+    deadline = time.monotonic() + 10
+    while boot_time_s() < both.client.held_until:
+        both.client.step([4, 5], {4: 7})  # nobody polls the server
+        time.sleep(0.02)
+        assert time.monotonic() < deadline
+    both.until(lambda: boot_time_s() < both.client.held_until)
+
+
+def test_a_death_is_sent_until_it_is_answered_over_a_new_connection_too(both: Both) -> None:
+    both.until(lambda: both.client.is_connected)
+    both.client.died(4, 1234, "was killed by signal 9")
+    both.client._disconnect()
+    both.until(lambda: bool(both.holder.dead) and not both.client._news)
+    assert set(both.holder.dead) == {(4, 1234, "was killed by signal 9")}
+
+
+def test_a_broken_connection_is_noticed_with_those_it_spoke_for(both: Both) -> None:
+    both.until(lambda: both.client.is_connected)
+    assert both.client._lines is not None
+    both.client._lines.socket.close()
+    both.client._lines = None
+    for _ in range(20):
+        both.server.poll(0.01, both.answer)
+    assert both.holder.lost == [4, 5]
+
+
+def test_an_older_connection_of_the_same_supervisor_means_nothing(both: Both) -> None:
+    """After a silence a new one is made at once: what the old one had to send may wait for long."""
+    both.until(lambda: both.client.is_connected)
+    old = both.client._lines
+    both.client._lines = None
+    both.client._tried_at = -1e9
+    both.until(lambda: both.client._lines is not None and both.client._heard_at > both.client._tried_at)
+    assert old is not None
+    old.socket.close()
+    for _ in range(20):
+        both.server.poll(0.01, both.answer)
+    assert both.holder.lost == []
+
+
+def test_who_is_given_up_is_told_to_its_own_supervisor_only(both: Both) -> None:
+    both.holder.given_up = {5, 9}
+    both.until(lambda: bool(both.client.given_up))
+    assert both.client.given_up == {5}
+
+
+def test_requests_reach_the_coordinator_and_its_answers_the_supervisor(both: Both) -> None:
+    both.client.request("stop", "member 4 found a mistake", 2)
+    both.until(lambda: bool(both.requests) and both.client._request is None)
+    assert both.requests[0] == ("stop", "member 4 found a mistake", 2)
+    both.answer = {"generation": 3, "wind_down": True}
+    both.until(lambda: both.client.is_winding_down)
+    both.answer = {"generation": 3, "stop": {"reason": "why", "code": 2}}
+    both.until(lambda: both.client.stop is not None)
+    assert both.client.stop == {"reason": "why", "code": 2}
+
+
+STRANGERS = [b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"beat": 1, "alive": 3}\n', b"\xff" * 2_000_000]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS, ids=range(len(STRANGERS)))
+def test_a_stranger_is_disconnected_and_harms_nobody(both: Both, stranger: bytes) -> None:
+    both.until(lambda: both.client.is_connected)
+    with socket.create_connection(both.address) as connection:
+        connection.setblocking(False)
+        sent = 0
+        for _ in range(200):
+            if sent < len(stranger):
+                with suppress(BlockingIOError, ConnectionError):
+                    sent += connection.send(stranger[sent : sent + 65536])
+            both.server.poll(0.005, both.answer)
+        connection.setblocking(True)
+        connection.settimeout(5)
+        with suppress(ConnectionError):
+            assert connection.recv(100) == b""
+    assert both.holder.lost == []
+    heard = both.client._heard_at
+    both.until(lambda: both.client._heard_at > heard)

@@ -1,0 +1,44 @@
+"""What a process and its supervisor share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from moevement_core.rendezvous import status_page
+from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s, own_page, wait_until_held
+
+
+def test_both_sides_see_what_the_other_writes(tmp_path: Path) -> None:
+    supervisor, process = StatusPage(tmp_path / "page"), StatusPage(tmp_path / "page")
+    assert (process.is_held, process.is_winding_down, supervisor.committed) == (True, False, None)
+    process.commit(41)
+    supervisor.hold_until(boot_time_s() - 1)
+    supervisor.ask_to_wind_down()
+    assert (supervisor.committed, process.is_held, process.is_winding_down) == (41, False, True)
+    supervisor.hold_until(boot_time_s() + 60)
+    assert process.is_held
+
+
+def test_a_process_whose_lease_has_run_out_does_nothing_until_it_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_page, "_page", None)
+    monkeypatch.setenv(PAGE_ENV, str(tmp_path / "page"))
+    supervisor = StatusPage(tmp_path / "page")
+    supervisor.hold_until(boot_time_s())
+    threading.Timer(0.3, supervisor.hold_until, [boot_time_s() + 60]).start()
+    began = time.monotonic()
+    wait_until_held()
+    assert time.monotonic() - began > 0.2
+    assert own_page() is not None
+
+
+def test_without_a_supervisor_a_lease_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_page, "_page", None)
+    monkeypatch.delenv(PAGE_ENV, raising=False)
+    wait_until_held()
+    assert own_page() is None
