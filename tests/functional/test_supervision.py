@@ -1,0 +1,156 @@
+"""Processes that are stopped, launchers that are killed or asked to end: who ends, and what is saved."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron.moevement.children import Child, Program
+from moevement_core.cli.main import main
+from moevement_core.run_record import RunRecord
+from tests.launching import finished, launch, logs, survive
+from tests.training import SCRIPT, flags, train
+
+FLAGS: dict[str, Any] = {
+    "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "pipeline_model_parallel_size": 2,
+    "moevement_replicas_on_same_node": True,
+}  # fmt: skip
+
+
+class Job:
+    """A job of two ranks and a spare, while it runs."""
+
+    def __init__(self, run_dir: Path, **overrides: Any) -> None:
+        words = flags(**FLAGS | overrides)
+        self.record = RunRecord(run_dir)
+        self.process: subprocess.Popen[str] = launch(
+            "--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(run_dir)
+        )
+
+    def until(self, holds: Callable[[], bool], timeout_s: float = 150.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not holds():
+            assert self.process.poll() is None, f"{self.process.communicate()}\n{logs(self.record.folder)}"
+            assert time.monotonic() < deadline, logs(self.record.folder)
+            time.sleep(0.1)
+
+    def until_iteration(self, iteration: int) -> None:
+        self.until(lambda: (self.record.newest_metric() or {"iteration": 0})["iteration"] >= iteration)
+
+    def pids(self, role: str) -> list[int]:
+        path = self.record.ranks_path
+        return [one["pid"] for one in json.loads(path.read_text()) if one["role"] == role] if path.exists() else []
+
+
+def _are_gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
+
+
+def test_a_spare_that_is_stopped_is_replaced_and_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", train_iters=100000, moevement_lease_seconds=2)
+    job.until_iteration(2)
+    job.until(lambda: len(job.pids("spare")) == 1)
+    (stopped,) = job.pids("spare")
+    os.kill(stopped, signal.SIGSTOP)
+    job.until(lambda: len(job.pids("spare")) == 1 and job.pids("spare") != [stopped], timeout_s=60)
+    assert _are_gone([stopped])
+    assert not [event for event in job.record.events() if event["event"] == "failure"], "nobody was interrupted"
+    everyone = [*job.pids("active"), *job.pids("spare")]
+    assert len(everyone) == 3
+    job.process.kill()
+    job.process.wait()
+    deadline = time.monotonic() + 10
+    while not _are_gone(everyone) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _are_gone(everyone), "ranks must not train on without their launcher"
+    job.process.communicate()
+
+
+def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(tmp_path: Path) -> None:
+    windows: dict[str, Any] = {"moevement_persist_dir": str(tmp_path / "windows"), "moevement_load": str(tmp_path / "windows")}
+    iterations = 40
+    wanted = train(2, tmp_path / "whole", **FLAGS, train_iters=iterations)
+    # Data workers of a job with Megatron's own handler ignore the signal and would outlive their ranks.
+    job = Job(tmp_path / "run", **windows, train_iters=iterations, exit_signal_handler=True, num_workers=1)
+    job.until_iteration(8)
+    os.kill(job.process.pid, signal.SIGTERM)
+    code, out, err = finished(job.process)
+    assert code == 0, f"{out}\n{err}"
+    assert "SIGTERM: the job ends at the next boundary between iterations" in out
+    stopped_at = job.record.summary()["iterations"]
+    assert 8 <= stopped_at < iterations
+    newest = max(int(path.stem.split("_")[1]) for path in (tmp_path / "windows").glob("window_*.json"))
+    assert newest > stopped_at - 3 * FLAGS["moevement_window"], "the last window is on disk"
+    survived = survive(2, 1, tmp_path / "run", **FLAGS, **windows, train_iters=iterations)
+    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    survived.check_metrics(iterations)
+    assert main(["verify", str(tmp_path / "whole"), str(tmp_path / "run"), "--json"]) == 0
+
+
+def test_a_rank_that_is_stopped_during_a_replay_is_replaced(tmp_path: Path) -> None:
+    wanted = train(2, tmp_path / "failure_free", **FLAGS, train_iters=14)
+    survived = survive(
+        2, 1, tmp_path / "run", inject=("rank=1,iteration=8,phase=forward", "rank=1,phase=replay,signal=STOP"),
+        **FLAGS, train_iters=14, moevement_lease_seconds=2,
+    )  # fmt: skip
+    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    survived.check_metrics(14)
+    assert "by lease that ran out" in survived.failures()[-1]["noticed_by"]
+
+
+def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    words = flags(**FLAGS, train_iters=14)
+    for _ in range(5):
+        words += ["--moevement-inject", "rank=1,iteration=6,phase=forward"]
+    code, _, err = finished(
+        launch("--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
+    )
+    assert code == 1
+    assert "rank 1 died 5 times in a row in iteration 6, which was never committed" in err
+    assert "--iterations-to-skip 6" in err
+
+
+def test_what_is_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
+    """As SIGHUP is under nohup; and a child ends with its parent."""
+    ready = tmp_path / "ready"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        child = Child("child", Program(_sleep, (str(ready),)), {}, None)
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGHUP)
+        time.sleep(0.2)
+        assert child.poll() is None
+        os.kill(child.pid, signal.SIGTERM)
+        deadline = time.monotonic() + 5
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert child.code == -signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _sleep(ready: str) -> None:
+    Path(ready).touch()
+    time.sleep(60)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_other_warnings_end_a_job_in_order_too(number: signal.Signals, tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", train_iters=100000)
+    job.until_iteration(4)
+    everyone = [*job.pids("active"), *job.pids("spare")]
+    os.kill(job.process.pid, number)
+    code, _, err = finished(job.process)
+    assert (code, err) == (0, "")
+    assert _are_gone(everyone)
