@@ -136,3 +136,10 @@ def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None
         run_ranks(clipped_as_with_transformer_engine, 2, argv, timeout_s=150.0, init_process_group=False)
     hurt = RunRecord(tmp_path / "hurt")
     check_scope(hurt, check(RunRecord(tmp_path / "unhurt"), hurt, sparse), {1})
+
+
+def test_an_embedding_that_predicts_ahead_ties_the_stages_that_have_a_copy(tmp_path: Path) -> None:
+    job = PP2 | BF16 | {"mtp_num_layers": 1}
+    sparse: dict[str, Any] = {"moevement_window": 3, "moevement_wipe_at": [2, 8], "moevement_wipe_stages": 1}
+    unhurt, hurt = recover(2, job, sparse, tmp_path)
+    check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})

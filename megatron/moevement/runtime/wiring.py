@@ -5,6 +5,7 @@ What survives a failure (snapshots, popularity, logs) is kept elsewhere and is h
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class _Rank:
     operators: list[Any]
     group: int
     """The smallest rank that holds the same state: data-parallel peers have the same."""
+    embedding_ranks: tuple[int, ...]
+    """Those whose gradients of the embedding Megatron sums with this rank's; nobody where there is one copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +95,12 @@ def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wirin
             config.node_of(rank),
             operators_of(states),
             min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
+            _embedding_ranks(),
         )
     )
     stages = tuple(one.stage for one in told)
     stage = stages[rank]
-    pipeline, neighbours = _find_neighbours(rank, stages)
+    pipeline, neighbours = _find_neighbours(rank, stages, tied_stages(stages, [one.embedding_ranks for one in told]))
     return Wiring(
         rank=rank,
         world=world,
@@ -141,14 +145,40 @@ def _place(config: SparseConfig, told: list[_Rank]) -> Placement:
     )
 
 
-def _find_neighbours(rank: int, stages: tuple[int, ...]) -> tuple[Pipeline, Neighbours]:
+def _embedding_ranks() -> tuple[int, ...]:
+    """As Megatron finds them when it finalizes gradients: embeddings are copied where output layers are tied to them,
+    and where tokens are predicted ahead.
+    """
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    args = get_args()
+    groups = [parallel_state.get_position_embedding_group(check_initialized=False)]
+    if not args.untie_embeddings_and_output_weights or args.mtp_num_layers:
+        groups.append(parallel_state.get_embedding_group(check_initialized=False))
+    ranks = {rank for group in groups if group is not None for rank in dist.get_process_group_ranks(group)}
+    return tuple(sorted(ranks)) if len(ranks) > 1 else ()
+
+
+def tied_stages(stages: Sequence[int], embedding_ranks: Sequence[Collection[int]]) -> frozenset[int]:
+    """The stages that have copies of one embedding.
+
+    Args:
+        stages: the stage of every rank.
+        embedding_ranks: of every rank, those whose gradients of the embedding are summed with its own.
+    """
+    tied = frozenset(stages[rank] for ranks in embedding_ranks for rank in ranks)
+    return tied if len(tied) > 1 else frozenset()
+
+
+def _find_neighbours(rank: int, stages: tuple[int, ...], tied: frozenset[int]) -> tuple[Pipeline, Neighbours]:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
     args = get_args()
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     is_ring = (args.virtual_pipeline_model_parallel_size or 1) > 1 and len(ranks) > 1
-    pipeline = Pipeline(len(ranks), is_ring, is_tied=not args.untie_embeddings_and_output_weights)
+    pipeline = Pipeline(len(ranks), is_ring, tied)
     here = ranks.index(rank)
 
     def at(index: int) -> Neighbour | None:
