@@ -17,7 +17,14 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import (
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+    get_model_config,
+)
 from megatron.training import get_args, get_timers, inprocess_restart, pretrain, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -26,7 +33,9 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
-def get_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | None) -> dict[str, Any]:
+def get_batch(
+    data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | None, config: TransformerConfig
+) -> dict[str, Any]:
     """This rank's part of the next micro-batch, or Nones on a stage that reads no data.
 
     Tensor-parallel rank 0 reads and broadcasts; context-parallel ranks take their slice of the sequence. ``tokens``,
@@ -54,7 +63,7 @@ def get_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | No
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=False,
+        mtp_on_this_rank=mtp_on_this_rank(config.pipeline_model_parallel_layout, config.mtp_num_layers),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -89,7 +98,7 @@ def forward_step(data_iterator: Iterator[dict[str, Any]] | None, model: torch.nn
     """Run one micro-batch forward; called by Megatron's schedules."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
-    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"), get_model_config(model))
     timers("batch-generator").stop()
     output = model(
         batch["tokens"],

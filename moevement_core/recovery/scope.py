@@ -17,8 +17,9 @@ class Pipeline:
     stages: int
     is_ring: bool = False
     """Whether the last stage also sends to the first: interleaved schedules."""
-    is_tied: bool = False
-    """Whether first and last stage have one embedding: its gradient is a sum over both."""
+    tied: frozenset[int] = frozenset()
+    """Stages that each have a copy of one embedding, whose gradient is a sum over all of them: first and last with tied
+    embeddings, first and those of multi-token prediction; none where there is one copy."""
 
     def neighbours(self, stage: int) -> set[int]:
         """Stages that ``stage`` exchanges tensors with."""
@@ -36,17 +37,16 @@ def neighbours_of(pipeline: Pipeline, segment: frozenset[int]) -> set[int]:
 def segments(pipeline: Pipeline, lost: Iterable[int]) -> list[frozenset[int]]:
     """The stages that roll back, by groups that replay together; the smallest stage first."""
     left = set(lost)
-    ends = {0, pipeline.stages - 1}
-    if pipeline.is_tied and left & ends:
-        left |= ends
+    if left & pipeline.tied:
+        left |= pipeline.tied
     found = []
     while left:
         segment, edge = set[int](), {min(left)}
         while edge:
             segment |= edge
             near = {one for stage in edge for one in pipeline.neighbours(stage)}
-            if pipeline.is_tied and edge & ends:
-                near |= ends
+            if edge & pipeline.tied:
+                near |= pipeline.tied
             edge = (near & left) - segment
         left -= segment
         found.append(frozenset(segment))

@@ -347,6 +347,18 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def clipped_as_with_transformer_engine(argv: list[str]) -> None:
+    """Train with norms that are FP32 tensors, and clipping in their arithmetic, as where Transformer Engine is."""
+    from megatron.core.optimizer import clip_grads
+
+    def scale(chunk: int, overflow: Any, tensors: list[list[Any]], coefficient: Any) -> None:
+        for source, target in zip(*tensors, strict=True):
+            target.copy_(source * coefficient)
+
+    with patch.object(clip_grads, "multi_tensor_scale_tensor_impl", scale):
+        run_rank(argv)
+
+
 def _hooks_of_saved_tensors() -> bool:
     import torch
 

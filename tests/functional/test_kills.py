@@ -119,6 +119,16 @@ def test_failures_during_a_recovery(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_rank_that_predicts_ahead_is_killed(tmp_path: Path) -> None:
+    """Untied, and yet its embedding is a copy: both stages roll back together."""
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "mtp_num_layers": 1}
+    wanted = reference(2, tmp_path / "unhurt", **flags_)
+    survived = survive(2, 1, tmp_path / "hurt", inject=("rank=1,iteration=8,phase=backward",), **flags_)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+
+
+@pytest.mark.full
 def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
     """Adjacent stages at once, which replay together; all copies are on the other node."""
     nproc, layout = LAYOUTS["PP4"]

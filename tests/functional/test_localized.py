@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moevement_core.run_record import RunRecord
-from tests.functional.bodies import with_shapes_exchanged
+from tests.functional.bodies import clipped_as_with_transformer_engine, with_shapes_exchanged
 from tests.functional.test_recovery import (
     ALWAYS_REORDER,
     BF16,
@@ -122,4 +122,24 @@ def test_any_stages_of_any_pipeline_at_any_iteration(seed: int, tmp_path: Path) 
 def test_without_the_log_all_stages_roll_back_and_the_reason_is_told(tmp_path: Path) -> None:
     sparse = {"moevement_window": 3, "moevement_wipe_at": 7, "moevement_wipe_stages": 1}
     unhurt, hurt = recover(2, PP2 | BF16, sparse | {"moevement_log_memory_gb": 1e-5}, tmp_path)
+    check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})
+
+
+def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None:
+    job: dict[str, Any] = PP2 | BF16 | {"train_iters": ITERATIONS, "clip_grad": 0.1}
+    sparse: dict[str, Any] = {
+        "moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1, "moevement_replicas": 1, "moevement_window": 2,
+        "moevement_verify": "iteration", "moevement_wipe_at": [5, 9], "moevement_wipe_stages": 1,
+    }  # fmt: skip
+    for name, flags_ in (("unhurt", job), ("hurt", job | sparse)):
+        argv = [str(SCRIPT), *flags(**flags_), "--run-dir", str(tmp_path / name)]
+        run_ranks(clipped_as_with_transformer_engine, 2, argv, timeout_s=150.0, init_process_group=False)
+    hurt = RunRecord(tmp_path / "hurt")
+    check_scope(hurt, check(RunRecord(tmp_path / "unhurt"), hurt, sparse), {1})
+
+
+def test_an_embedding_that_predicts_ahead_ties_the_stages_that_have_a_copy(tmp_path: Path) -> None:
+    job = PP2 | BF16 | {"mtp_num_layers": 1}
+    sparse: dict[str, Any] = {"moevement_window": 3, "moevement_wipe_at": [2, 8], "moevement_wipe_stages": 1}
+    unhurt, hurt = recover(2, job, sparse, tmp_path)
     check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})

@@ -76,7 +76,10 @@ def test_a_spare_that_is_stopped_is_replaced_and_ranks_end_with_a_launcher_that_
 
 
 def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(tmp_path: Path) -> None:
-    windows: dict[str, Any] = {"moevement_persist_dir": str(tmp_path / "windows"), "moevement_load": str(tmp_path / "windows")}
+    windows: dict[str, Any] = {
+        "moevement_persist_dir": str(tmp_path / "windows"),
+        "moevement_load": str(tmp_path / "windows"),
+    }
     iterations = 40
     wanted = train(2, tmp_path / "whole", **FLAGS, train_iters=iterations)
     # Data workers of a job with Megatron's own handler ignore the signal and would outlive their ranks.

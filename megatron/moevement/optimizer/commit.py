@@ -1,8 +1,9 @@
 """The commit point: in which order a step reduces, updates and gathers, so that a failure leaves it whole or undone.
 
-Megatron's chained step mixes the three. Here every reduction comes first and may be interrupted; then, in a section
-that no restart interrupts and that waits for nobody, gradients are clipped, every member steps, compute weights are
-copied, and the mark is set; then parameters are gathered, which may be interrupted and done again (DESIGN section 8).
+Megatron's chained step mixes the three. Here every reduction comes first and may be interrupted, and what came of it is
+brought to the host: a wait for a device on which a reduction is still under way is one for other ranks. Then, in a
+section that no restart interrupts and that waits for nobody, gradients are clipped, every member steps, compute weights
+are copied, and the mark is set; then parameters are gathered, which may be interrupted and done again.
 
 So if any rank has made a step, every rank had brought its part to the last reduction of it: the others can follow with
 what came of that reduction (:meth:`CommitPoint.follow`), without a gradient of anybody else.
@@ -15,7 +16,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.moevement.optimizer.frozen_step import outcome_of, step_counts
+from megatron.moevement.optimizer.frozen_step import Reduced, outcome_of, step_counts
+from megatron.moevement.optimizer.norms import as_clipped_by
 from megatron.moevement.restart import injection
 from megatron.moevement.state_digest import loss_scaler, members
 from moevement_core.injection import Phase
@@ -61,6 +63,7 @@ class CommitPoint:
         self._atomic, self._vote = atomic, vote
         self._step = type(optimizer).step.__get__(optimizer)
         self._prepared: Mapping[str, Any] = {}
+        self._reduced = Reduced()
         self._section: ExitStack | None = None
         self._told: Mapping[str, Any] | None = None
         self._clips = any(member.config.clip_grad > 0.0 for member in members(optimizer) if hasattr(member, "config"))
@@ -96,6 +99,7 @@ class CommitPoint:
 
         def reduction() -> Any:
             result = original() if self._told is None else self._as_told(name)
+            self._reduced.take(name, result, self._optimizer)
             if is_last and self._section is not None:
                 injection.at(Phase.COMMIT)
                 if self._vote is not None and self._told is None:
@@ -108,7 +112,7 @@ class CommitPoint:
         return reduction
 
     def _set_mark(self, iteration: int, result: Any) -> None:
-        outcome = outcome_of(result, self._optimizer)
+        outcome = outcome_of(result, self._reduced)
         moved = {"loss_scalers": self._scalers(), "group_steps": step_counts(self._optimizer)}
         if result[0]:
             moved["scheduler"] = self._advance(self._prepared)
@@ -186,9 +190,10 @@ class CommitPoint:
                         member.found_inf.fill_(float(found))
                 return self._told["overflow"]
             case "get_grad_norm":
-                return self._told["clip_norm"]
+                return as_clipped_by(self._told["clip_norm"])
             case _:
-                self._optimizer.grad_norms_by_group = dict(self._told["clip_norms_by_group"])
+                norms = self._told["clip_norms_by_group"]
+                self._optimizer.grad_norms_by_group = {name: as_clipped_by(norm) for name, norm in norms.items()}
                 return self._optimizer.grad_norms_by_group
 
 

@@ -7,9 +7,11 @@ was an overflow, and the norms that gradients were clipped by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.moevement.optimizer.norms import Norm, all_recorded, as_clipped_by, recorded
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.runtime.rooms import Rooms
 from megatron.moevement.state_digest import members
@@ -33,25 +35,46 @@ def check_supported(optimizer: Any) -> None:
         )
 
 
-def outcome_of(result: Any, optimizer: Any) -> dict[str, Any]:
-    """What a replay needs to know of a step.
+@dataclass
+class Reduced:
+    """What came of the reductions of a step, on the host: taken when each is over, because to ask for it later would
+    wait for the device inside the update, where nothing may wait.
+    """
+
+    found_inf: Sequence[bool | None] = ()
+    """Of each chained optimizer: it moves its own loss scale by it."""
+    clip_norm: Norm = None
+    """As the clipping had it: what the trainer prints was rounded on the way between stages."""
+    clip_norms_by_group: Mapping[str, Norm] = field(default_factory=dict)
+
+    def take(self, name: str, result: Any, optimizer: Any) -> None:
+        """The reduction ``name`` of ``optimizer`` has given ``result``; waits for the device."""
+        match name:
+            case "prepare_grads":
+                self.found_inf = [
+                    bool(member.found_inf.item()) if getattr(member, "grad_scaler", None) is not None else None
+                    for member in members(optimizer)
+                ]
+                self.clip_norm, self.clip_norms_by_group = None, {}
+            case "get_grad_norm":
+                self.clip_norm = recorded(result)
+            case _:
+                self.clip_norms_by_group = all_recorded(result)
+
+
+def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
+    """What a replay needs to know of a step; waits for nothing.
 
     Args:
         result: what Megatron's ``optimizer.step()`` returned.
+        reduced: what came of its reductions.
     """
     successful, norm, _ = result
     return {
         "overflow": not successful and norm is None,
-        # Of each chained optimizer: it moves its own loss scale by it.
-        "found_inf": [
-            bool(member.found_inf.item()) if getattr(member, "grad_scaler", None) is not None else None
-            for member in members(optimizer)
-        ],
-        # As the clipping had it, a double: what the trainer prints was rounded to a float on the way between stages.
-        "clip_norm": None if norm is None else float(norm),
-        "clip_norms_by_group": {
-            name: float(value) for name, value in (getattr(optimizer, "grad_norms_by_group", None) or {}).items()
-        },
+        "found_inf": list(reduced.found_inf),
+        "clip_norm": reduced.clip_norm,
+        "clip_norms_by_group": dict(reduced.clip_norms_by_group),
     }
 
 
@@ -100,12 +123,13 @@ class FrozenStep:
         return found if self.outcome is None else bool(self.outcome["overflow"])
 
     def _get_grad_norm(self) -> Any:
-        return self._originals["get_grad_norm"]() if self.outcome is None else self.outcome["clip_norm"]
+        return self._originals["get_grad_norm"]() if self.outcome is None else as_clipped_by(self.outcome["clip_norm"])
 
     def _compute_grad_norms_by_group(self) -> Any:
         if self.outcome is None:
             return self._originals["_compute_grad_norms_by_group"]()
-        self._optimizer.grad_norms_by_group = dict(self.outcome["clip_norms_by_group"])
+        norms = self.outcome["clip_norms_by_group"]
+        self._optimizer.grad_norms_by_group = {name: as_clipped_by(norm) for name, norm in norms.items()}
         return self._optimizer.grad_norms_by_group
 
 

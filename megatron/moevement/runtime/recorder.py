@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from megatron.moevement.arguments import RunConfig
+from megatron.moevement.optimizer.norms import as_logged
 from megatron.moevement.restart import injection
 from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.runtime import persisted, sparse
@@ -196,8 +197,7 @@ def complete_metrics(job: Job, until: int, outcome: Mapping[str, Any]) -> None:
         return
     lines = dict(job.replayed_lines)
     if until not in lines and job.micro_batch_losses[0] == until and job.micro_batch_losses[1]:
-        norm = outcome.get("clip_norm")
-        norm = None if norm is None else torch.tensor([norm], dtype=torch.float32).item()
+        norm = as_logged(outcome.get("clip_norm"))
         lines[until] = line_of(job, _averaged(job.micro_batch_losses[1]), bool(outcome.get("overflow")), norm)
     if job.record is None:
         return

@@ -320,10 +320,8 @@ def _without(report: Report, failed: set[Fetch]) -> Report:
 
 
 def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
-    """The first iteration in which any copy of a tied embedding is active; None without copies on several stages."""
-    from megatron.training import get_args
-
-    if get_args().untie_embeddings_and_output_weights:
+    """The first iteration in which any copy of an embedding is active; None without copies on several stages."""
+    if not parts.wiring.pipeline.tied:
         return None
     index = parts.wiring.table.index_of.get(EMBEDDING)
     mine = None if index is None or plan is None else int(plan.runs[parts.wiring.stage].full_at[index]) + 1

@@ -220,12 +220,14 @@ class MegatronTrainer(Trainer):
         rooms.enter(lambda: put_schedule(scheduler, planned))
 
     def _own_metrics(self, rooms: Rooms) -> None:
-        """Losses of the routers that are gathered for the log."""
+        """Losses of the routers, and of tokens predicted ahead, that are gathered for the log."""
         from megatron.core.transformer.moe import moe_logging
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         before = moe_logging.get_moe_metrics_tracker()
         rooms.enter(lambda: moe_logging.set_moe_metrics_tracker(before))
         moe_logging.set_moe_metrics_tracker(moe_logging.MoEMetricsTracker())
+        rooms.put(MTPLossLoggingHelper, "tracker", {})
 
     def _without_reruns(self, rooms: Rooms) -> None:
         """Megatron's check for results that do not repeat asks all ranks of the job after every step."""

@@ -5,6 +5,7 @@ What survives a failure (snapshots, popularity, logs) is kept elsewhere and is h
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,8 @@ class _Rank:
     """That have kept its copies until now; nothing on a rank that is new."""
     sources: tuple[int, ...]
     """Whose copies it has kept until now."""
+    embedding_ranks: tuple[int, ...]
+    """Those whose gradients of the embedding Megatron sums with this rank's; nobody where there is one copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +112,14 @@ def wire(
             min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
             before.peers[rank] if before is not None else None,
             tuple(before.sources) if before is not None else (),
+            _embedding_ranks(),
         )
     )
     stages = tuple(one.stage for one in told)
     stage = stages[rank]
-    pipeline, neighbours = _find_neighbours(rank, stages)
     nodes = tuple(one.node for one in told)
     copies = allowed_copies(nodes, config.replicas, same_node=config.same_node, is_running=is_running)
+    pipeline, neighbours = _find_neighbours(rank, stages, tied_stages(stages, [one.embedding_ranks for one in told]))
     return Wiring(
         rank=rank,
         world=world,
@@ -178,14 +182,40 @@ def _peers_before(told: list[_Rank]) -> list[tuple[int, ...]]:
     ]
 
 
-def _find_neighbours(rank: int, stages: tuple[int, ...]) -> tuple[Pipeline, Neighbours]:
+def _embedding_ranks() -> tuple[int, ...]:
+    """As Megatron finds them when it finalizes gradients: embeddings are copied where output layers are tied to them,
+    and where tokens are predicted ahead.
+    """
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    args = get_args()
+    groups = [parallel_state.get_position_embedding_group(check_initialized=False)]
+    if not args.untie_embeddings_and_output_weights or args.mtp_num_layers:
+        groups.append(parallel_state.get_embedding_group(check_initialized=False))
+    ranks = {rank for group in groups if group is not None for rank in dist.get_process_group_ranks(group)}
+    return tuple(sorted(ranks)) if len(ranks) > 1 else ()
+
+
+def tied_stages(stages: Sequence[int], embedding_ranks: Sequence[Collection[int]]) -> frozenset[int]:
+    """The stages that have copies of one embedding.
+
+    Args:
+        stages: the stage of every rank.
+        embedding_ranks: of every rank, those whose gradients of the embedding are summed with its own.
+    """
+    tied = frozenset(stages[rank] for ranks in embedding_ranks for rank in ranks)
+    return tied if len(tied) > 1 else frozenset()
+
+
+def _find_neighbours(rank: int, stages: tuple[int, ...], tied: frozenset[int]) -> tuple[Pipeline, Neighbours]:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
     args = get_args()
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
     is_ring = (args.virtual_pipeline_model_parallel_size or 1) > 1 and len(ranks) > 1
-    pipeline = Pipeline(len(ranks), is_ring, is_tied=not args.untie_embeddings_and_output_weights)
+    pipeline = Pipeline(len(ranks), is_ring, tied)
     here = ranks.index(rank)
 
     def at(index: int) -> Neighbour | None:

@@ -6,7 +6,9 @@ import pytest
 
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 
-LINE, RING, TIED = Pipeline(6), Pipeline(6, is_ring=True), Pipeline(6, is_tied=True)
+LINE, RING, TIED = Pipeline(6), Pipeline(6, is_ring=True), Pipeline(6, tied=frozenset({0, 5}))
+PREDICTING = Pipeline(6, tied=frozenset({0, 4, 5}))
+"""Multi-token prediction on a stage of its own, and tied embeddings."""
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,9 @@ LINE, RING, TIED = Pipeline(6), Pipeline(6, is_ring=True), Pipeline(6, is_tied=T
         (TIED, {1, 0}, [{0, 1, 5}]),
         (TIED, {4, 5}, [{0, 4, 5}]),
         (TIED, {3}, [{3}]),
+        (PREDICTING, {4}, [{0, 4, 5}]),
+        (PREDICTING, {0, 2}, [{0, 4, 5}, {2}]),
+        (PREDICTING, {1, 3}, [{1}, {3}]),
         (Pipeline(2, is_ring=True), {1}, [{1}]),
         (Pipeline(1), {0}, [{0}]),
         (LINE, set(), []),

@@ -1,0 +1,145 @@
+"""Gradients are clipped by the coefficient of the first time, whatever kind of number the norm was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.moevement.optimizer import commit
+from megatron.moevement.optimizer.norms import as_clipped_by, as_logged, recorded
+from moevement_core.snapshot import plain
+
+
+def coefficient(norm: Any, most: float = 1.0) -> Any:
+    """As Megatron works it out, in the norm's own arithmetic."""
+    return most / (norm + 1.0e-6)
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_coefficient_is_that_of_the_first_time(as_tensor: bool) -> None:
+    norms = (torch.rand(500, generator=torch.Generator().manual_seed(1)) * 30 + 1).split(1)
+    unlike = 0
+    for tensor in norms:
+        norm = tensor if as_tensor else float(tensor) ** 0.5
+        marked, tensors = plain.flatten({"clip_norm": recorded(norm)})
+        given = as_clipped_by(plain.restore(marked, tensors)["clip_norm"])
+        assert type(given) is type(norm)
+        expected, found = (torch.as_tensor(coefficient(one)) for one in (norm, given))
+        assert expected.dtype == found.dtype
+        assert expected.shape == found.shape
+        assert torch.equal(expected, found)
+        unlike += as_tensor and not torch.equal(expected, torch.tensor([coefficient(float(tensor))]))
+    assert unlike > 50 or not as_tensor, "a double in its place clips by something else"
+
+
+def test_a_recorded_norm_is_no_view_and_is_logged_as_the_trainer_does() -> None:
+    norm = torch.tensor([3.0000002])
+    kept = recorded(norm)
+    norm.zero_()
+    assert isinstance(kept, torch.Tensor)
+    assert as_logged(kept) == pytest.approx(3.0000002)
+    assert (recorded(None), as_logged(None)) == (None, None)
+    assert as_logged(0.1) == torch.tensor(0.1).item()
+
+
+class Norm(torch.Tensor):
+    """Remembers when it was brought to the host."""
+
+    said: list[str]
+
+    def detach(self) -> Any:
+        self.said.append("to the host")
+        return super().detach().as_subclass(torch.Tensor)
+
+
+class Optimizer:
+    """A chain of one that clips by a tensor, and says what it does."""
+
+    def __init__(self, said: list[str]) -> None:
+        self.said = said
+        self.chained_optimizers: list[Any] = [SimpleNamespace(config=SimpleNamespace(clip_grad=1.0), optimizer=None)]
+        self.grad_norms_by_group: dict[str, Any] = {}
+        self.coefficients: list[torch.Tensor] = []
+
+    def _norm(self, value: float) -> Norm:
+        norm = torch.tensor([value]).as_subclass(Norm)
+        norm.said = self.said
+        return norm
+
+    def prepare_grads(self) -> bool:
+        return False
+
+    def get_grad_norm(self) -> Any:
+        self.said.append("norm")
+        return self._norm(3.0000002)
+
+    def _compute_grad_norms_by_group(self) -> dict[str, Any]:
+        self.said.append("norms by group")
+        self.grad_norms_by_group = {"g": self._norm(7.0000005)}
+        return self.grad_norms_by_group
+
+    def step(self) -> tuple[bool, Any, None]:
+        self.prepare_grads()
+        norm = self.get_grad_norm()
+        self._compute_grad_norms_by_group()
+        self.coefficients = [coefficient(one) for one in (norm, *self.grad_norms_by_group.values())]
+        self.said.append("update")
+        return True, norm, None
+
+
+def commit_point(said: list[str]) -> tuple[Optimizer, commit.CommitPoint]:
+    optimizer = Optimizer(said)
+
+    @contextmanager
+    def atomic() -> Iterator[None]:
+        said.append("atomic")
+        yield
+        said.append("over")
+
+    def vote() -> None:
+        said.append("vote")
+
+    return optimizer, commit.CommitPoint(optimizer, lambda: {"n": 1}, lambda boundary: {}, atomic, vote)
+
+
+def test_norms_are_on_the_host_before_nothing_may_wait_any_more_and_followers_clip_by_them() -> None:
+    said: list[str] = []
+    optimizer, point = commit_point(said)
+    point.step(4)
+    assert said == [
+        "norm", "to the host", "norms by group", "to the host", "vote", "atomic", "update", "over",
+    ]  # fmt: skip
+    assert point.mark is not None
+    later: list[str] = []
+    follower, behind = commit_point(later)
+    behind.follow(4, point.mark.outcome, [None])
+    assert [torch.equal(a, b) for a, b in zip(optimizer.coefficients, follower.coefficients, strict=True)] == [True] * 2
+    assert [one.dtype for one in follower.coefficients] == [torch.float32] * 2
+    assert later == ["atomic", "update", "over"]
+    assert behind.mark is not None
+    assert as_logged(behind.mark.outcome["clip_norm"]) == as_logged(point.mark.outcome["clip_norm"])
+
+
+def test_an_interrupted_step_leaves_no_section_open() -> None:
+    said: list[str] = []
+    optimizer, point = commit_point(said)
+    optimizer.chained_optimizers[0].start_param_sync_for_bucket_group_subset = None
+
+    def interrupted() -> Any:
+        raise KeyboardInterrupt
+
+    vars(optimizer)["get_grad_norm"] = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        point.step(4)
+    optimizer.chained_optimizers[0]._defer_param_sync = True  # its way out was interrupted, too
+    point.interrupted()
+    said.clear()
+    optimizer._compute_grad_norms_by_group()  # as in a replay
+    assert said == ["norms by group", "to the host"], "no vote, and no section that nobody leaves"
+    assert optimizer.chained_optimizers[0]._defer_param_sync is False
+    assert point.mark is None
