@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import resource
 import time
+import weakref
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -62,6 +63,10 @@ class Device(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Block until all work of this device is done."""
+
+    @abstractmethod
+    def use_in_this_thread(self) -> None:
+        """Make it the current device of the calling thread: a new thread begins with the first one of the host."""
 
     @abstractmethod
     def host_empty(self, nbytes: int) -> torch.Tensor:
@@ -137,6 +142,9 @@ class CpuDevice(Device):
     def synchronize(self) -> None:
         pass
 
+    def use_in_this_thread(self) -> None:
+        pass
+
     def host_empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -188,8 +196,19 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def use_in_this_thread(self) -> None:
+        torch.cuda.set_device(self.torch_device)
+
     def host_empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        # Not torch's pinned memory: its allocator rounds up to a power of two, and never gives back.
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes:
+            runtime: Any = torch.cuda.cudart()
+            address = memory.data_ptr()
+            if (error := int(runtime.cudaHostRegister(address, nbytes, 0))) != 0:
+                raise RuntimeError(f"{nbytes} bytes of host memory cannot be page-locked: CUDA error {error}")
+            weakref.finalize(memory, runtime.cudaHostUnregister, address)  # so whoever has views of it keeps it too
+        return memory
 
     def memory_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device))

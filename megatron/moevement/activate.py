@@ -115,6 +115,12 @@ def points() -> tuple[Point, ...]:
             "the launcher's store, a run's summary, and to be entered again after a failure",
         ),
         Point(
+            ("megatron.training.inprocess_restart",),
+            "maybe_force_nccl_backend_init",
+            store.force_nccl_init,
+            "communicators that an abort can end have to be there before subgroups are",
+        ),
+        Point(
             (training,),
             "setup_model_and_optimizer",
             lambda setup: comeback.record_setup(setup, recorder.begin_job),

@@ -162,6 +162,8 @@ class Checkpointer:
         self.history = history
         self.progress = Progress()
         self.keepers = keepers
+        self._former: set[int] = set()
+        """Ranks among those whose snapshots are kept that have other peers now."""
         self.replicating = True
         """Whether snapshots go to peers; a benchmark that wants to know what that costs turns it off for a while."""
         self._states = states
@@ -324,21 +326,24 @@ class Checkpointer:
         keepers: Sequence[Keeper],
         agreement: Agreement,
         has: Mapping[int, Collection[int]],
+        former: Collection[Keeper] = (),
     ) -> None:
         """Go on with other peers, or the same ones over new connections; every snapshot that is whole stays.
 
         Args:
             senders: one for each peer; they are given what their peer does not have.
-            keepers: one for each rank whose snapshots are kept here, now or from before.
+            keepers: one for each rank whose snapshots are kept here.
             agreement: how ranks learn what all of them have, from now on.
             has: by peer, the iterations of this rank's snapshots that it has.
+            former: keepers of ranks that have other peers now; they go when the next window is persisted.
         """
         self.settle()
         with self._lock:
             broken = [iteration for iteration, held in self._held.items() if held.snapshot is None]
         for iteration in broken:  # the failure came between the buffer and the copy
             self._lose(iteration)
-        self._senders, self.keepers, self._agreement, self._has = senders, keepers, agreement, has
+        self._senders, self.keepers, self._agreement, self._has = senders, [*keepers, *former], agreement, has
+        self._former = {keeper.source for keeper in former}
         self._capture, self._sent_before, self._paused = None, 0, False
         with self._lock:
             kept = sorted(self._held.items())
@@ -512,6 +517,10 @@ class Checkpointer:
             self._last_needed = self._persisted_runs[agreed.newest_persisted]
             for keeper in self.keepers:
                 keeper.free_before(self.progress.persisted)
+            # Ranks that have other peers now have brought everything there.
+            self.keepers = [
+                keeper for keeper in self.keepers if keeper.source not in self._former or keeper.snapshots()
+            ]
         first_open = agreed.first_open(after=self.progress.persisted)
         with self._lock:
             old = [held for held in self._held if held < self.progress.persisted]

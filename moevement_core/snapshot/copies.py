@@ -155,7 +155,12 @@ class CopyEngine(ABC):
     def _complete(self, capture: Capture, issued: Any) -> None:
         """On the background thread: return when all is copied, with ``copy_s`` set."""
 
+    @abstractmethod
+    def _begin(self) -> None:
+        """On the background thread, before anything else."""
+
     def _work(self) -> None:
+        self._begin()
         while (job := self._jobs.get()) is not None:
             if isinstance(job, threading.Event):
                 job.set()
@@ -179,6 +184,9 @@ class CopyEngine(ABC):
 class ThreadCopies(CopyEngine):
     """Copies on the background thread, for a machine without a GPU."""
 
+    def _begin(self) -> None:
+        pass
+
     def _issue(self, capture: Capture) -> Finish:
         for source, target in capture.at_once:
             target.copy_(source)
@@ -199,6 +207,9 @@ class StreamCopies(CopyEngine):
         self._device = device
         self._stream = device.stream()
         super().__init__()
+
+    def _begin(self) -> None:
+        self._device.use_in_this_thread()
 
     def _issue(self, capture: Capture) -> tuple[Event, Event, Finish]:
         first, last = self._device.event(timing=True), self._device.event(timing=True)

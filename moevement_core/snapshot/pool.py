@@ -8,6 +8,9 @@ import torch
 
 from moevement_core.device import Device
 
+ALIGNMENT = 64
+"""Of each buffer, in bytes: that of the tensors in it."""
+
 
 class BufferPool:
     """``count`` host buffers of ``nbytes`` each, page-locked where a GPU is. Nothing is allocated after this.
@@ -19,9 +22,11 @@ class BufferPool:
         self.count = count
         self.nbytes = nbytes
         self._lock = threading.Lock()
-        self._free = [device.host_empty(nbytes) for _ in range(count)]
-        for buffer in self._free:
-            buffer.zero_()  # so that the pages are there before the first copy, which would have to wait for them
+        # One piece: page-locking is paid for by the call, and its memory goes when the last buffer does.
+        stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        slab = self._slab = device.host_empty(count * stride)
+        slab.zero_()  # so that the pages are there before the first copy, which would have to wait for them
+        self._free = [slab[number * stride : number * stride + nbytes] for number in range(count)]
 
     @property
     def total_bytes(self) -> int:

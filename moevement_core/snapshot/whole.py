@@ -14,7 +14,8 @@ import xxhash
 
 Finish = Callable[[], dict[str, str]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PIECE = 1 << 24
+_PIECE = 1 << 21
+"""Words at a time: five times eight bytes of device memory for each, which its allocator keeps."""
 _MULTIPLIERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
 
 

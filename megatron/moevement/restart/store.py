@@ -13,7 +13,7 @@ import torch
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import StoreMixin
 
-from megatron.moevement.restart.environment import STORE_ENV
+from megatron.moevement.restart.environment import MEMBER_ENV, STORE_ENV
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -55,6 +55,23 @@ def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, store=store, **kwargs)
 
     return pretrain
+
+
+def force_nccl_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``maybe_force_nccl_backend_init`` that does so for a job that goes on after failures, too.
+
+    Ending a group whose communicator was never made leaves kernels of its subgroups running. Megatron forces it under
+    its own ``--inprocess-restart`` only.
+    """
+
+    @functools.wraps(original)
+    def maybe_force_nccl_backend_init(device_id: Any) -> None:
+        original(device_id)
+        if MEMBER_ENV in os.environ and device_id is not None and torch.distributed.get_backend() == "nccl":
+            torch.distributed.all_reduce(torch.ones(128, device=device_id))
+            torch.cuda.synchronize()
+
+    return maybe_force_nccl_backend_init
 
 
 class GenerationStore(torch.distributed.PrefixStore, StoreMixin):

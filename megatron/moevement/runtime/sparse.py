@@ -267,7 +267,8 @@ class SparseRun:
     def _make_writer(self, place: Place) -> WindowWriter:
         from megatron.training import get_args
 
-        elsewhere = [] if place.is_shared_by_all else self.checkpointer.keepers
+        current = [keeper for keeper in self.checkpointer.keepers if keeper.source in self.wiring.sources]
+        elsewhere = [] if place.is_shared_by_all else current
         lock = self._lock
         return WindowWriter(
             Folder(place.folder, place.is_first),
@@ -419,7 +420,7 @@ class SparseRun:
         self._senders, keepers = self._connect(own_bytes, self.checkpointer.history.all, before)
         others = [keeper for source, keeper in before.items() if source not in self.wiring.sources]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
-        self.checkpointer.rewire(self._senders, [*keepers, *others], self.wiring.agreement, self._peers_have(kept))
+        self.checkpointer.rewire(self._senders, keepers, self.wiring.agreement, self._peers_have(kept), former=others)
         self._silent.clear()
         self._start_clock()
 
