@@ -17,6 +17,7 @@ RUN pip list --format=freeze > /tmp/before.txt \
         || pip install --no-cache-dir --no-deps -r requirements/nvidia-resiliency-ext.txt) \
     && pip install --no-cache-dir --constraint /tmp/constraints.txt \
         httpx setproctitle defusedxml psutil pyyaml rich tensorboard matplotlib pydantic regex six tokenizers \
-        transformers sentencepiece \
-    && pip install --no-cache-dir --no-deps --no-build-isolation . \
+        transformers sentencepiece xxhash \
+    && pip install --no-cache-dir --no-deps --no-build-isolation --compile . \
+    && python -c 'import megatron.moevement, moevement_core, xxhash' \
     && pip list --format=freeze | grep -i '^torch==' | diff - <(grep -i '^torch==' /tmp/before.txt)

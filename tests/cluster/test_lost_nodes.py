@@ -18,7 +18,7 @@ from tests.cluster.training import Baselines, Training, assert_equal_runs, train
 
 LEASE_S = 5.0
 NO_TIMEOUT_S = 40.0
-FLAGS: dict[str, Any] = {"train_iters": 400, "moevement_lease_seconds": LEASE_S, "log_interval": 1}
+FLAGS: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": LEASE_S, "log_interval": 1}
 
 
 def _lose(training: Training, how: str, node: str) -> tuple[float, dict[str, object]]:
@@ -56,8 +56,7 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines:
     assert silent_s < LEASE_S + NO_TIMEOUT_S
     _assert_only_lost_ranks_replayed(silent)
     assert training.ranks_on("n2") == [2, 3]
-    training.wait()
-    assert_equal_runs(training, baselines.of(**FLAGS))
+    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
     assert len(training.events("failure")) == 2
     assert "Traceback" not in training.job.text()
 
@@ -90,8 +89,7 @@ def test_a_node_that_is_cut_off_and_back(cluster: Cluster, baselines: Baselines,
     assert training.ranks_on("n2") == [2, 3]
     cluster.thaw_node("n3")
     training.wait_for_spares(2)
-    training.wait()
-    assert_equal_runs(training, baselines.of(**FLAGS))
+    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
     assert len(training.events("failure")) == 2
     jobs = {path.stem.rsplit("_", 1)[1] for path in (tmp_path / "windows").glob("window_*.json")}
     assert len(jobs) == 1, "one writer of windows, whoever was cut off"
@@ -106,9 +104,9 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(
     cluster.slow_link("n2", 2.0)
     training.wait_for_iteration(training.iteration() + 10)
     cluster.slow_link("n2", None)
-    training.wait()
+    at = training.end()
     assert training.events("failure") == []
-    assert_equal_runs(training, baselines.of(**FLAGS))
+    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=at))
     assert "a spare (pid" in training.job.text()
 
 
@@ -119,5 +117,5 @@ def test_a_node_lost_during_the_recovery_from_another(cluster: Cluster, baseline
     )
     training.wait_for_iteration(12)
     _lose(training, "killed", "n2")
-    training.wait()
-    assert_equal_runs(training, baselines.of(**FLAGS, moevement_window=6))
+    at = training.end()
+    assert_equal_runs(training, baselines.of(**FLAGS, moevement_window=6, exit_interval=at))

@@ -1,11 +1,12 @@
-"""The batch script as shipped, on a cluster of three nodes."""
+"""The batch script as shipped, on a cluster of three nodes: how jobs end, well and badly, and go on."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tests.cluster.cluster import Cluster
-from tests.cluster.training import Baselines, assert_equal_runs, train
+from tests.cluster.cluster import SYSTEM_PATH, Cluster
+from tests.cluster.training import START_S, Baselines, Training, assert_equal_runs, train
 
 
 def test_a_training_on_three_nodes_is_that_of_one_host(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
@@ -15,6 +16,43 @@ def test_a_training_on_three_nodes_is_that_of_one_host(cluster: Cluster, baselin
     assert [training.ranks_on(name) for name in ("n1", "n2", "n3")] == [[0, 1], [2, 3], []]
     training.wait()
     assert_equal_runs(training, wanted)
+
+
+def _last_line(training: Training) -> str:
+    return training.job.text().rstrip().splitlines()[-1]
+
+
+def test_a_mistake_in_the_flags_ends_the_job_with_the_reason_in_its_last_line(cluster: Cluster, tmp_path: Path) -> None:
+    training = train(cluster, tmp_path, words=("--num-expert", "4"))
+    assert training.job.wait(240) == "FAILED"
+    assert training.job.exit_code() == 2
+    assert "--num-expert" in training.job.text()
+    assert _last_line(training).startswith("moevement: the job is stopped: member ")
+    assert "found a mistake in the flags" in _last_line(training)
+
+
+def test_where_moevement_is_not_found_the_job_fails_at_once_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
+    training = train(cluster, tmp_path, environment={"PATH": SYSTEM_PATH})
+    assert training.job.wait(30) == "FAILED"
+    assert _last_line(training).startswith("moevement: no moevement on the PATH of n1; activate its environment")
+
+
+def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itself(
+    cluster: Cluster, baselines: Baselines, tmp_path: Path
+) -> None:
+    """With the node of the batch script the store is gone: a task on another node asks Slurm to queue the job again."""
+    windows = str(tmp_path / "windows")
+    its: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": 2}
+    training = train(cluster, tmp_path, moevement_persist_dir=windows, moevement_load=windows, **its)
+    training.wait_for_iteration(12)
+    cluster.kill_node("n1")
+    cluster.take_down("n1")
+    training.job.wait(180, ("PENDING",))
+    cluster.restart_node("n1")
+    training.wait_for_event("start", 2, timeout_s=START_S)
+    assert training.events("start")[-1]["iteration"] >= 6
+    training.wait_for_iteration(training.events("start")[-1]["iteration"] + 10)
+    assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
 
 
 def test_a_spare_on_another_node_takes_over_a_rank(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:

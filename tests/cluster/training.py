@@ -78,6 +78,15 @@ class Training:
         self._wait_until(lambda: not self.job.is_there(), "the job ends", timeout_s)
         assert self.job.state() == "COMPLETED", f"job {self.job.state()}\n{self.everything()}"
 
+    def end(self, timeout_s: float = 240) -> int:
+        """Ask the batch script to end the job in order, as Slurm does before it takes nodes away; returns the iteration.
+
+        Compare with a baseline that exits there (``exit_interval``): the data depend on ``train_iters``.
+        """
+        self.job.cancel("--signal=USR1", "--batch")
+        self.wait(timeout_s)
+        return int(self.record.summary()["iterations"])
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Of ``events.jsonl``, in the order written."""
         return [event for event in self.record.events() if event["event"] == kind]
