@@ -79,7 +79,7 @@ class Training:
         assert self.job.state() == "COMPLETED", f"job {self.job.state()}\n{self.everything()}"
 
     def end(self, timeout_s: float = 240) -> int:
-        """Ask the batch script to end the job in order, as Slurm does before it takes nodes away; returns the iteration.
+        """Ask the batch script to end the job in order, as Slurm does before it takes nodes away; returns where.
 
         Compare with a baseline that exits there (``exit_interval``): the data depend on ``train_iters``.
         """

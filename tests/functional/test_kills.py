@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,87 @@ def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None
     assert any("no windows are written" in text for text in summary["warnings"])
     assert len(survived.events("windows_on_disk_again")) == 1
     assert manifests(windows)[0].reaches == summary["on_disk"] > 40
+
+
+def _killed_from_outside(run_dir: Path, ranks: tuple[int, ...], when: Callable[[int], bool], *words: str) -> Survived:
+    """A job of which several ranks are killed at one moment, once ``when`` says so of the newest iteration."""
+    job = launch(*words, "--run-dir", str(run_dir))
+    record, is_done = RunRecord(run_dir), False
+    while job.poll() is None:
+        time.sleep(0.005)
+        newest = (record.newest_metric() or {"iteration": 0})["iteration"]
+        if not is_done and newest and when(newest):
+            pids = {one["rank"]: one["pid"] for one in json.loads(record.ranks_path.read_text())}
+            for rank in ranks:
+                os.kill(pids[rank], signal.SIGKILL)
+            is_done = True
+    code, out, err = finished(job)
+    assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
+    return Survived(run_dir, out)
+
+
+def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(tmp_path: Path) -> None:
+    """No restart: every rank rolls back to the window and replays to where the job was."""
+    flags_ = SPARSE | {
+        "pipeline_model_parallel_size": 3, "num_layers": 3, "moevement_replicas": 1, "train_iters": 60,
+    }  # fmt: skip
+    wanted = reference(3, tmp_path / "unhurt", **flags_)
+    windows = tmp_path / "windows"
+    words = ("--nproc", "3", "--spares", "2", str(SCRIPT), *flags(**flags_, moevement_persist_dir=str(windows)))
+    # With one copy each, in a ring: what one of the two had is with the other.
+    survived = _killed_from_outside(
+        tmp_path / "hurt", (1, 2), lambda newest: newest >= 20 and bool(manifests(windows)), *words
+    )
+    assert survived.digest == wanted
+    survived.check_metrics(60)
+    assert len(survived.events("start")) == 1, "it went on in its processes"
+    (event,) = survived.events("recovery_from_disk")
+    assert "WARNING: memory and peers cannot bring iteration" in survived.out
+    assert f"All ranks fall back to {event['window']} on disk" in survived.out
+    failure = next(one for one in survived.failures() if one["recovery"])
+    assert failure["recovery"]["sources"]["file"] > 0
+    assert all(failure["recovery"]["replayed_by_stage"].values())
+
+
+@pytest.mark.parametrize(
+    "flags_",
+    [
+        {"no_load_optim": True, "no_load_rng": True},
+        pytest.param({"finetune": True}, marks=pytest.mark.full),
+        pytest.param({"load": None}, marks=pytest.mark.full),
+    ],
+    ids=["without optimizer and random states", "finetune", "without --load"],
+)
+def test_a_restart_resumes_all_of_what_the_job_has_saved_itself(flags_: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever flags say what it was to start from at first."""
+    job = SPARSE | {
+        "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 50, "save_interval": 6,
+        "hidden_dropout": 0.1,
+    }  # fmt: skip
+    wanted = reference(2, tmp_path / "unhurt", **job, save=str(tmp_path / "saved"))
+    folder = str(tmp_path / "saved_hurt")
+    words = ("--nproc", "2", "--spares", "2", str(SCRIPT), *flags(**job | {"load": folder} | flags_, save=folder))
+    survived = _killed_from_outside(tmp_path / "hurt", (0, 1), lambda newest: newest >= 20, *words)
+    assert survived.digest == wanted
+    survived.check_metrics(50)
+    (event,) = survived.events("restart")
+    assert event["iteration"] >= 18
+    assert f"from the checkpoint of iteration {event['iteration']} that it saved in --save {folder}" in survived.out
+
+
+@pytest.mark.full
+def test_a_restart_without_anything_saved_is_the_first_start_again(tmp_path: Path) -> None:
+    """From the same weights, with the same flags, at iteration 0."""
+    job = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
+    start = tmp_path / "start"
+    train(2, None, **job | {"train_iters": 3, "save_interval": 3}, save=str(start))
+    tuned = job | {"load": str(start), "finetune": True}
+    wanted = reference(2, tmp_path / "unhurt", **tuned)
+    words = ("--nproc", "2", "--spares", "2", str(SCRIPT), *flags(**tuned))
+    survived = _killed_from_outside(tmp_path / "hurt", (0, 1), lambda newest: newest >= 8, *words)
+    assert survived.digest == wanted
+    survived.check_metrics(30)
+    assert "restarts at iteration 0, from the checkpoint of iteration 3 in --load" in survived.out
 
 
 @pytest.mark.full

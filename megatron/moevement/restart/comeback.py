@@ -249,9 +249,9 @@ def _policy_for(stage: int, told: Sequence[Standing]) -> tuple[sparse.Policy, bo
 
 
 def _start_over(why: str) -> None:
-    """Forget everything, on every rank alike; Megatron then loads what a job that begins would load."""
+    """Forget everything, on every rank alike; the job is then set up from its newest state on disk, or its start."""
     if dist.get_rank() == 0:
-        print(f"moevement: every rank begins anew, from what is on disk if anything is, because {why}", flush=True)
+        print(f"moevement: every rank restarts, because {why}", flush=True)
     start_job()
 
 

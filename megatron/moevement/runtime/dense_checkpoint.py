@@ -96,11 +96,24 @@ def save_or_report(original: Callable[..., Any]) -> Callable[..., Any]:
         injection.at(Phase.SAVE, iteration)
         with _Reported(iteration) as outcome:
             original(iteration, *args, **kwargs)
+            if save and torch.distributed.get_rank() == 0:
+                _mark(Path(save), iteration)
         if outcome.succeeded and not get_args().async_save:
             current_job().event("checkpoint", iteration=iteration, folder=str(save))
         return None
 
     return save_checkpoint
+
+
+def _mark(save: Path, iteration: int) -> None:
+    from megatron.training import get_args
+
+    from megatron.moevement.restart import origin
+
+    try:
+        origin.mark_saved(save, iteration, current_job().name, get_args())
+    except OSError as error:  # a restart within the job will not use it, which is all
+        print(f"moevement: the checkpoint of iteration {iteration} is not marked: {error.strerror}", flush=True)
 
 
 def finalize_or_report(original: Callable[..., Any]) -> Callable[..., Any]:

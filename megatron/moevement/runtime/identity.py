@@ -43,5 +43,18 @@ def job_name() -> str | None:
     return str(connect(address).compare_set(_NAME, "", _new_name()).decode())  # whoever asks first gives it
 
 
+def remember(key: str, value: str) -> str:
+    """What a process of the job was the first to give for ``key``, this one maybe; for any process at any time.
+
+    Where there is no store nothing is remembered: the job ends with its first failure.
+    """
+    from megatron.moevement.restart.store import connect, store_address
+
+    if (address := store_address()) is None:
+        return value
+    # An empty value would be taken for none.
+    return str(connect(address).compare_set(key, "", f"={value}").decode())[1:]
+
+
 def _new_name() -> str:
     return uuid.uuid4().hex[:8]

@@ -6,7 +6,7 @@ import functools
 import os
 import uuid
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from moevement_core.errors import ConfigError, FolderInUse, RecoveryError, Snaps
 from moevement_core.persistence.bounded import within
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.persistence.lock import STALE_S, FolderLock, acquire
-from moevement_core.persistence.manifest import Manifest, manifests
+from moevement_core.persistence.manifest import Manifest, is_of_job, manifests
 from moevement_core.recovery.plan import Holding, Report, Source
 from moevement_core.replication.transport import GlooTransport, Transport
 from moevement_core.snapshot.snapshot import Snapshot
@@ -219,6 +219,10 @@ class FileShelf:
         self._place = place
         self._range = range(manifest.first, manifest.last + 1)
 
+    def has(self, iteration: int) -> bool:
+        """Whether ``SS_iteration`` belongs to the window."""
+        return iteration in self._range
+
     def holdings(self) -> list[Holding]:
         """All that are there and look whole."""
         return list(self._holdings())
@@ -250,38 +254,67 @@ class FileShelf:
             return None
 
 
+class JobWindows:
+    """The files of several windows of one start of a job, as one shelf.
+
+    Args:
+        place: this rank's folder.
+        windows: the newest first.
+    """
+
+    def __init__(self, place: Place, windows: Sequence[Manifest]) -> None:
+        self.windows = windows
+        self._shelves = [FileShelf(place, manifest) for manifest in windows]
+
+    def holdings(self) -> list[Holding]:
+        """All that are there and look whole; a snapshot that belongs to two windows is told of once."""
+        found = {(held.owner, held.iteration): held for shelf in self._shelves for held in shelf.holdings()}
+        return list(found.values())
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """One of them, not yet checked; nothing if it cannot be read."""
+        shelves = (shelf for shelf in self._shelves if shelf.has(iteration))
+        return next((held for shelf in shelves if (held := shelf.open(source, owner, iteration)) is not None), None)
+
+
 @dataclass(frozen=True)
 class Loaded:
     """A window in host memory, ready to be replayed."""
 
     prepared: Prepared
     manifest: Manifest
+    folder: Path
+
+    @property
+    def place(self) -> str:
+        """Which one, in words."""
+        return f"{self.manifest.name} in {self.folder}"
 
 
-def load_into(job: Job, config: SparseConfig) -> Loaded | None:
-    """Find what ``--moevement-load`` says and set the job to where it leads, before data is opened.
+def load_into(job: Job, config: SparseConfig, *, is_resumed: bool) -> Loaded | None:
+    """Find a window to start from and set the job to where it leads, before data is opened.
 
-    Every rank calls it. The state itself comes later, inside Megatron's training loop: it has to be replayed.
+    The first start of a job looks where ``--moevement-load`` says. A restart looks where the job has written windows
+    itself, and, unless there is one or a dense checkpoint of its own, where the first start has looked. Every rank
+    calls it. The state itself comes later, inside Megatron's training loop: it has to be replayed.
+
+    Args:
+        job: this rank's.
+        config: the flags.
+        is_resumed: whether a dense checkpoint that the job has saved itself was loaded.
 
     Raises:
         ConfigError: the windows are of a job with other settings.
         RecoveryError: there are windows, and none of them is whole.
     """
-    from megatron.core import parallel_state
     from megatron.core.num_microbatches_calculator import update_num_microbatches
     from megatron.training import get_args
 
-    args, rank = get_args(), dist.get_rank()
-    if config.load is None:
-        return None
-    place = find_place("--moevement-load", config.load, config.node_of(rank), START_PATIENCE_S)
-    transport = GlooTransport() if dist.get_world_size() > 1 else None
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    loaded = load_newest(place, stage, settings_of(args), transport, after=args.iteration)
+    args = get_args()
+    loaded = _load_own(job, config) if job.start != job.name else None
+    if loaded is None and not is_resumed:
+        loaded = _load_named(job, config)
     if loaded is None:
-        if rank == 0:
-            began = f"iteration {args.iteration} of --load" if args.iteration else "fresh weights"
-            print(f"moevement: no newer window in --moevement-load {place.folder}: starting from {began}", flush=True)
         return None
     put_progress(job, loaded.manifest.progress)
     args.iteration = loaded.manifest.reaches
@@ -289,8 +322,52 @@ def load_into(job: Job, config: SparseConfig) -> Loaded | None:
     return loaded
 
 
+def _load_own(job: Job, config: SparseConfig) -> Loaded | None:
+    """The newest window that an earlier start of this job has written, where that can be had."""
+    if config.persist_dir is None:
+        return None
+    node = config.node_of(dist.get_rank())
+    try:
+        place = find_place("--moevement-persist-dir", config.persist_dir, node, START_PATIENCE_S)
+        return _load(place, lambda manifest: is_of_job(manifest.name, job.name))
+    except (ConfigError, RecoveryError) as error:  # on every rank alike
+        if dist.get_rank() == 0:
+            _say(f"no window of this job can be used: {error}")
+        return None
+
+
+def _load_named(job: Job, config: SparseConfig) -> Loaded | None:
+    """The newest window where ``--moevement-load`` says; own ones have been tried."""
+    from megatron.training import get_args
+
+    if config.load is None:
+        return None
+    rank, iteration = dist.get_rank(), get_args().iteration
+    place = find_place("--moevement-load", config.load, config.node_of(rank), START_PATIENCE_S)
+    loaded = _load(place, lambda manifest: not is_of_job(manifest.name, job.name))
+    if loaded is None and rank == 0:
+        began = f"iteration {iteration} of --load" if iteration else "fresh weights"
+        _say(f"no newer window in --moevement-load {place.folder}: starting from {began}")
+    return loaded
+
+
+def _load(place: Place, is_wanted: Callable[[Manifest], bool]) -> Loaded | None:
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    args = get_args()
+    transport = GlooTransport() if dist.get_world_size() > 1 else None
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    return load_newest(place, stage, settings_of(args), transport, is_wanted, after=args.iteration)
+
+
 def load_newest(
-    place: Place, stage: int, settings: Mapping[str, Any], transport: Transport | None, after: int
+    place: Place,
+    stage: int,
+    settings: Mapping[str, Any],
+    transport: Transport | None,
+    is_wanted: Callable[[Manifest], bool],
+    after: int,
 ) -> Loaded | None:
     """The newest window of which every rank's snapshots can be had; every rank calls it.
 
@@ -299,6 +376,7 @@ def load_newest(
         stage: this rank's.
         settings: of this job.
         transport: between ranks.
+        is_wanted: which windows to look at.
         after: a window that reaches no further than this iteration is of no use.
 
     Returns:
@@ -308,17 +386,16 @@ def load_newest(
         ConfigError: the newest window is of a job with other settings.
         RecoveryError: there are windows, and none of them is whole.
     """
-    everyones = {one.name: one for found in tell_all(manifests(place.folder)) for one in found}
-    candidates = sorted((one for one in everyones.values() if one.reaches > after), key=_newest, reverse=True)
+    everyones = windows_of_all(place)
+    candidates = [one for one in everyones if one.reaches > after and is_wanted(one)]
     refused = []
     for manifest in candidates:
         _refuse_other_settings(place, manifest, settings)
         shelf = FileShelf(place, manifest)
         try:
             reaches = manifest.reaches
-            return Loaded(
-                prepare(Report(dist.get_rank(), stage, ()), {Source.FILE: shelf}, reaches, transport), manifest
-            )
+            prepared = prepare(Report(dist.get_rank(), stage, ()), {Source.FILE: shelf}, reaches, transport)
+            return Loaded(prepared, manifest, place.folder)
         except RecoveryError as error:
             refused.append(f"{manifest.name}: {error}")
             if dist.get_rank() == 0:
@@ -326,6 +403,12 @@ def load_newest(
     if refused:
         raise RecoveryError(f"no window in {place.folder} is whole. {refused[0]}")
     return None
+
+
+def windows_of_all(place: Place) -> list[Manifest]:
+    """The windows that any rank sees in its folder, the newest first; every rank calls it."""
+    everyones = {one.name: one for found in tell_all(manifests(place.folder)) for one in found}
+    return sorted(everyones.values(), key=_newest, reverse=True)
 
 
 def _newest(manifest: Manifest) -> tuple[int, str]:

@@ -19,7 +19,7 @@ import torch
 
 from megatron.moevement.arguments import RunConfig
 from megatron.moevement.optimizer.norms import as_logged
-from megatron.moevement.restart import injection
+from megatron.moevement.restart import injection, origin
 from megatron.moevement.restart.environment import MEMBER_ENV
 from megatron.moevement.runtime import persisted, sparse
 from megatron.moevement.runtime.identity import agree_on_names
@@ -69,13 +69,23 @@ def begin_job(job: Job, setup: Callable[[], tuple[list[Any], Any, Any]]) -> None
 
     job.name, job.start = agree_on_names()
     lock = _lock_run_directory(job.name, get_args())
-    job.model, job.optimizer, job.scheduler = setup()
+    with origin.loading(job, get_args()) as began:
+        job.model, job.optimizer, job.scheduler = setup()
     config = RunConfig.from_args(get_args()).sparse
-    loaded = persisted.load_into(job, config) if config else None
+    loaded = persisted.load_into(job, config, is_resumed=began.is_resumed) if config else None
     job.iteration = get_args().iteration
     begin_record(job, get_args(), lock)
+    if origin.is_restart(job):
+        _tell_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
     if config:
         job.sparse = sparse.start(job, config, loaded)
+
+
+def _tell_restart(job: Job, source: str) -> None:
+    text = f"the job restarts at iteration {job.iteration}, from {source}"
+    if torch.distributed.get_rank() == 0:
+        _say(text)
+    job.event("restart", iteration=job.iteration, text=text)
 
 
 def record_train_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megatron.moevement.optimizer.views import operator_views
 from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
 from megatron.moevement.restart import in_process as restart
 from megatron.moevement.restart import injection, places
+from megatron.moevement.restart.origin import newest_saved
 from megatron.moevement.runtime import recovery, wipe
 from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
 from megatron.moevement.runtime.job import Job, current_job
@@ -32,12 +34,14 @@ from megatron.moevement.runtime.kept import Kept, check_kept
 from megatron.moevement.runtime.persisted import (
     RECOVERY_PATIENCE_S,
     START_PATIENCE_S,
+    JobWindows,
     Loaded,
     Place,
     find_place,
     lock_place,
     refuse_foreign_windows,
     settings_of,
+    windows_of_all,
 )
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.wind_down import PlannedExit
@@ -164,6 +168,8 @@ class SparseRun:
         """Tries in a row in which the folder could not be used; windows until the next one."""
         self._is_without_disk = False
         self._windows_failed = 0
+        self._place: Place | None = None
+        """The folder that windows are written to, while it can be used; the same on all ranks."""
         self._lock: FolderLock | None = None
         """Of the folder that windows are written to, on the first of the ranks that share it."""
         self._disk_job = ""
@@ -220,7 +226,7 @@ class SparseRun:
                 raise
             self._go_without_disk(str(error))
             return
-        self._disk_job = self._disk_job or self.job.start
+        self._disk_job, self._place = self._disk_job or self.job.start, place
         if self._is_without_disk:
             self._tell_all_is_well(f"windows are written to {place.folder} again")
         self._is_without_disk, self._disk_misses = False, 0
@@ -244,7 +250,7 @@ class SparseRun:
     def _go_without_disk(self, why: str) -> None:
         """Train on without writing windows; every rank calls it."""
         self._disk_job = self._disk_job or self.job.start
-        self._writer = None
+        self._writer = self._place = None
         self.checkpointer.write_to(None, self.job.iteration)
         self._disk_misses += 1
         self._is_without_disk = True
@@ -630,7 +636,55 @@ class SparseRun:
         )
         scope = None if lost is None else self._scope(lost)
         self.checkpointer.settle()
-        return recovery.prepare(report, shelves, until, self.wiring.fetches, scope)
+        try:
+            return recovery.prepare(report, shelves, until, self.wiring.fetches, scope)
+        except RecoveryError as gone:  # on every rank alike
+            on_disk = self._windows_on_disk(until)
+            if not on_disk.windows:
+                raise
+            return self._prepare_from_disk(report, shelves | {Source.FILE: on_disk}, until, gone)
+
+    def _windows_on_disk(self, until: int) -> JobWindows:
+        """Those that this start of the job has written and that lead to ``until`` quicker than a restart would.
+
+        Every rank calls it. The disk is asked only here, when memory has no answer.
+        """
+        from megatron.training import get_args
+
+        if self._place is None:
+            return JobWindows(Place(Path(), ()), ())
+        newest_dense = [newest_saved(get_args().save, self.job.name) if self.wiring.rank == 0 else None]
+        dist.broadcast_object_list(newest_dense)
+        reached = newest_dense[0] if newest_dense[0] is not None else NONE
+        windows = [
+            manifest
+            for manifest in windows_of_all(self._place)
+            if manifest.job == self._disk_job and reached < manifest.reaches <= until
+        ]
+        return JobWindows(self._place, windows)
+
+    def _prepare_from_disk(
+        self, report: Report, shelves: Mapping[Source, recovery.Shelf], until: int, gone: RecoveryError
+    ) -> recovery.Prepared:
+        """All stages roll back to a window on disk and replay from there; every rank calls it.
+
+        What single ranks remember of steps is left out: with all stages replaying every step is worked out again, by
+        all ranks or by none.
+
+        Raises:
+            RecoveryError: there is no way back from disk either.
+        """
+        prepared = recovery.prepare(report, shelves, until, self.wiring.fetches)
+        assert prepared.mine is not None
+        first, sources = prepared.mine.first, prepared.mine.sources()
+        windows = shelves[Source.FILE].windows  # type: ignore[attr-defined]
+        name = next((one.name for one in windows if one.first <= first <= one.last), "a window")
+        self._warn(
+            "recovery_from_disk", f"memory and peers cannot bring iteration {until} back ({gone}). All ranks fall back "
+            f"to {name} on disk and replay iterations {prepared.mine.begins + 1} to {until}; {sources[Source.FILE]} "
+            "snapshots come from files", window=name, until=until,
+        )  # fmt: skip
+        return replace(prepared, outcomes={})
 
     def _outcomes(self, until: int) -> dict[int, Any]:
         """What came of the iterations that this rank's snapshots have a record of, and of the last one."""

@@ -1,0 +1,163 @@
+"""What a job restarts from when all its state in memory is lost: from its own newest state, or as it started first.
+
+The flags that load (``--load``, ``--finetune``, ``--no-load-optim``, ...) say how the job was to begin. A checkpoint
+that the job has saved itself is loaded in full, whatever they leave out: half of it would be another training. Without
+one the job begins as it did the first time, from the same checkpoint, though newer ones may be in that folder by now.
+Windows on disk come on top of either (:mod:`megatron.moevement.runtime.persisted`).
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.moevement.runtime.dense_checkpoint import TRACKER, torn
+from megatron.moevement.runtime.identity import remember
+from megatron.moevement.runtime.job import Job
+from moevement_core.errors import RecoveryError
+
+MARKER = ".moevement-job"
+"""In the folder of a checkpoint: the job that saved it, and whether it is all of its state."""
+_FIRST = "job/first_checkpoint"
+RELEASE = "release"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a start of a job begins from, before windows on disk are looked for."""
+
+    sentence: str
+    """In words, for whoever reads the log."""
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """Of Megatron, that differ from the user's while it loads."""
+    is_resumed: bool = False
+    """Whether it is a checkpoint that the job has saved itself."""
+
+
+def is_restart(job: Job) -> bool:
+    """Whether the job has started before."""
+    return job.start != job.name
+
+
+def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
+    """Note in a checkpoint which job has saved it; called by one rank when it is saved, or being saved.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder = save / f"iter_{iteration:07d}"
+    folder.mkdir(parents=True, exist_ok=True)
+    is_all = not (args.no_save_optim or args.no_save_rng)
+    (folder / MARKER).write_text(json.dumps({"job": job, "all": is_all}), encoding="utf-8")
+
+
+def newest_saved(save: str | None, job: str) -> int | None:
+    """The iteration of the newest whole checkpoint in ``save`` that ``job`` has saved, all of it; nothing without."""
+    if save is None or (finished := _tracker(Path(save))) is None or not finished.isdigit():
+        return None
+    steps = sorted((int(path.name[5:]) for path in Path(save).glob("iter_*") if path.name[5:].isdigit()), reverse=True)
+    for step in steps:
+        folder = Path(save) / f"iter_{step:07d}"
+        with suppress(OSError, ValueError):
+            marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+            if step <= int(finished) and marker == {"job": job, "all": True} and torn(folder) is None:
+                return step
+    return None
+
+
+def checkpoint_meant(args: Namespace) -> str:
+    """The checkpoint that ``--load`` means now: its iteration, ``release``, or nothing if there is none."""
+    if not args.load:
+        return ""
+    return str(args.ckpt_step) if args.ckpt_step is not None else _tracker(Path(args.load)) or ""
+
+
+def resumed(save: str, step: int) -> Origin:
+    """All of the checkpoint of iteration ``step`` that the job has saved."""
+    return Origin(
+        f"the checkpoint of iteration {step} that it saved in --save {save}, with optimizer and random states",
+        {
+            "load": save, "ckpt_step": step, "finetune": False, "no_load_optim": False, "no_load_rng": False,
+            "pretrained_checkpoint": None,
+        },
+        is_resumed=True,
+    )  # fmt: skip
+
+
+def as_at_first(args: Namespace, first: str) -> Origin:
+    """What the first start began from.
+
+    Args:
+        args: as the user gave them.
+        first: what :func:`checkpoint_meant` said then.
+
+    Raises:
+        RecoveryError: it is not there any more.
+    """
+    if not first:
+        weights = f"--pretrained-checkpoint {args.pretrained_checkpoint}" if args.pretrained_checkpoint else "the seed"
+        return Origin(f"{weights}, as at its first start", {"load": None, "ckpt_step": None})
+    if first == RELEASE:
+        if checkpoint_meant(args) != RELEASE:
+            raise RecoveryError(
+                f"--load {args.load} began from a release, and {TRACKER} names another checkpoint now; give --save "
+                "another folder than --load, and start the job again"
+            )
+        return Origin(f"the release in --load {args.load}, as at its first start")
+    if (fault := torn(Path(args.load) / f"iter_{int(first):07d}")) is not None:
+        raise RecoveryError(
+            f"--load {args.load}: the checkpoint of iteration {first}, from which the job started first, is gone: "
+            f"{fault}; start the job again from another one"
+        )
+    return Origin(
+        f"the checkpoint of iteration {first} in --load {args.load}, under the same flags as at its first start",
+        {"ckpt_step": int(first)},
+    )
+
+
+@contextmanager
+def loading(job: Job, args: Namespace) -> Iterator[Origin]:
+    """While Megatron sets up its model and loads; every rank calls it.
+
+    Raises:
+        RecoveryError: the job restarts, and what it could start from is gone. On every rank.
+    """
+    decided: list[Any] = [None]
+    if dist.get_rank() == 0:
+        first = remember(_FIRST, checkpoint_meant(args))
+        try:
+            decided = [_decide(job, args, first)]
+        except RecoveryError as error:
+            decided = [error]
+    dist.broadcast_object_list(decided)
+    if isinstance(decided[0], RecoveryError):
+        raise decided[0]
+    origin: Origin = decided[0]
+    before = {name: getattr(args, name) for name in origin.flags}
+    vars(args).update(origin.flags)
+    try:
+        yield origin
+    finally:
+        vars(args).update(before)
+
+
+def _decide(job: Job, args: Namespace, first: str) -> Origin:
+    if not is_restart(job):
+        return Origin("what its flags say")
+    if args.save and (step := newest_saved(args.save, job.name)) is not None:
+        return resumed(args.save, step)
+    return as_at_first(args, first)
+
+
+def _tracker(folder: Path) -> str | None:
+    try:
+        return (folder / TRACKER).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return None
