@@ -134,7 +134,7 @@ class SparseRun:
         self._device = current_device()
         chunks = unwrap_model(job.model or [])
         self.views = operator_views(chunks, job.optimizer)
-        self.wiring = wire(config, self.views.states)
+        self.wiring = wire(config, self.views.states, job.optimizer)
         self.table = self.wiring.table
         self.windows = WindowDecisions(chunks, self.wiring, config, self._report)
         self._announced = NONE
@@ -159,7 +159,7 @@ class SparseRun:
         self._last_record: dict[str, Any] = {}
         self._recent: dict[int, Mapping[str, Any]] = {}
         """What came of the steps that a replay may come by; kept as long as logs are."""
-        self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote())
+        self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote)
         self._is_first = adopted is None
         self._replaying = False
         self.recoveries: list[Recovery] = []
@@ -285,7 +285,7 @@ class SparseRun:
         Args:
             kept: what :meth:`keeps` said, of every rank.
         """
-        self.wiring = self.windows.wiring = wire(self.config, self.views.states)
+        self.wiring = self.windows.wiring = wire(self.config, self.views.states, self.job.optimizer)
         before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
         own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
         self._senders, keepers = self._connect(own_bytes, before)
@@ -341,14 +341,13 @@ class SparseRun:
         mark = self.commit.mark
         return mark.outcome if mark is not None and mark.iteration == iteration else {}
 
-    def _vote(self) -> Callable[[], None] | None:
-        """What tells every rank that all have come to the commit point; nothing where a reduction of the step does."""
+    def _vote(self) -> None:
+        """Return when every rank has come to the commit point; at once where a reduction of the step has told so."""
         from megatron.training import get_args
 
-        args = get_args()
-        if restart.generation() is None or (args.use_distributed_optimizer and args.clip_grad > 0.0):
-            return None
-        return lambda: dist.barrier(group=self.wiring.job_group)
+        if restart.generation() is None or (get_args().clip_grad > 0.0 and self.wiring.norm_spans_job):
+            return
+        dist.barrier(group=self.wiring.job_group)
 
     def _measure_record(self) -> int:
         """Bytes to set aside for boundary records."""

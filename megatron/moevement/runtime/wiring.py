@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.operators import OperatorId
+from megatron.moevement.optimizer.commit import norm_spans_job
 from megatron.moevement.optimizer.views import operators_of
 from megatron.moevement.restart.injection import InjectingTransport
 from megatron.moevement.runtime.ranks import tell_all
@@ -36,6 +37,7 @@ class _Rank:
     """The smallest rank that holds the same state: data-parallel peers have the same."""
     embedding_ranks: tuple[int, ...]
     """Those whose gradients of the embedding Megatron sums with this rank's; nobody where there is one copy."""
+    norm_spans_job: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +69,8 @@ class Wiring:
     """For what a stage that replays alone is fed; nothing where there is one stage."""
     pipeline: Pipeline
     neighbours: Neighbours
+    norm_spans_job: bool
+    """Whether every rank contributes to every norm of a step, on every rank the same answer."""
 
     @property
     def sources(self) -> list[int]:
@@ -79,12 +83,13 @@ class Wiring:
         return self.rank == self.stages.index(self.stage)
 
 
-def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wiring:
+def wire(config: SparseConfig, states: dict[OperatorId, OperatorState], optimizer: Any) -> Wiring:
     """Make it; every rank of the job calls it at the same point.
 
     Args:
         config: the flags.
         states: this rank's tensors by operator, of which the operators are told.
+        optimizer: this rank's, of whose norms the group is asked.
     """
     from megatron.core import parallel_state
 
@@ -96,6 +101,7 @@ def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wirin
             operators_of(states),
             min(dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))),
             _embedding_ranks(),
+            norm_spans_job(optimizer, world),
         )
     )
     stages = tuple(one.stage for one in told)
@@ -118,6 +124,7 @@ def wire(config: SparseConfig, states: dict[OperatorId, OperatorState]) -> Wirin
         feeds=GlooTransport() if pipeline.stages > 1 else None,
         pipeline=pipeline,
         neighbours=neighbours,
+        norm_spans_job=all(one.norm_spans_job for one in told),
     )
 
 
