@@ -16,6 +16,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron.moevement.optimizer.frozen_step import Reduced, outcome_of, step_counts
 from megatron.moevement.optimizer.norms import as_clipped_by
 from megatron.moevement.restart import injection
@@ -45,7 +47,7 @@ class CommitPoint:
             (loss scalers, step counts, the schedule) as it was before.
         advance: gives the schedule's state from it, where the update was made.
         atomic: a section that no restart interrupts.
-        vote: returns when every rank of the job has come here; nothing where a reduction of the step spans the job.
+        vote: returns when every rank of the job has come here, if no reduction of the step has made sure of that.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class CommitPoint:
         boundary: Callable[[], Mapping[str, Any]],
         advance: Callable[[Any], Any],
         atomic: Callable[[], AbstractContextManager[Any]],
-        vote: Callable[[], None] | None,
+        vote: Callable[[], None],
     ) -> None:
         self.mark: Mark | None = None
         self.torn = False
@@ -102,7 +104,7 @@ class CommitPoint:
             self._reduced.take(name, result, self._optimizer)
             if is_last and self._section is not None:
                 injection.at(Phase.COMMIT)
-                if self._vote is not None and self._told is None:
+                if self._told is None:
                     self._vote()
                 self._section.enter_context(self._atomic())
                 self.torn = True
@@ -195,6 +197,16 @@ class CommitPoint:
                 norms = self._told["clip_norms_by_group"]
                 self._optimizer.grad_norms_by_group = {name: as_clipped_by(norm) for name, norm in norms.items()}
                 return self._optimizer.grad_norms_by_group
+
+
+def norm_spans_job(optimizer: Any, world: int) -> bool:
+    """Whether every rank of the job contributes to every norm of a step, so that who has one knows that all have come.
+
+    Not without the distributed optimizer, where a norm is that of a model replica; nor with several instances of it,
+    where it is that of an instance.
+    """
+    groups = [member.get_grad_stats_parallel_group() for member in members(optimizer)]
+    return bool(groups) and all(group is None or dist.get_world_size(group) == world for group in groups)
 
 
 def _copied(state: Any) -> Any:

@@ -152,7 +152,7 @@ class SparseRun:
         self._device = current_device()
         chunks = unwrap_model(job.model or [])
         self.views = operator_views(chunks, job.optimizer)
-        self.wiring = wire(config, self.views.states, is_running=adopted is not None)
+        self.wiring = wire(config, self.views.states, job.optimizer, is_running=adopted is not None)
         self._warn_of_copies()
         self.table = self.wiring.table
         sent_bytes = bytes_sent_per_iteration(get_args(), self.wiring.stage)
@@ -196,7 +196,7 @@ class SparseRun:
         """Where the newest persisted run begins, and since which iteration it has been the newest."""
         self._unpersisted = 0
         """The most iterations in a row in which no newer run was persisted."""
-        self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote())
+        self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote)
         self._exit = PlannedExit(get_args())
         self._is_first = adopted is None
         self._replaying = False
@@ -419,7 +419,9 @@ class SparseRun:
         Args:
             kept: what :meth:`keeps` said, of every rank.
         """
-        self.wiring = self.windows.wiring = wire(self.config, self.views.states, self.wiring, is_running=True)
+        self.wiring = self.windows.wiring = wire(
+            self.config, self.views.states, self.job.optimizer, self.wiring, is_running=True
+        )
         self._warn_of_copies()
         before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
         own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
@@ -476,14 +478,13 @@ class SparseRun:
         mark = self.commit.mark
         return mark.outcome if mark is not None and mark.iteration == iteration else {}
 
-    def _vote(self) -> Callable[[], None] | None:
-        """What tells every rank that all have come to the commit point; nothing where a reduction of the step does."""
+    def _vote(self) -> None:
+        """Return when every rank has come to the commit point; at once where a reduction of the step has told so."""
         from megatron.training import get_args
 
-        args = get_args()
-        if restart.generation() is None or (args.use_distributed_optimizer and args.clip_grad > 0.0):
-            return None
-        return lambda: dist.barrier(group=self.wiring.job_group)
+        if restart.generation() is None or (get_args().clip_grad > 0.0 and self.wiring.norm_spans_job):
+            return
+        dist.barrier(group=self.wiring.job_group)
 
     def _measure_record(self) -> int:
         """Bytes to set aside for boundary records."""

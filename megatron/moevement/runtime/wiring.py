@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.operators import OperatorId
+from megatron.moevement.optimizer.commit import norm_spans_job
 from megatron.moevement.optimizer.views import operators_of
 from megatron.moevement.restart.injection import InjectingTransport
 from megatron.moevement.runtime import wind_down
@@ -41,6 +42,7 @@ class _Rank:
     """Whose copies it has kept until now."""
     embedding_ranks: tuple[int, ...]
     """Those whose gradients of the embedding Megatron sums with this rank's; nobody where there is one copy."""
+    norm_spans_job: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +76,8 @@ class Wiring:
     """For what a stage that replays alone is fed; nothing where there is one stage."""
     pipeline: Pipeline
     neighbours: Neighbours
+    norm_spans_job: bool
+    """Whether every rank contributes to every norm of a step, on every rank the same answer."""
 
     @property
     def sources(self) -> list[int]:
@@ -89,6 +93,7 @@ class Wiring:
 def wire(
     config: SparseConfig,
     states: dict[OperatorId, OperatorState],
+    optimizer: Any,
     before: Wiring | None = None,
     *,
     is_running: bool = False,
@@ -98,6 +103,7 @@ def wire(
     Args:
         config: the flags.
         states: this rank's tensors by operator, of which the operators are told.
+        optimizer: this rank's, of whose norms the group is asked.
         before: that of the last generation; nothing on a rank that is new.
         is_running: whether the job has begun, so that it goes on with the nodes that are left.
     """
@@ -113,6 +119,7 @@ def wire(
             before.peers[rank] if before is not None else None,
             tuple(before.sources) if before is not None else (),
             _embedding_ranks(),
+            norm_spans_job(optimizer, world),
         )
     )
     stages = tuple(one.stage for one in told)
@@ -138,6 +145,7 @@ def wire(
         feeds=GlooTransport() if pipeline.stages > 1 else None,
         pipeline=pipeline,
         neighbours=neighbours,
+        norm_spans_job=all(one.norm_spans_job for one in told),
     )
 
 
