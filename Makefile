@@ -26,7 +26,7 @@ demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, an
 	@.venv/bin/moevement verify $(RUN_DIR)/unhurt $(RUN_DIR)/hurt
 	@.venv/bin/moevement report $(RUN_DIR)/unhurt $(RUN_DIR)/hurt --plot $(RUN_DIR)/loss.png --trace $(RUN_DIR)/trace.json
 
-test: setup ## the whole test suite; what needs a cluster has a target of its own
+test: setup ## the tests that CI runs: one representative of each kind
 	@$(PYTHON_BIN) -m pytest
 
 test-cluster: setup ## training under real Slurm on a cluster made of namespaces; needs root, slurm-wlm, munge, iproute2
