@@ -4,19 +4,26 @@ A stage that is lost replays from what its neighbours sent it, while they do not
 in which they were sent, for each iteration and direction; the schedule receives them in that order again, so the order
 is all the name that a tensor needs. (Which micro-batch and virtual chunk it belongs to follows from the schedule; a log
 keyed by buffers or micro-batches alone is wrong as soon as there are several.)
+
+The digest of a tensor is made when its copy is there, beside training. So what memory did to it since is found before
+it is fed, and what a replay sends again can be compared with what was sent.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
+from queue import SimpleQueue
 
 import torch
+import xxhash
 
 from moevement_core.device import Device, Event
-from moevement_core.snapshot.snapshot import as_bytes
+from moevement_core.snapshot.snapshot import as_bytes, digest_of
 
 
 class Direction(IntEnum):
@@ -39,12 +46,44 @@ class Logged:
     buffer: torch.Tensor
     """Its bytes in host memory; they are there when ``copied`` is over."""
     copied: Event
+    digested: Future[str]
+
+    @property
+    def digest(self) -> str:
+        """Of its bytes as they were copied; waits for it."""
+        return self.digested.result()
 
     @property
     def tensor(self) -> torch.Tensor:
         """As it was sent, on the host; waits for the copy."""
         self.copied.synchronize()
         return self.buffer.view(getattr(torch, self.dtype)).view(self.shape)
+
+
+class _Digests:
+    """Makes digests of host memory, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[tuple[torch.Tensor, Event, Future[str]]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def of(self, buffer: torch.Tensor, copied: Event) -> Future[str]:
+        """The digest of ``buffer`` once ``copied`` is over."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="moevement-log-digests", daemon=True)
+            self._thread.start()
+        digested: Future[str] = Future()
+        self._wanted.put((buffer, copied, digested))
+        return digested
+
+    def _work(self) -> None:
+        while True:
+            buffer, copied, digested = self._wanted.get()
+            try:
+                copied.synchronize()
+                digested.set_result(digest_of(buffer))
+            except Exception as error:  # shown to whoever asks for it
+                digested.set_exception(error)
 
 
 class BoundaryLog:
@@ -63,6 +102,7 @@ class BoundaryLog:
         self._stream = device.stream()
         self._logged: dict[int, dict[Direction, list[Logged]]] = {}
         self._iteration: int | None = None
+        self._digests = _Digests()
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._nbytes = 0
         self._told = False
@@ -79,9 +119,9 @@ class BoundaryLog:
 
     def begin(self, iteration: int) -> None:
         """What is sent from now on belongs to ``iteration``; what was sent for it before is dropped."""
+        self._iteration = iteration  # first: an exception before the rest leaves no iteration that seems whole
         self._drop(iteration)
         self._logged[iteration] = {direction: [] for direction in Direction}
-        self._iteration = iteration
 
     def end(self) -> None:
         """The iteration is over: nothing that is sent from now on is kept."""
@@ -105,13 +145,32 @@ class BoundaryLog:
             source.record_stream(self._stream)  # its memory may not be used anew before the copy is over
         its = self._logged[self._iteration][direction]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        its.append(Logged(len(its), dtype, tuple(tensor.shape), buffer, copied))
+        digested = self._digests.of(buffer, copied)
+        its.append(Logged(len(its), dtype, tuple(tensor.shape), buffer, copied, digested))
 
     def sent(self, iteration: int, direction: Direction) -> list[Logged] | None:
         """Everything that ``iteration`` sent in a direction, in order; None if it is not all here."""
         if iteration == self._iteration or iteration not in self._logged:
             return None
         return self._logged[iteration][direction]
+
+    def digest(self, iteration: int) -> str | None:
+        """Of everything that ``iteration`` sent, in order; None if it is not all here. Waits for its copies."""
+        if iteration == self._iteration or iteration not in self._logged:
+            return None
+        sent = self._logged[iteration]
+        words = (
+            f"{direction} {one.dtype} {one.shape} {one.digest}" for direction in Direction for one in sent[direction]
+        )
+        return xxhash.xxh3_128_hexdigest("\n".join(words).encode())
+
+    def damaged(self, iterations: Iterable[int]) -> list[int]:
+        """Those of ``iterations`` of which something is not what was copied. Reads all of it."""
+        return [
+            iteration
+            for iteration in iterations
+            if any(digest_of(one.buffer) != one.digest for one in self._tensors_of(iteration))
+        ]
 
     def free_before(self, iteration: int) -> None:
         """Let go of what no replay needs any more: what iterations before ``iteration`` sent."""

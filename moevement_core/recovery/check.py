@@ -45,6 +45,8 @@ class StateCheck:
         """Those of them that had been updated since they were loaded."""
         self.losses_until = NONE
         """The newest iteration whose losses were compared and were the same."""
+        self.sends: set[int] = set()
+        """Iterations of which everything that was sent to other stages was compared and was the same."""
         self._whole = whole
         self._enabled = enabled
         self._live = {
@@ -109,6 +111,18 @@ class StateCheck:
                 self._differs(f"{name} of iteration {iteration}: {float(value):.9g}, replayed {float(again):.9g}")
                 return
         self.losses_until = iteration
+
+    def compare_sent(self, iteration: int, digest: str | None, outcome: Mapping[str, Any] | None) -> None:
+        """Compare what a replayed iteration sent to other stages, or did not send because they have it, with what they
+        were sent then, where the record says what that was.
+        """
+        recorded = (outcome or {}).get("sent")
+        if not self._enabled or recorded is None or digest is None:
+            return
+        if digest == recorded:
+            self.sends.add(iteration)
+        else:
+            self._differs(f"what was sent to other stages in iteration {iteration}")
 
     def _entries(self, snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[Entry]]:
         entries: dict[str, list[Entry]] = defaultdict(list)

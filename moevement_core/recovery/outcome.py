@@ -27,6 +27,9 @@ class Recovery:
     """Operators that were compared only as they had been loaded, from bytes whose digests were checked."""
     losses_until: int | None
     """Up to where recomputed losses were compared with the recorded ones."""
+    sends: int
+    """Iterations of which everything that a rank sends to other stages was compared with what was sent then; of the
+    rank with the most."""
     sources: Mapping[str, int]
     """Snapshots from own memory, from peers and from files."""
     replayed_by_stage: Mapping[str, int]
@@ -52,7 +55,10 @@ class Recovery:
     @property
     def verified(self) -> str:
         """What is known of the state, in words."""
-        parts = f"{self.recomputed} operators recomputed and compared, {self.restored} restored from checked bytes"
+        parts = (
+            f"{self.recomputed} operators recomputed and compared, {self.restored} restored from checked bytes; what "
+            f"{self.sends} iterations sent to other stages"
+        )
         if self.verified_until is not None:
             return f"up to iteration {self.verified_until} ({parts})"
         return f"not verified ({parts})"

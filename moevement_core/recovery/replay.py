@@ -52,6 +52,10 @@ class Trainer(ABC):
             The losses, where this rank has them.
         """
 
+    def sent(self, iteration: int) -> str | None:
+        """A digest of what ``iteration``, which was run last, sent to other stages or would have; None: not known."""
+        return None
+
 
 def replay(
     plan: RecoveryPlan,
@@ -104,7 +108,9 @@ def replay(
             updated |= frozenset(_chosen(names, run.active_in(iteration + 1)))
         losses = trainer.run(iteration + 1, outcome)
         check.compare_losses(iteration + 1, losses, outcome)
-        came_of = {"iteration": iteration + 1, "losses": losses, **(outcome or {})}
+        sent = trainer.sent(iteration + 1)
+        check.compare_sent(iteration + 1, sent, outcome)
+        came_of = {"iteration": iteration + 1, "losses": losses, "sent": sent, **(outcome or {})}
 
 
 def _by_name(names: Sequence[str], loads: np.ndarray) -> dict[str, Saved]:

@@ -257,6 +257,25 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
         wipe.wipe = original
 
 
+def wiped_with_a_damaged_log(argv: list[str], victim: int) -> None:
+    """Train; before ranks plan a recovery, a bit of what ``victim`` sent has flipped in its host memory."""
+    from megatron.moevement.runtime.sparse import SparseRun
+    from moevement_core.boundary_log import Direction
+
+    original = SparseRun.prepare
+
+    def damage_and_prepare(self: SparseRun, until: int, lost: Any) -> Any:
+        log = self.job.boundary_log
+        if self.wiring.rank == victim and log is not None:
+            (first, *_) = log.sent(until, Direction.FORWARD) or []
+            assert first.digest, "it was made when the tensor was sent"
+            first.buffer[3] ^= 8
+        return original(self, until, lost)
+
+    with patch.object(SparseRun, "prepare", damage_and_prepare):
+        run_rank(argv)
+
+
 def with_shapes_exchanged(argv: list[str]) -> None:
     """Train as with sequences of variable lengths: stages tell each other the shape of every tensor first.
 

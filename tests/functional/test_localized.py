@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moevement_core.run_record import RunRecord
-from tests.functional.bodies import clipped_as_with_transformer_engine, with_shapes_exchanged
+from tests.functional.bodies import clipped_as_with_transformer_engine, wiped_with_a_damaged_log, with_shapes_exchanged
 from tests.functional.test_recovery import (
     ALWAYS_REORDER,
     BF16,
@@ -71,6 +71,8 @@ def check_scope(hurt: RunRecord, recoveries: list[dict[str, Any]], stages: set[i
     for event in events:
         assert {int(stage) for stage, count in event["replayed_by_stage"].items() if count} == stages, told
         assert (event["fed_bytes"] > 0) == (stages != {int(stage) for stage in event["replayed_by_stage"]}), told
+        # Of every iteration but the last there is a record, in the snapshot after it, of what was sent.
+        assert event["sends"] > 0 or event["until"] < 3, told
 
 
 @pytest.mark.full
@@ -116,6 +118,20 @@ def test_any_stages_of_any_pipeline_at_any_iteration(seed: int, tmp_path: Path) 
     print(told)
     unhurt, hurt = recover(ranks, job, sparse, tmp_path)
     check_scope(hurt, check(unhurt, hurt, sparse, told), set(lost), told)
+
+
+def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_path: Path) -> None:
+    job: dict[str, Any] = PP2 | BF16 | {"train_iters": 9}
+    sparse: dict[str, Any] = {
+        "moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1, "moevement_replicas": 1, "moevement_window": 2,
+        "moevement_wipe_at": 6, "moevement_wipe_stages": 1,
+    }  # fmt: skip
+    unhurt = train(2, tmp_path / "unhurt", **job)
+    argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "hurt")]
+    outcomes = run_ranks(wiped_with_a_damaged_log, 2, argv, 0, init_process_group=False)
+    assert "rank 0: what iterations 6 sent is damaged in host memory" in outcomes[0].output
+    hurt = RunRecord(tmp_path / "hurt")
+    check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})
 
 
 @pytest.mark.full

@@ -169,3 +169,44 @@ def test_what_is_not_what_was_sent_then_is_refused(wrong: str) -> None:
     received.begin(1 if wrong == "damaged" else 2)
     with pytest.raises(RecoveryError, match="rank 0 fed tensor 0 of iteration 1"):
         received.next()
+
+
+def test_what_memory_did_to_a_tensor_after_it_was_logged_is_found() -> None:
+    log, _ = log_of()
+    fill(log, range(1, 4))
+    assert log.damaged(log.iterations) == []  # waits for every digest
+    before = log.digest(2)
+    assert before is not None
+    (log.sent(2, BACKWARD) or [])[3].buffer[1] ^= 16
+    assert log.damaged(log.iterations) == [2]
+    assert log.digest(2) == before, "it is of what was sent"
+    assert log.damaged([1, 3]) == []
+
+
+def test_damage_is_found_by_who_is_fed_though_it_was_there_before_it_was_sent() -> None:
+    wire, (log, _) = Wire(), log_of()
+    fill(log, range(1, 2))
+    assert log.digest(1) is not None, "its copies are over, and their digests made"
+    (log.sent(1, FORWARD) or [])[1].buffer[0] ^= 1
+    received = Feed(0, FORWARD, Loopback(wire, 1))
+    received.begin(1)
+    with ThreadPoolExecutor() as pool:
+        feeding = pool.submit(feed, 0, 1, FORWARD, [1], log, Loopback(wire, 0))
+        received.next()
+        with pytest.raises(RecoveryError, match="rank 0 fed tensor 1 of iteration 1"):
+            received.next()
+        feeding.result()
+
+
+def test_the_digest_of_an_iteration_is_that_of_what_it_sent_and_in_which_order() -> None:
+    log, again = log_of()[0], log_of()[0]
+    fill(log, range(1, 3))
+    fill(again, range(1, 3))
+    assert log.digest(1) == again.digest(1) != log.digest(2)
+    again.begin(2)
+    for order in (1, 0, 2, 3):
+        again.note(FORWARD, tensor(2, order))
+        again.note(BACKWARD, -tensor(2, order))
+    assert again.digest(2) is None, "it is not over"
+    again.end()
+    assert again.digest(2) != log.digest(2)

@@ -109,6 +109,12 @@ class Scope:
     left_out: Collection[int]
     """Iterations that never ran: nothing was sent in them."""
 
+    @property
+    def feeding(self) -> set[int]:
+        """Stages that keep their state and feed those that replay."""
+        replaying = segments(self.pipeline, self.lost)
+        return {stage for segment in replaying for stage in neighbours_of(self.pipeline, segment)}
+
 
 def prepare(
     report: Report,
@@ -254,7 +260,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     known_until = check.known_until if plan is not None else until
     recovery = Recovery(
         first, until, len(replayed), known_until, known_until, len(check.recomputed), len(check.restored),
-        check.losses_until,
+        check.losses_until, len(check.sends),
         _sum_sources(prepared.plans), {str(parts.wiring.stage): len(replayed)},
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
@@ -363,6 +369,7 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[Replicas]
         recomputed=recomputed,
         restored=sum(one.restored for one, *_ in everyones),
         losses_until=None if losses == NONE else losses,
+        sends=max(one.sends for one, *_ in everyones),
         fetch_s=max(one.fetch_s for one, *_ in everyones),
         replay_s=max(one.replay_s for one, *_ in everyones),
         replay_cpu_s=sum(one.replay_cpu_s for one, *_ in everyones),

@@ -144,6 +144,10 @@ class MegatronTrainer(Trainer):
         self._job.iteration = iteration
         return losses
 
+    @override
+    def sent(self, iteration: int) -> str | None:
+        return None if self._job.boundary_log is None else self._job.boundary_log.digest(iteration)
+
     def _begin_log(self, iteration: int) -> None:
         """What is sent is logged again: the log of then may be gone."""
         if self._job.boundary_log is not None:

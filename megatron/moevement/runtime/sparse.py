@@ -470,8 +470,13 @@ class SparseRun:
 
     def begin_anew(self, committed: int) -> None:
         """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
-        self._last_record = {"iteration": committed, "step": self._outcome_of(committed)}
+        self._last_record = self._record_of(committed)
         self.windows.forget()
+
+    def _record_of(self, iteration: int) -> dict[str, Any]:
+        """What a replay of ``iteration`` needs, and compares with."""
+        sent = self.job.boundary_log.digest(iteration) if self.job.boundary_log is not None else None
+        return {"iteration": iteration, "step": self._outcome_of(iteration), "sent": sent}
 
     def _outcome_of(self, iteration: int) -> Mapping[str, Any]:
         """What came of the step of ``iteration``; nothing if it was not the last one that was committed."""
@@ -581,7 +586,7 @@ class SparseRun:
         """
         progress = self.checkpointer.progress
         self.windows.measured(step_s - progress.stall_s)
-        self._last_record = {"iteration": committed, "step": self._outcome_of(committed), **outcome}
+        self._last_record = {**self._record_of(committed), **outcome}
         self.totals.iterations += 1
         self.totals.train_s += step_s
         self.totals.copied_bytes += progress.copied_bytes
@@ -626,16 +631,15 @@ class SparseRun:
         """
         memory = recovery.MemoryShelf(self.checkpointer)
         shelves = {Source.MEMORY: memory, Source.PEER: memory}
-        log = self.job.boundary_log
+        scope = None if lost is None else self._scope(lost)
         report = Report(
             self.wiring.rank,
             self.wiring.stage,
             (),
-            logged=tuple(log.iterations) if log is not None else (),
+            logged=self._logged(scope),
             outcomes=self._outcomes(until),
             replica=min(dist.get_process_group_ranks(_model_replica())),
         )
-        scope = None if lost is None else self._scope(lost)
         self.checkpointer.settle()
         try:
             return recovery.prepare(report, shelves, until, self.wiring.fetches, scope)
@@ -686,6 +690,18 @@ class SparseRun:
             "snapshots come from files", window=name, until=until,
         )  # fmt: skip
         return replace(prepared, outcomes={})
+
+    def _logged(self, scope: recovery.Scope | None) -> tuple[int, ...]:
+        """Iterations whose log is whole; if this stage is to feed others, every byte of it is checked."""
+        log = self.job.boundary_log
+        if log is None:
+            return ()
+        if scope is None or self.wiring.stage not in scope.feeding:
+            return tuple(log.iterations)
+        damaged = log.damaged(log.iterations)
+        if damaged:
+            self._report(f"what iterations {', '.join(map(str, damaged))} sent is damaged in host memory")
+        return tuple(iteration for iteration in log.iterations if iteration not in damaged)
 
     def _outcomes(self, until: int) -> dict[int, Any]:
         """What came of the iterations that this rank's snapshots have a record of, and of the last one."""

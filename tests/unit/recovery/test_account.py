@@ -11,7 +11,7 @@ from moevement_core.recovery.account import Account, trace_events
 from moevement_core.recovery.outcome import Recovery
 
 RECOVERY = Recovery(
-    6, 8, 2, 8, 8, 9, 4, None, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 2_000_000, 0.1, 0.5, 0.4
+    6, 8, 2, 8, 8, 9, 4, None, 2, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 2_000_000, 0.1, 0.5, 0.4
 )
 ACCOUNT = Account(
     generation=3, failures=["rank 1 (pid 7) was killed by signal 9"], noticed_by="the launcher saw the process end",
@@ -32,7 +32,7 @@ def test_the_block_says_everything_once() -> None:
     for what in (
         "recovery 3", "rank 1 (pid 7) was killed by signal 9", "stage 1 of 2", "iteration 6 on (2 from memory, 1 from "
         "peer) to iteration 8", "stage 0: 0, 1: 2; 2.0 MB fed", "= 3.00",
-        "up to iteration 8 (9 operators recomputed and compared, 4 restored from checked bytes)",
+        "up to iteration 8 (9 operators recomputed and compared, 4 restored from checked bytes; what 2 iterations sent",
         "kept      2 ranks kept their state", "ratio 0.912; 1 spares",
     ):  # fmt: skip
         assert text.count(what) == 1, what

@@ -147,6 +147,32 @@ def test_a_replay_that_goes_wrong_is_found() -> None:
     assert check.verified_until < 5
 
 
+def test_a_send_that_differs_is_found_though_state_and_losses_are_right() -> None:
+    toy = Toy(2, WindowKind.ALIGNED)
+    snapshots = run_until(toy, 6, {})
+    toy.wipe()
+    toy.sent = lambda iteration: f"sent in {iteration}"  # type: ignore[method-assign]
+    _, check = bring_back(toy, snapshots, 6)
+    assert not check.sends, "no record says what was sent"
+    sent = {i: _with_sent(s, f"sent in {i}") for i, s in snapshots.items()}
+    toy.wipe()
+    plan, check = bring_back(toy, sent, 6)
+    assert check.sends == set(range(plan.first + 1, 6)), "of the last one there is no record here"
+    assert not check.differences
+    sent[5] = _with_sent(snapshots[5], "something else")
+    toy.wipe()
+    _, check = bring_back(toy, sent, 6)
+    assert check.differences == ["what was sent to other stages in iteration 5"]
+
+
+def _with_sent(snapshot: Snapshot, digest: str) -> Snapshot:
+    from dataclasses import replace
+
+    record = dict(snapshot.header.record)
+    record["iteration"] = {**record["iteration"], "sent": digest}
+    return Snapshot(replace(snapshot.header, record=record), snapshot.buffer)
+
+
 def test_a_loss_that_differs_is_found() -> None:
     toy = Toy(2, WindowKind.ALIGNED)
     snapshots = run_until(toy, 6, {})
