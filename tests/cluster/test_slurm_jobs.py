@@ -50,7 +50,7 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
     training.job.wait(180, ("PENDING",))
     cluster.restart_node("n1")
     training.wait_for_event("start", 2, timeout_s=START_S)
-    assert training.events("start")[-1]["iteration"] >= 6
+    assert training.events("start")[-1]["iteration"] > 0, "from a window, and not from fresh weights"
     training.wait_for_iteration(training.events("start")[-1]["iteration"] + 10)
     assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
 

@@ -1,0 +1,99 @@
+"""Nodes that are lost one after the other under Slurm: seconds to the next iteration, and equal bits in the end.
+
+    python -m benchmarks.cluster --losses 100 --seed 1 --layout PP2xEP2        # the soak
+    python -m benchmarks.cluster --losses 6 > benchmarks/cluster.md            # the table
+
+Four ranks on two of three nodes, two spares on the third, the batch script as shipped. In turn the node that has ranks 2
+and 3 is killed (its kernel resets connections) or loses its power (silence); it is booted again and joins with two
+spares. Needs root, and Debian's slurm-wlm, munge and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import measured_on
+from tests.cluster.cluster import Cluster, why_not
+from tests.cluster.training import PP4, Baselines, Training, assert_equal_runs, train
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "PP2xEP2": {},
+    "PP4": {**PP4, "expert_model_parallel_size": 1, "use_distributed_optimizer": False, "bf16": False},
+}
+PARTS = ("detect", "abort", "regroup", "set up and fetch", "enter the loop", "replay")
+
+
+def main() -> int:
+    """Lose nodes; prints a table, and exits with 1 if the bits are not those of a failure-free run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--losses", type=int, default=6, help="default: 6")
+    parser.add_argument("--lease", type=float, default=10.0, help="seconds (default: 10)")
+    parser.add_argument("--layout", choices=list(LAYOUTS), default="PP2xEP2")
+    parser.add_argument("--seed", type=int, default=1, help="of when in an iteration a node is lost (default: 1)")
+    arguments = parser.parse_args()
+    if (reason := why_not()) is not None:
+        print(f"no cluster here: {reason}", file=sys.stderr)
+        return 2
+    os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
+    os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
+    with tempfile.TemporaryDirectory() as folder, Cluster(nodes=3) as cluster:
+        return _run(cluster, Path(folder), arguments)
+
+
+def _run(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> int:
+    draw = random.Random(arguments.seed)
+    flags = {"train_iters": 1_000_000, "moevement_lease_seconds": arguments.lease, **LAYOUTS[arguments.layout]}
+    training = train(cluster, folder / "job", **flags)
+    training.wait_for_iteration(8)
+    losses: list[tuple[str, float, dict[str, float]]] = []
+    for number in range(arguments.losses):
+        how = ("killed", "power lost")[number % 2]
+        node = training.node_of(2)
+        training.wait_for_iteration(training.iteration() + draw.randint(1, 8))
+        at = cluster.kill_node(node) if how == "killed" else cluster.lose_power(node)
+        seconds = training.resumes_after(at)
+        losses.append((how, seconds, training.events("failure")[-1]["parts"]))
+        print(f"loss {number + 1} of {arguments.losses}: {node} {how}, {seconds:.1f} s", file=sys.stderr, flush=True)
+        cluster.restart_node(node)
+        training.add_node(node)
+        training.wait_for_spares(2)
+    at_iteration = training.end()
+    assert_equal_runs(training, Baselines(folder / "baseline").of(**flags, exit_interval=at_iteration))
+    _print(losses, arguments, training, at_iteration)
+    return 0
+
+
+def _print(
+    losses: list[tuple[str, float, dict[str, float]]], arguments: argparse.Namespace, training: Training, end: int
+) -> None:
+    print("# Nodes that are lost under Slurm\n")
+    print(
+        f"`{' '.join(['python -m benchmarks.cluster', *sys.argv[1:]])}`; {measured_on('torch', 'megatron-core', 'nvidia-resiliency-ext')}\n"
+    )
+    print(
+        f"Layout {arguments.layout}, lease {arguments.lease:g} s, seed {arguments.seed}. {len(losses)} nodes were lost in a "
+        f"row, {len(training.events('failure'))} recoveries; at iteration {end} all losses, gradient norms and the final "
+        "state are those of a failure-free run, bit for bit. Three nodes and Slurm share the cores of one machine.\n"
+    )
+    print("Medians of seconds; `next iteration` is from the loss to the next iteration that training commits.\n")
+    print("| | losses | next iteration | longest | " + " | ".join(PARTS) + " |")
+    print("|---|---|---|---|" + "---|" * len(PARTS))
+    for how in ("killed", "power lost"):
+        its = [(seconds, parts) for each, seconds, parts in losses if each == how]
+        if not its:
+            continue
+        seconds = [each for each, _ in its]
+        parts = [f"{statistics.median(parts[name] for _, parts in its):.2f}" for name in PARTS]
+        row = [how, str(len(its)), f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}", *parts]
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
