@@ -56,6 +56,7 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines:
     assert silent_s < LEASE_S + NO_TIMEOUT_S
     _assert_only_lost_ranks_replayed(silent)
     assert training.ranks_on("n2") == [2, 3]
+    cluster.take_down("n3")  # else Slurm waits for its answer at the end of the job, until its own timeout
     assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
     assert len(training.events("failure")) == 2
     assert "Traceback" not in training.job.text()
@@ -104,6 +105,7 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(
     cluster.slow_link("n2", 2.0)
     training.wait_for_iteration(training.iteration() + 10)
     cluster.slow_link("n2", None)
+    cluster.take_down("n3")
     at = training.end()
     assert training.events("failure") == []
     assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=at))
@@ -117,5 +119,6 @@ def test_a_node_lost_during_the_recovery_from_another(cluster: Cluster, baseline
     )
     training.wait_for_iteration(12)
     _lose(training, "killed", "n2")
+    cluster.take_down("n2")
     at = training.end()
     assert_equal_runs(training, baselines.of(**FLAGS, moevement_window=6, exit_interval=at))
