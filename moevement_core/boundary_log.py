@@ -160,7 +160,9 @@ class BoundaryLog:
             return None
         sent = self._logged[iteration]
         words = (
-            f"{direction} {one.dtype} {one.shape} {one.digest}" for direction in Direction for one in sent[direction]
+            f"{direction} {logged.dtype} {logged.shape} {logged.digest}"
+            for direction in Direction
+            for logged in sent[direction]
         )
         return xxhash.xxh3_128_hexdigest("\n".join(words).encode())
 
@@ -169,7 +171,7 @@ class BoundaryLog:
         return [
             iteration
             for iteration in iterations
-            if any(digest_of(one.buffer) != one.digest for one in self._tensors_of(iteration))
+            if any(digest_of(logged.buffer) != logged.digest for logged in self._tensors_of(iteration))
         ]
 
     def free_before(self, iteration: int) -> None:
@@ -181,9 +183,9 @@ class BoundaryLog:
         """An exception from outside came at any moment: the iteration under way is not to be had, and buffers that
         were on their way between it and the free ones are forgotten.
         """
-        if (open_one := self._iteration) is not None:
+        if (unfinished := self._iteration) is not None:
             self._iteration = None
-            self._drop(open_one)
+            self._drop(unfinished)
         held = (logged for iteration in self._logged for logged in self._tensors_of(iteration))
         self._nbytes = sum(logged.buffer.numel() for logged in held)
         self._nbytes += sum(size * len(buffers) for size, buffers in self._free.items())

@@ -90,13 +90,13 @@ def test_everything_that_is_half_done_is_taken_away(tmp_path: Path) -> None:
     words = flags(**SPARSE | PP2xDP2 | {"pipeline_model_parallel_size": 1, "moevement_replicas": 1, "train_iters": 2})
     argv = [str(SCRIPT), *words]
     for outcome in run_ranks(spoiled_and_cleared, 2, argv, init_process_group=False):
-        found = outcome.result
-        parameters = len([what for what in found["left"] if what.startswith("a gradient of")])
+        state = outcome.result
+        parameters = len([what for what in state["left"] if what.startswith("a gradient of")])
         assert parameters > 20
-        assert found["left"][-1].startswith("gradients in buffer")
-        assert found["kept for those who follow"] == found["left"]
-        assert (found["after"], found["masters"]) == ([], 0)
-        assert found["thread"] == (True, False, False)
-        assert found["switches"] == (False, False, "default-rng", False, True)
-        assert all(group == ({}, True, False, None, None) for group in found["groups"])
-        assert set(found["hooks"]) == {1}
+        assert state["left"][-1].startswith("gradients in buffer")
+        assert state["kept for those who follow"] == state["left"]
+        assert (state["after"], state["masters"]) == ([], 0)
+        assert state["thread"] == (True, False, False)
+        assert state["switches"] == (False, False, "default-rng", False, True)
+        assert all(group == ({}, True, False, None, None) for group in state["groups"])
+        assert set(state["hooks"]) == {1}

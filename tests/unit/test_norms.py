@@ -29,10 +29,10 @@ def test_the_coefficient_is_that_of_the_first_time(as_tensor: bool) -> None:
         marked, tensors = plain.flatten({"clip_norm": recorded(norm)})
         given = as_clipped_by(plain.restore(marked, tensors)["clip_norm"])
         assert type(given) is type(norm)
-        expected, found = (torch.as_tensor(coefficient(one)) for one in (norm, given))
-        assert expected.dtype == found.dtype
-        assert expected.shape == found.shape
-        assert torch.equal(expected, found)
+        expected, actual = (torch.as_tensor(coefficient(number)) for number in (norm, given))
+        assert expected.dtype == actual.dtype
+        assert expected.shape == actual.shape
+        assert torch.equal(expected, actual)
         unlike += as_tensor and not torch.equal(expected, torch.tensor([coefficient(float(tensor))]))
     assert unlike > 50 or not as_tensor, "a double in its place clips by something else"
 
@@ -50,36 +50,36 @@ def test_a_recorded_norm_is_no_view_and_is_logged_as_the_trainer_does() -> None:
 class Norm(torch.Tensor):
     """Remembers when it was brought to the host."""
 
-    said: list[str]
+    events: list[str]
 
     def detach(self) -> Any:
-        self.said.append("to the host")
+        self.events.append("to the host")
         return super().detach().as_subclass(torch.Tensor)
 
 
 class Optimizer:
-    """A chain of one that clips by a tensor, and says what it does."""
+    """A chain of one that clips by a tensor, and notes what it does."""
 
-    def __init__(self, said: list[str]) -> None:
-        self.said = said
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
         self.chained_optimizers: list[Any] = [SimpleNamespace(config=SimpleNamespace(clip_grad=1.0), optimizer=None)]
         self.grad_norms_by_group: dict[str, Any] = {}
         self.coefficients: list[torch.Tensor] = []
 
     def _norm(self, value: float) -> Norm:
         norm = torch.tensor([value]).as_subclass(Norm)
-        norm.said = self.said
+        norm.events = self.events
         return norm
 
     def prepare_grads(self) -> bool:
         return False
 
     def get_grad_norm(self) -> Any:
-        self.said.append("norm")
+        self.events.append("norm")
         return self._norm(3.0000002)
 
     def _compute_grad_norms_by_group(self) -> dict[str, Any]:
-        self.said.append("norms by group")
+        self.events.append("norms by group")
         self.grad_norms_by_group = {"g": self._norm(7.0000005)}
         return self.grad_norms_by_group
 
@@ -88,30 +88,30 @@ class Optimizer:
         norm = self.get_grad_norm()
         self._compute_grad_norms_by_group()
         self.coefficients = [coefficient(one) for one in (norm, *self.grad_norms_by_group.values())]
-        self.said.append("update")
+        self.events.append("update")
         return True, norm, None
 
 
-def commit_point(said: list[str]) -> tuple[Optimizer, commit.CommitPoint]:
-    optimizer = Optimizer(said)
+def commit_point(events: list[str]) -> tuple[Optimizer, commit.CommitPoint]:
+    optimizer = Optimizer(events)
 
     @contextmanager
     def atomic() -> Iterator[None]:
-        said.append("atomic")
+        events.append("atomic")
         yield
-        said.append("over")
+        events.append("over")
 
     def vote() -> None:
-        said.append("vote")
+        events.append("vote")
 
     return optimizer, commit.CommitPoint(optimizer, lambda: {"n": 1}, lambda boundary: {}, atomic, vote)
 
 
 def test_norms_are_on_the_host_before_nothing_may_wait_any_more_and_followers_clip_by_them() -> None:
-    said: list[str] = []
-    optimizer, point = commit_point(said)
+    events: list[str] = []
+    optimizer, point = commit_point(events)
     point.step(4)
-    assert said == [
+    assert events == [
         "norm", "to the host", "norms by group", "to the host", "vote", "atomic", "update", "over",
     ]  # fmt: skip
     assert point.mark is not None
@@ -119,15 +119,15 @@ def test_norms_are_on_the_host_before_nothing_may_wait_any_more_and_followers_cl
     follower, behind = commit_point(later)
     behind.follow(4, point.mark.outcome, [None])
     assert [torch.equal(a, b) for a, b in zip(optimizer.coefficients, follower.coefficients, strict=True)] == [True] * 2
-    assert [one.dtype for one in follower.coefficients] == [torch.float32] * 2
+    assert [coefficient.dtype for coefficient in follower.coefficients] == [torch.float32] * 2
     assert later == ["atomic", "update", "over"]
     assert behind.mark is not None
     assert as_logged(behind.mark.outcome["clip_norm"]) == as_logged(point.mark.outcome["clip_norm"])
 
 
 def test_an_interrupted_step_leaves_no_section_open() -> None:
-    said: list[str] = []
-    optimizer, point = commit_point(said)
+    events: list[str] = []
+    optimizer, point = commit_point(events)
     optimizer.chained_optimizers[0].start_param_sync_for_bucket_group_subset = None
 
     def interrupted() -> Any:
@@ -138,9 +138,9 @@ def test_an_interrupted_step_leaves_no_section_open() -> None:
         point.step(4)
     optimizer.chained_optimizers[0]._defer_param_sync = True  # its way out was interrupted, too
     point.interrupted()
-    said.clear()
+    events.clear()
     optimizer._compute_grad_norms_by_group()  # as in a replay
-    assert said == ["norms by group", "to the host"], "no vote, and no section that nobody leaves"
+    assert events == ["norms by group", "to the host"], "no vote, and no section that nobody leaves"
     assert optimizer.chained_optimizers[0]._defer_param_sync is False
     assert point.mark is None
 

@@ -45,6 +45,6 @@ def unequal_replicas(everyones: Sequence[Sequence[Replicas]]) -> list[str]:
             digests.setdefault(ranks, set()).add(digest)
     return [
         f"compute weights of ranks {', '.join(map(str, ranks))}, which have the same ones"
-        for ranks, found in digests.items()
-        if len(found) > 1
+        for ranks, distinct in digests.items()
+        if len(distinct) > 1
     ]
