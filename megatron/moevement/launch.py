@@ -95,8 +95,6 @@ def launch_on_this_host(launch: Launch) -> int:
     training job cannot go on without it. Ctrl-C ends all.
     """
     _check(launch)
-    if launch.spares is not None:  # torch reads it once; every look into the store that finds nothing yet is reported
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     run_dir = run_dir_of(launch.argv)
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
     port = int(listener.getsockname()[1])

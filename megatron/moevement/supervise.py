@@ -96,7 +96,6 @@ def supervise(
     Raises:
         ConfigError: there is no coordinator.
     """
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     lease_s = launch.lease_of(argv)
     store = _store()
     ranks, processes, task = int(store.get(RANKS)), task.tasks * task.processes, claim(store, task)

@@ -13,6 +13,7 @@ import signal
 import stat
 import sys
 import tempfile
+import warnings
 from contextlib import suppress
 from types import CodeType, ModuleType
 
@@ -41,6 +42,7 @@ def run_rank(argv: list[str]) -> None:
         with exit_cleanly():
             # What every thread does, for whoever wonders why nothing goes on: kill -USR1 PID.
             faulthandler.register(signal.SIGUSR1, chain=False)
+            _warn_once()
             sys.argv = [script, *config_file.expand(argv[1:])]
             activate()
             _set_threads()
@@ -72,6 +74,13 @@ def run_forked_rank(argv: list[str]) -> None:
     tempfile.tempdir = None  # TMPDIR is this rank's own now
     _close_sockets()
     run_rank(argv)
+
+
+def _warn_once() -> None:
+    """What libraries warn of is the same on every rank: the first one shows it. ``-W`` and PYTHONWARNINGS win."""
+    if os.environ.get("RANK", "0") != "0" and not sys.warnoptions:
+        libraries = r"torch|transformers|pydantic|nvidia_resiliency_ext|megatron\.(core|training)"
+        warnings.filterwarnings("ignore", module=rf"({libraries})(\.|$)")
 
 
 def _close_sockets() -> None:

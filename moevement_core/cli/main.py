@@ -100,6 +100,8 @@ def _add_launch(commands: argparse._SubParsersAction) -> None:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
+    if arguments.spares is not None:  # torch reads it once, at import; else each look into the store is a warning
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron.moevement import launch, worker
     from megatron.moevement.restart.environment import STORE_ENV
     from moevement_core.persistence.lock import acquire
