@@ -61,9 +61,11 @@ def _run(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> int:
         seconds = training.resumes_after(at)
         losses.append((how, seconds, training.events("failure")[-1]["parts"]))
         print(f"loss {number + 1} of {arguments.losses}: {node} {how}, {seconds:.1f} s", file=sys.stderr, flush=True)
-        cluster.restart_node(node)
-        training.add_node(node)
-        training.wait_for_spares(2)
+        cluster.take_down(node)  # as Slurm does by its own timeout; srun aborts the step for a node that is back before
+        if number + 1 < arguments.losses:
+            cluster.restart_node(node)
+            training.add_node(node)
+            training.wait_for_spares(2)
     at_iteration = training.end()
     assert_equal_runs(training, Baselines(folder / "baseline").of(**flags, exit_interval=at_iteration))
     _print(losses, arguments, training, at_iteration)
