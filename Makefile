@@ -17,14 +17,14 @@ setup: ## make .venv with the pinned dependencies (quick when nothing changed)
 LAPTOP = examples/pretrain_moe/pretrain_gpt.py --config examples/pretrain_moe/configs/laptop.yaml
 
 demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, and compare the two: four minutes
-	@echo "== four ranks, pipeline 2 x expert/data 2, never hurt"
-	@.venv/bin/moevement launch --nproc $(NPROC) $(LAPTOP) --run-dir $(RUN_DIR)/unhurt
+	@echo "== four ranks, pipeline 2 x expert/data 2, failure-free"
+	@.venv/bin/moevement launch --nproc $(NPROC) $(LAPTOP) --run-dir $(RUN_DIR)/failure_free
 	@echo "== the same with one spare; rank 2 is killed in iteration 75"
-	@.venv/bin/moevement launch --nproc $(NPROC) --spares 1 $(LAPTOP) --run-dir $(RUN_DIR)/hurt \
+	@.venv/bin/moevement launch --nproc $(NPROC) --spares 1 $(LAPTOP) --run-dir $(RUN_DIR)/killed \
 	    --moevement-inject rank=2,iteration=75,phase=backward
 	@echo "== are they the same?"
-	@.venv/bin/moevement verify $(RUN_DIR)/unhurt $(RUN_DIR)/hurt
-	@.venv/bin/moevement report $(RUN_DIR)/unhurt $(RUN_DIR)/hurt --plot $(RUN_DIR)/loss.png --trace $(RUN_DIR)/trace.json
+	@.venv/bin/moevement verify $(RUN_DIR)/failure_free $(RUN_DIR)/killed
+	@.venv/bin/moevement report $(RUN_DIR)/failure_free $(RUN_DIR)/killed --plot $(RUN_DIR)/loss.png --trace $(RUN_DIR)/trace.json
 
 test: setup ## the tests that CI runs: one representative of each kind
 	@$(PYTHON_BIN) -m pytest

@@ -247,8 +247,12 @@ def _environment(launch: Launch, store_port: int) -> dict[str, str]:
 
 
 def threads(ranks: int) -> str:
-    """OMP_NUM_THREADS of each of ``ranks`` on this host; sums depend on it, so it is the same however they start."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    """OMP_NUM_THREADS of each of ``ranks``; sums depend on it, so it is the same however they start.
+
+    A task of Slurm has its share of a node's cores, also where Slurm does not bind it to them.
+    """
+    cores = min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_PER_TASK", sys.maxsize)))
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
 def gpu_environment() -> dict[str, str]:

@@ -232,11 +232,6 @@ class LeaseClient:
         """Deaths, in the order in which they were seen, each with the beat that it was sent with."""
         self._request: dict[str, Any] | None = None
 
-    @property
-    def is_held(self) -> bool:
-        """Whether this supervisor's processes may act."""
-        return boot_time_s() < self.held_until
-
     def died(self, member: int, pid: int, how: str) -> None:
         """A process of this supervisor has ended; sent until it is answered."""
         self._news.append({"member": member, "pid": pid, "how": how, "beat": None})
