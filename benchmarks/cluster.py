@@ -4,8 +4,8 @@
     python -m benchmarks.cluster --losses 6 > benchmarks/cluster.md            # the table
 
 Four ranks on two of three nodes, two spares on the third, the batch script as shipped. In turn the node that has ranks 2
-and 3 is killed (its kernel resets connections) or loses its power (silence); it is booted again and joins with two
-spares. Needs root, and Debian's slurm-wlm, munge and iproute2.
+and 3 is killed (its kernel resets connections) or loses its power (silence); it is booted again, before Slurm has missed
+it, and comes back as spares by itself. Needs root, and Debian's slurm-wlm, munge and iproute2.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ def _run(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> int:
         seconds = training.resumes_after(at)
         losses.append((how, seconds, training.events("failure")[-1]["parts"]))
         print(f"loss {number + 1} of {arguments.losses}: {node} {how}, {seconds:.1f} s", file=sys.stderr, flush=True)
-        cluster.take_down(node)  # as Slurm does by its own timeout; srun aborts the step for a node that is back before
+        cluster.restart_node(node)
         if number + 1 < arguments.losses:
-            cluster.restart_node(node)
-            training.add_node(node)
             training.wait_for_spares(2)
     at_iteration = training.end()
     assert_equal_runs(training, Baselines(folder / "baseline").of(**flags, exit_interval=at_iteration))

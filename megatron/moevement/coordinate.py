@@ -1,7 +1,7 @@
 """The coordinator of a job over several hosts (``moevement coordinate``): holds the store and gives out ranks.
 
-It runs where the job script runs, and outlives every rank. With a command (``-- srun ...``) it also starts the tasks,
-and ends when they have.
+It runs where the job script runs, and outlives every rank. With a command (``-- srun ...``) it also starts the tasks of
+each node, and ends when they have.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megatron.moevement.node_tasks import NodeCommand, NodeTasks
 from megatron.moevement.restart.environment import STORE_ENV
 from megatron.moevement.signals import Signals, Stopped
 from moevement_core.errors import ConfigError
@@ -48,8 +47,8 @@ class Coordination:
     """How long to wait for a spare where none is left."""
     run_dir: Path | None = None
     """Where ``ranks.json`` is kept."""
-    command: Sequence[str] = ()
-    """Starts the tasks; nothing where something else does."""
+    tasks: NodeCommand | None = None
+    """What starts the tasks of each node; nothing where something else does."""
 
 
 def coordinate(what: Coordination) -> int:
@@ -98,7 +97,7 @@ class _Coordination:
         self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
         where = f"{address[0]}:{address[1]}"
         _report(f"{STORE_ENV}={where} is the store of a job of {what.ranks} ranks")
-        self._tasks = subprocess.Popen(what.command, env={**os.environ, STORE_ENV: where}) if what.command else None
+        self._tasks = NodeTasks(what.tasks, {STORE_ENV: where}, _report) if what.tasks is not None else None
 
     def run(self, signals: Signals) -> int:
         """To the end of the job."""
@@ -119,11 +118,11 @@ class _Coordination:
         return 0
 
     def _stop_without_tasks(self) -> None:
-        has_ended = self._tasks is not None and self._tasks.poll() is not None and not self._server.supervisors
-        if has_ended and self._coordinator.state not in (State.DONE, State.STOPPED):
-            assert self._tasks is not None
-            code = self._tasks.returncode
-            self._coordinator.stop(f"{self._what.command[0]} ended with {code} before the job did; its output says why")
+        if self._tasks is None or self._coordinator.state in (State.DONE, State.STOPPED):
+            return
+        self._tasks.step(may_start_again=self._generation >= 0)
+        if not self._tasks.are_running and not self._server.supervisors:
+            self._coordinator.stop(f"{self._tasks.how_they_ended} before the job did; their output says why")
 
     def _answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = {"generation": self._generation, "wind_down": self._wind_down}
@@ -170,22 +169,13 @@ class _Coordination:
             self._server.poll(POLL_S, self._answer())
         self._server.close()
         if self._tasks is not None:
-            try:
-                self._tasks.wait(TASKS_GRACE_S)
-            except subprocess.TimeoutExpired:
-                # srun waits for tasks of nodes that are lost until Slurm has noticed, which may take minutes.
-                self._tasks.kill()
-                self._tasks.wait()
+            # srun waits for tasks of nodes that are lost until Slurm has noticed, which may take minutes.
+            self._tasks.wait_and_kill(TASKS_GRACE_S)
 
     def end_tasks(self) -> None:
-        """End the command that started the tasks, if it still runs."""
-        if self._tasks is not None and self._tasks.poll() is None:
-            self._tasks.terminate()
-            try:
-                self._tasks.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._tasks.kill()
-                self._tasks.wait()
+        """End the commands that started the tasks, where they still run."""
+        if self._tasks is not None:
+            self._tasks.end(GRACE_S)
 
 
 def _listen(what: Coordination, port: int) -> socket.socket:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.moevement import config_file, launch
 from megatron.moevement.children import Child, nothing_left_behind
-from megatron.moevement.restart.environment import MEMBER_ENV, STORE_ENV
+from megatron.moevement.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, STORE_ENV, TASKS_ENV
 from megatron.moevement.signals import Signals, Stopped
 from megatron.moevement.supervisor import Supervisor, is_mistake
 from moevement_core.cli.exit_codes import USAGE_ERROR
@@ -67,6 +67,19 @@ class Task:
         if self.late is not None:
             return count(self.first[-1] + 1)
         return count(self.tasks * self.processes + self.number, self.tasks)
+
+
+def task_of(environment: Mapping[str, str], processes: int) -> Task:
+    """Which task this process is.
+
+    Args:
+        environment: torch's variables, from Slurm's.
+        processes: that it is to run.
+    """
+    number, tasks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    if (first := os.environ.get(FIRST_TASK_ENV)) is not None:  # Slurm numbers the tasks of this node alone
+        number, tasks = int(first) + number, int(os.environ[TASKS_ENV])
+    return Task(number, tasks, processes)
 
 
 def claim(store: Any, task: Task) -> Task:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from moevement_core import __version__
 from moevement_core.cli.exit_codes import USAGE_ERROR, exit_cleanly
+from moevement_core.errors import ConfigError
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -111,9 +112,9 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.nproc is None or in_cluster:
         environment = launch.slurm_environment(meets_at_master=arguments.spares is None)
         if arguments.spares is not None:
-            from megatron.moevement.supervise import Task, supervise
+            from megatron.moevement.supervise import supervise, task_of
 
-            task = Task(int(environment["RANK"]), int(environment["WORLD_SIZE"]), arguments.nproc or 1)
+            task = task_of(environment, arguments.nproc or 1)
             return supervise(argv, task, arguments.spares, environment, fresh_interpreters=arguments.fresh_interpreters)
         os.environ.update(environment)
         worker.run_rank(argv)
@@ -154,10 +155,17 @@ def _add_coordinate(commands: argparse._SubParsersAction) -> None:
     )
     coordinate.add_argument("--run-dir", type=_folder, metavar="DIR", help="the job's, in which ranks.json is kept")
     coordinate.add_argument(
+        "--nodes", metavar="A,B,...", help="run COMMAND once for each of these nodes, {node} in it is the name of one"
+    )
+    coordinate.add_argument(
+        "--tasks-per-node", type=int, default=1, metavar="K", help="that COMMAND starts (default: 1)"
+    )
+    coordinate.add_argument(
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
-        help="starts the tasks (srun ... moevement launch ...), with MOEVEMENT_STORE set",
+        help="starts the tasks of a node (srun --nodes=1 --nodelist={node} ... moevement launch ...), with "
+        "MOEVEMENT_STORE set; again if they end before the job does",
     )
     coordinate.set_defaults(run=_coordinate)
 
@@ -171,12 +179,14 @@ def _folder(text: str) -> Path:
 
 def _coordinate(arguments: argparse.Namespace) -> int:
     from megatron.moevement.coordinate import Coordination, coordinate
+    from megatron.moevement.node_tasks import NodeCommand
 
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if words and not arguments.nodes:
+        raise ConfigError("a command without --nodes; say which nodes it is run for, as in --nodes n1,n2")
+    tasks = NodeCommand(arguments.nodes.split(","), arguments.tasks_per_node, words) if words else None
     return coordinate(
-        Coordination(
-            arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout, arguments.run_dir, command
-        )
+        Coordination(arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout, arguments.run_dir, tasks)
     )
 
 

@@ -62,6 +62,23 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines:
     assert "Traceback" not in training.job.text()
 
 
+def test_a_node_that_is_booted_again_before_slurm_has_missed_it(
+    cluster: Cluster, baselines: Baselines, tmp_path: Path
+) -> None:
+    """Its step is broken and nobody else's, and it comes back as spares by itself."""
+    training = train(cluster, tmp_path, **FLAGS)
+    training.wait_for_iteration(6)
+    _lose(training, "power lost", "n2")
+    cluster.restart_node("n2")
+    training.wait_for_spares(2)
+    assert {one["host"] for one in training.processes() if one["role"] == "spare"} == {"n2"}
+    _lose(training, "killed", "n3")
+    assert training.ranks_on("n2") == [2, 3]
+    cluster.take_down("n3")
+    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
+    assert len(training.events("failure")) == 2
+
+
 def test_a_node_that_is_cut_off_and_back(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
     """For less than the lease nothing happens; for more it is replaced, stops itself, and comes back as a spare."""
     training = train(

@@ -13,7 +13,7 @@ from tests.training import ROOT, SCRIPT
 SBATCH = ROOT / "examples" / "pretrain_moe" / "slurm" / "pretrain.sbatch"
 _COMMANDS = {
     "scontrol": 'if [ "$1" = show ]; then printf "a1\\na2\\n"; else echo "scontrol $*" >> "$CALLS"; fi',
-    "srun": 'echo "srun $* [MOEVEMENT_STORE=${MOEVEMENT_STORE:-}]" >> "$CALLS"',
+    "srun": 'echo "srun $* [${MOEVEMENT_STORE:-} ${MOEVEMENT_FIRST_TASK:-} ${MOEVEMENT_TASKS:-}]" >> "$CALLS"',
     "moevement": 'echo "moevement $*" >> "$CALLS"; exec sleep "${COORDINATES_S:-0}"',
 }
 
@@ -56,9 +56,10 @@ def test_the_coordinator_starts_the_tasks(shell: Shell) -> None:
     assert (code, err) == (0, "")
     (call,) = shell.called()
     assert call == (
-        f"moevement coordinate --ranks 7 --host a1 --port 20007 --run-dir {shell.folder}/runs/moe-7 -- srun --mpi=pmix "
-        f"--export=ALL --no-kill --kill-on-bad-exit=0 moevement launch --nproc 2 --spares 1 {SCRIPT} "
-        f"--moevement-sparse-ckpt --lr 1e-4 --run-dir {shell.folder}/runs/moe-7"
+        f"moevement coordinate --ranks 7 --host a1 --port 20007 --run-dir {shell.folder}/runs/moe-7 --nodes a1,a2 "
+        "--tasks-per-node 2 -- srun --mpi=pmix --export=ALL --no-kill --kill-on-bad-exit=0 --overlap --nodes=1 "
+        f"--ntasks=2 --nodelist={{node}} moevement launch --nproc 2 --spares 1 {SCRIPT} --moevement-sparse-ckpt --lr 1e-4 "
+        f"--run-dir {shell.folder}/runs/moe-7"
     )
 
 
@@ -69,16 +70,18 @@ def test_in_a_container_coordinator_and_tasks_are_steps_with_pyxis_flags(shell: 
     )  # fmt: skip
     assert (code, err) == (0, "")
     calls = shell.called()
-    assert len(calls) == 2
+    assert len(calls) == 3
     flags = (
         f"--container-image nvcr.io#moe --container-mounts /data:/data --container-workdir {shell.folder} "
         "--no-container-mount-home --container-name moe --container-env WANDB_API_KEY"
     )
     coordinator = next(call for call in calls if "coordinate" in call)
-    tasks = next(call for call in calls if "launch" in call)
+    tasks = sorted(call for call in calls if "launch" in call)
     assert f"{flags} --overlap --nodes=1 --ntasks=1 --nodelist=a1 moevement coordinate --ranks 3" in coordinator
-    assert tasks.startswith(f"srun --mpi=pmix {flags} --no-kill --kill-on-bad-exit=0 moevement launch --nproc 1")
-    assert tasks.endswith("[MOEVEMENT_STORE=a1:20007]")
+    for call, node, first in zip(tasks, ("a1", "a2"), (0, 2), strict=True):
+        its = f"--no-kill --kill-on-bad-exit=0 --overlap --nodes=1 --ntasks=2 --nodelist={node}"
+        assert call.startswith(f"srun --mpi=pmix {flags} {its} moevement launch --nproc 1")
+        assert call.endswith(f"[a1:20007 {first} 4]")
 
 
 def test_without_spares_a_task_is_a_rank(shell: Shell) -> None:
@@ -94,6 +97,7 @@ def test_without_spares_a_task_is_a_rank(shell: Shell) -> None:
         ({"PATH": "{tools}:/usr/bin:/bin"}, "no moevement on the PATH of "),
         ({"SCRIPT": "nothing.py"}, "nothing.py: no such training script on "),
         ({"SPARES": "4"}, "SPARES=4 of 4 processes: needs less; ask for more tasks"),
+        ({"SLURM_NTASKS": "5"}, "5 tasks on 2 nodes: needs as many on each; ask for them with --ntasks-per-node"),
     ],
 )
 def test_what_cannot_work_is_said_at_once(shell: Shell, variables: dict[str, str], message: str) -> None:
@@ -127,3 +131,17 @@ def test_a_warning_from_slurm_ends_the_job_in_order_and_queues_it_again(shell: S
 def test_the_exit_code_is_that_of_the_coordinator(shell: Shell, code: str) -> None:
     (shell.folder / "bin" / "moevement").write_text(f"#!/usr/bin/env bash\nexit {code}\n")
     assert shell.run()[0] == int(code)
+
+
+def test_tasks_that_cannot_begin_in_a_container_end_the_job(shell: Shell) -> None:
+    """Nobody else could tell the coordinator, whose first signal asks for an end in order."""
+    (shell.folder / "bin" / "sleep").write_text("#!/bin/sh\nexec /bin/sleep 0.02\n")
+    (shell.folder / "bin" / "sleep").chmod(0o755)
+    (shell.folder / "bin" / "srun").write_text(
+        "#!/usr/bin/env bash\n"
+        'case "$*" in *coordinate*) ;; *) exit 1 ;; esac\n'
+        'trap "asked=\\$((asked + 1)); [ \\$asked = 1 ] || exit 143" TERM\nwhile :; do sleep; done\n'
+    )
+    code, err = shell.run(IMAGE="nvcr.io#moe")
+    assert code == 143
+    assert err.splitlines()[-1] == "moevement: the tasks of all nodes ended before the job did; their output says why"

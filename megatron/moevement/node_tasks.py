@@ -1,0 +1,141 @@
+"""The commands that start the tasks of a job, one for each node (``srun --nodes=1 --nodelist={node} ...``).
+
+Each node has a command of its own because a command that spans nodes may take all of them down for one: srun aborts a
+whole step when a node of it is booted again before Slurm has noticed that it was gone.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.moevement.restart.environment import FIRST_TASK_ENV, TASKS_ENV
+from moevement_core.errors import ConfigError
+
+NODE = "{node}"
+"""Stands in a command for the name of the node."""
+FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 300.0
+"""How long after its end a command is started again, while the job goes on: twice as long each time it ends at once."""
+AT_ONCE_S = 20.0
+"""What ends before that could not begin, as where a node is still away."""
+
+
+@dataclass(frozen=True)
+class NodeCommand:
+    """How the tasks of a node are started.
+
+    Raises:
+        ConfigError: the command is the same for every node, or there are no nodes.
+    """
+
+    nodes: Sequence[str]
+    tasks_per_node: int
+    words: Sequence[str]
+    """The command; ``{node}`` in it becomes the name of the node."""
+
+    def __post_init__(self) -> None:
+        if not self.nodes or not all(self.nodes) or len(set(self.nodes)) < len(self.nodes):
+            raise ConfigError(f"--nodes {','.join(self.nodes)}: needs the names of different nodes, as in n1,n2")
+        if self.tasks_per_node < 1:
+            raise ConfigError(f"--tasks-per-node {self.tasks_per_node}: needs 1 or more")
+        if len(self.nodes) > 1 and not any(NODE in word for word in self.words):
+            raise ConfigError(
+                f"{self.words[0]} ... has no {NODE}, so it would start the same tasks {len(self.nodes)} times; "
+                f"say where, as in srun --nodes=1 --nodelist={NODE}"
+            )
+
+    def on(self, node: str) -> list[str]:
+        """The command for one node."""
+        return [word.replace(NODE, node) for word in self.words]
+
+
+class _Node:
+    """The command of one node, as often as it was started."""
+
+    def __init__(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
+        self.name = name
+        self._command, self._environment = command, environment
+        self._delay_s = FIRST_DELAY_S
+        self.start_at = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._started_at = time.monotonic()
+        self.process = subprocess.Popen(self._command, env={**os.environ, **self._environment})
+        self.ended_at: float | None = None
+
+    def note_end(self) -> bool:
+        """Whether it has ended since the last call."""
+        if self.ended_at is not None or self.process.poll() is None:
+            return False
+        self.ended_at = time.monotonic()
+        if self.ended_at - self._started_at > AT_ONCE_S:
+            self._delay_s = FIRST_DELAY_S
+        self.start_at = self.ended_at + self._delay_s
+        self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)
+        return True
+
+
+class NodeTasks:
+    """The tasks of all nodes; those of a node are started again when they have ended and the job goes on.
+
+    So a node that is booted again while the job holds it comes back by itself: its processes are spares then.
+
+    Args:
+        command: for each node.
+        environment: for all, beyond this process's own.
+        report: told what an operator should know.
+    """
+
+    def __init__(self, command: NodeCommand, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
+        self._report = report
+        tasks = len(command.nodes) * command.tasks_per_node
+        self._nodes: list[_Node] = []
+        for number, node in enumerate(command.nodes):
+            own = {FIRST_TASK_ENV: str(number * command.tasks_per_node), TASKS_ENV: str(tasks)}
+            self._nodes.append(_Node(node, command.on(node), {**environment, **own}))
+
+    @property
+    def are_running(self) -> bool:
+        """Whether the command of any node runs."""
+        return any(node.process.poll() is None for node in self._nodes)
+
+    @property
+    def how_they_ended(self) -> str:
+        """In words, for the reason why a job has ended."""
+        return "; ".join(f"the tasks of {node.name} ended with {node.process.poll()}" for node in self._nodes)
+
+    def step(self, *, may_start_again: bool) -> None:
+        """Start again what has ended, after a while.
+
+        Args:
+            may_start_again: not before the job has begun: what ends then would end again.
+        """
+        for node in self._nodes:
+            if node.note_end() and may_start_again:
+                wait_s = node.start_at - time.monotonic()
+                self._report(
+                    f"the tasks of {node.name} ended with {node.process.returncode}; started again in {wait_s:.0f} s"
+                )
+            if node.ended_at is not None and may_start_again and time.monotonic() > node.start_at:
+                node.start()
+
+    def wait_and_kill(self, grace_s: float) -> None:
+        """Give the commands so long to end by themselves, and kill those that do not."""
+        deadline = time.monotonic() + grace_s
+        for node in self._nodes:
+            try:
+                node.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                node.process.kill()
+                node.process.wait()
+
+    def end(self, grace_s: float) -> None:
+        """End the commands now."""
+        for node in self._nodes:
+            if node.process.poll() is None:
+                node.process.terminate()
+        self.wait_and_kill(grace_s)

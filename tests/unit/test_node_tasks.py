@@ -1,0 +1,89 @@
+"""The commands that start the tasks of each node."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement import node_tasks
+from megatron.moevement.node_tasks import NodeCommand, NodeTasks
+from moevement_core.cli.main import main
+
+
+def _command(nodes: list[str], script: str, tasks: int = 2) -> NodeCommand:
+    return NodeCommand(nodes, tasks, [sys.executable, "-c", script, "{node}"])
+
+
+_SAY = """
+import os, sys
+its = [os.environ[name] for name in ("MOEVEMENT_FIRST_TASK", "MOEVEMENT_TASKS", "STORE")]
+open(sys.argv[2], "a").write(" ".join([sys.argv[1], *its]) + "\\n")
+"""
+
+
+def test_each_node_gets_its_command_and_the_numbers_of_its_tasks(tmp_path: Path) -> None:
+    command = NodeCommand(["a", "b"], 2, [sys.executable, "-c", _SAY, "{node}", str(tmp_path / "said")])
+    tasks = NodeTasks(command, {"STORE": "a:1"}, print)
+    tasks.wait_and_kill(60)
+    assert sorted((tmp_path / "said").read_text().splitlines()) == ["a 0 4 a:1", "b 2 4 a:1"]
+    assert not tasks.are_running
+    assert tasks.how_they_ended == "the tasks of a ended with 0; the tasks of b ended with 0"
+
+
+def test_what_ends_is_started_again_but_not_before_the_job_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_tasks, "FIRST_DELAY_S", 0.05)
+    said: list[str] = []
+    starts = tmp_path / "starts"
+    script = f"open({str(starts)!r}, 'a').write('+'); raise SystemExit(3)"
+    tasks = NodeTasks(_command(["a"], script), {}, said.append)
+    tasks.wait_and_kill(60)
+    tasks.step(may_start_again=False)
+    time.sleep(0.1)
+    tasks.step(may_start_again=False)
+    assert (starts.read_text(), said) == ("+", [])
+    deadline = time.monotonic() + 60
+    while len(starts.read_text()) < 4:
+        assert time.monotonic() < deadline
+        tasks.step(may_start_again=True)
+        time.sleep(0.01)
+    tasks.end(60)
+    waits = [float(line.split()[-2]) for line in said]
+    assert said[0].startswith("the tasks of a ended with 3; started again in ")
+    assert waits == sorted(waits), "longer each time where it ends at once"
+
+
+def test_commands_that_do_not_end_are_ended(tmp_path: Path) -> None:
+    tasks = NodeTasks(_command(["a", "b"], "import time; time.sleep(600)"), {}, print)
+    assert tasks.are_running
+    tasks.end(60)
+    assert not tasks.are_running
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "words", "message"),
+    [
+        ("", 1, ["srun"], "a command without --nodes; say which nodes it is run for"),
+        ("a,,b", 1, ["srun", "{node}"], "--nodes a,,b: needs the names of different nodes"),
+        ("a,a", 1, ["srun", "{node}"], "--nodes a,a: needs the names of different nodes"),
+        ("a,b", 1, ["srun", "true"], "srun ... has no {node}, so it would start the same tasks 2 times"),
+        ("a,b", 0, ["srun", "{node}"], "--tasks-per-node 0: needs 1 or more"),
+    ],
+)
+def test_mistakes(
+    nodes: str, per_node: int, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["coordinate", "--ranks", "2", "--nodes", nodes, "--tasks-per-node", str(per_node), "--", *words]
+    with pytest.raises(SystemExit, match="2"):
+        main(flags)
+    assert capsys.readouterr().err.startswith(f"moevement: {message}")
+
+
+def test_a_job_whose_commands_all_end_before_it_begins_is_stopped(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["coordinate", "--ranks", "2", "--nodes", "a", "--", sys.executable, "-c", "raise SystemExit(7)"]
+    assert main(words) == 1
+    assert "the job is stopped: the tasks of a ended with 7 before the job did" in capfd.readouterr().err
