@@ -16,6 +16,8 @@ class Phase(StrEnum):
     """Where in an iteration, or beside it."""
 
     START = "start"
+    DECIDE = "decide"
+    """In the middle of what is decided at a window's beginning: other ranks may be through."""
     FORWARD = "forward"
     BACKWARD = "backward"
     ACCUMULATE = "accumulate"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.moevement.restart.environment import FIRST_TASK_ENV, TASKS_ENV
+from megatron.moevement.restart.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
 from moevement_core.errors import ConfigError
 
 NODE = "{node}"
@@ -21,6 +21,10 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 300.0
 """How long after its end a command is started again, while the job goes on: twice as long each time it ends at once."""
 AT_ONCE_S = 20.0
 """What ends before that could not begin, as where a node is still away."""
+GONE_S = 5.0
+"""How long no task of a node may have a connection; one that lives makes a new one within a tenth of the lease time."""
+KILL_S = 10.0
+"""How long a command has to end when it is asked to."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,43 @@ class _Node:
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self.name = name
         self._command, self._environment = command, environment
+        self._starts = 0
         self._delay_s = FIRST_DELAY_S
-        self.start_at = 0.0
         self.start()
 
     def start(self) -> None:
+        """Run the command."""
+        self._starts += 1
+        self.start_name = f"{self.name}/{self._starts}"
+        environment = {**os.environ, **self._environment, START_ENV: self.start_name}
         self._started_at = time.monotonic()
-        self.process = subprocess.Popen(self._command, env={**os.environ, **self._environment})
+        self._was_connected = self._is_asked = False
+        self.gone_at: float | None = None
         self.ended_at: float | None = None
+        self.process = subprocess.Popen(self._command, env=environment)
+
+    def look(self, connected: Collection[str]) -> None:
+        """Take in whether any of the tasks has a connection."""
+        if self.start_name in connected:
+            self._was_connected, self.gone_at = True, None
+        elif self._was_connected and self.gone_at is None:
+            self.gone_at = time.monotonic()
+
+    def end_without_tasks(self) -> bool:
+        """End the command if its tasks are gone and it does not end by itself; whether it was asked to now.
+
+        srun does not notice that a node was booted again if its connections were reset.
+        """
+        if self.gone_at is None or self.process.poll() is not None:
+            return False
+        gone_s = time.monotonic() - self.gone_at
+        if gone_s > GONE_S + KILL_S:
+            self.process.kill()
+        elif gone_s > GONE_S and not self._is_asked:
+            self._is_asked = True
+            self.process.terminate()
+            return True
+        return False
 
     def note_end(self) -> bool:
         """Whether it has ended since the last call."""
@@ -108,19 +141,26 @@ class NodeTasks:
         """In words, for the reason why a job has ended."""
         return "; ".join(f"the tasks of {node.name} ended with {node.process.poll()}" for node in self._nodes)
 
-    def step(self, *, may_start_again: bool) -> None:
+    def step(self, connected: Collection[str], *, may_start_again: bool) -> None:
         """Start again what has ended, after a while.
 
         Args:
+            connected: starts of which a task is connected to the coordinator.
             may_start_again: not before the job has begun: what ends then would end again.
         """
         for node in self._nodes:
-            if node.note_end() and may_start_again:
+            node.look(connected)
+            has_ended = node.note_end()
+            if not may_start_again:
+                continue
+            if node.end_without_tasks():
+                self._report(f"the tasks of {node.name} are gone; ending what started them")
+            if has_ended:
                 wait_s = node.start_at - time.monotonic()
                 self._report(
                     f"the tasks of {node.name} ended with {node.process.returncode}; started again in {wait_s:.0f} s"
                 )
-            if node.ended_at is not None and may_start_again and time.monotonic() > node.start_at:
+            if node.ended_at is not None and time.monotonic() > node.start_at:
                 node.start()
 
     def wait_and_kill(self, grace_s: float) -> None:

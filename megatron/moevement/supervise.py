@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron.moevement import config_file, launch
 from megatron.moevement.children import Child, nothing_left_behind
-from megatron.moevement.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, STORE_ENV, TASKS_ENV
+from megatron.moevement.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV
 from megatron.moevement.signals import Signals, Stopped
 from megatron.moevement.supervisor import Supervisor, is_mistake
 from moevement_core.cli.exit_codes import USAGE_ERROR
@@ -129,7 +129,7 @@ def supervise(
         with launch.temporary_files_in(scratch):
             program = launch.program_of(argv, fresh_interpreters=fresh_interpreters)
         host, port = store.get(ADDRESS).decode().rsplit(":", 1)
-        client = LeaseClient(task.name, (host, int(port)), lease_s)
+        client = LeaseClient(task.name, (host, int(port)), lease_s, os.environ.get(START_ENV, ""))
         pages = Path(scratch) / "status"
         pages.mkdir()
         first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes

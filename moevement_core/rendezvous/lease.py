@@ -101,6 +101,7 @@ class LeaseHolder(Protocol):
 class _Supervisor:
     lines: _Lines
     name: str = ""
+    started_by: str = ""
     members: set[int] = field(default_factory=set)
     heard_at: float = 0.0
 
@@ -160,6 +161,7 @@ class LeaseServer:
             # The newest connection of a supervisor counts; that an older one breaks means nothing.
             supervisor.name = str(name)
             self._by_name[supervisor.name] = supervisor
+            supervisor.started_by = str(message.get("started_by", ""))
         if "lease_s" in message:  # a flag of the script: tasks know it, and the coordinator does not
             self._holder.lease_s = float(message["lease_s"])
         for death in message.get("died", ()):
@@ -192,6 +194,11 @@ class LeaseServer:
         since = time.monotonic() - self._holder.lease_s
         return sum(supervisor.heard_at > since for supervisor in self._by_name.values())
 
+    @property
+    def connected(self) -> set[str]:
+        """Who started the supervisors that have a connection now, as they say; it breaks with their processes."""
+        return {supervisor.started_by for supervisor in self._by_name.values()}
+
     def close(self) -> None:
         """Close every connection."""
         for supervisor in list(self._connections.values()):
@@ -207,9 +214,10 @@ class LeaseClient:
         name: of the supervisor, which no other one has.
         address: of the server.
         lease_s: until the server has said what it is.
+        started_by: told to the server, see :attr:`LeaseServer.connected`.
     """
 
-    def __init__(self, name: str, address: tuple[str, int], lease_s: float) -> None:
+    def __init__(self, name: str, address: tuple[str, int], lease_s: float, started_by: str = "") -> None:
         self.lease_s = lease_s
         self.held_until = boot_time_s() + lease_s
         """In seconds of the boot-time clock."""
@@ -223,7 +231,7 @@ class LeaseClient:
         self.generation = -1
         """The newest that has started; before the job was formed -1."""
         self._configured_lease_s = lease_s
-        self._name, self._address = name, address
+        self._name, self._address, self._started_by = name, address, started_by
         self._lines: _Lines | None = None
         self._beat = 0
         self._sent_at: dict[int, float] = {}
@@ -279,7 +287,7 @@ class LeaseClient:
         self._sent_at[self._beat] = boot_time_s()
         message: dict[str, Any] = {
             "beat": self._beat, "supervisor": self._name, "members": sorted(members), "alive": dict(alive),
-            "lease_s": self._configured_lease_s,
+            "lease_s": self._configured_lease_s, "started_by": self._started_by,
         }  # fmt: skip
         for news in self._news:
             news["beat"] = news["beat"] or self._beat

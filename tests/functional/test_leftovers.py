@@ -86,6 +86,21 @@ def test_a_survivor_is_interrupted_in_the_middle_of_a_step(tmp_path: Path) -> No
         assert "snapshot: 2 in whole, 0 in part, 0 not; replicas have the same weights" in failure["kept"]
 
 
+def test_a_decision_about_windows_that_only_some_ranks_have_made(tmp_path: Path) -> None:
+    """Rank 0 is interrupted in it, when rank 1 of the same stage has a new order already: both go on by that one."""
+    flags_ = SPARSE | PP2xDP2 | {"moevement_window": 3}
+    wanted = train(4, tmp_path / "failure_free", **flags_)
+    places = {(0, "decide", 4): 2, (1, "decide", 10): 0}
+    survived = interrupt(4, tmp_path / "interrupted", places, **flags_)
+    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    survived.check_metrics(20)
+    assert [failure["recovery"]["until"] for failure in survived.failures()] == [3, 9]
+    assert [failure["scope"].split(";")[1] for failure in survived.failures()] == [" only it rolled back"] * 2
+    summary = survived.record.summary()["checkpointing"]
+    assert summary["reorders"] > 0
+    assert summary["windows_abandoned"] == 0, "the ranks of a stage save the same operators in the same slots"
+
+
 def test_everything_that_is_half_done_is_taken_away(tmp_path: Path) -> None:
     words = flags(**SPARSE | PP2xDP2 | {"pipeline_model_parallel_size": 1, "moevement_replicas": 1, "train_iters": 2})
     argv = [str(SCRIPT), *words]

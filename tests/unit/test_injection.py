@@ -22,7 +22,7 @@ def test_a_fault_is_parsed() -> None:
         ("rank=1", "phase is missing"),
         ("phase=step", "rank is missing"),
         ("rank=x,phase=step", "rank=x; needs a number"),
-        ("rank=1,phase=lunch", "phase=lunch; needs one of start, forward"),
+        ("rank=1,phase=lunch", "phase=lunch; needs one of start, decide"),
         ("rank=1,phase=step,signal=HUP", "signal=HUP; needs one of KILL, STOP, EXC"),
         ("rank=1,phase=step,when=now", "'when' is none of"),
     ],

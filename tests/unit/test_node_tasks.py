@@ -42,19 +42,39 @@ def test_what_ends_is_started_again_but_not_before_the_job_has_begun(
     script = f"open({str(starts)!r}, 'a').write('+'); raise SystemExit(3)"
     tasks = NodeTasks(_command(["a"], script), {}, said.append)
     tasks.wait_and_kill(60)
-    tasks.step(may_start_again=False)
+    tasks.step((), may_start_again=False)
     time.sleep(0.1)
-    tasks.step(may_start_again=False)
+    tasks.step((), may_start_again=False)
     assert (starts.read_text(), said) == ("+", [])
     deadline = time.monotonic() + 60
     while len(starts.read_text()) < 4:
         assert time.monotonic() < deadline
-        tasks.step(may_start_again=True)
+        tasks.step((), may_start_again=True)
         time.sleep(0.01)
     tasks.end(60)
     waits = [float(line.split()[-2]) for line in said]
     assert said[0].startswith("the tasks of a ended with 3; started again in ")
     assert waits == sorted(waits), "longer each time where it ends at once"
+
+
+def test_a_command_whose_tasks_are_gone_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As srun, which waits on when its node was killed and booted again."""
+    for name in ("GONE_S", "KILL_S", "FIRST_DELAY_S"):
+        monkeypatch.setattr(node_tasks, name, 0.1)
+    said: list[str] = []
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    tasks = NodeTasks(_command(["a", "b"], deaf), {}, said.append)
+    tasks.step((), may_start_again=True)
+    tasks.step(("a/1", "b/1"), may_start_again=True)
+    deadline = time.monotonic() + 60
+    while len(said) < 2:
+        assert time.monotonic() < deadline
+        tasks.step(("b/1",), may_start_again=True)
+        time.sleep(0.01)
+    assert said[0] == "the tasks of a are gone; ending what started them"
+    assert said[1].startswith("the tasks of a ended with -9; started again in ")
+    assert len(said) == 2
+    tasks.wait_and_kill(0)
 
 
 def test_commands_that_do_not_end_are_ended(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.identity import job_name
 from megatron.moevement.runtime.job import Job, current_job, start_job
 from megatron.moevement.runtime.kept import Kept
+from megatron.moevement.runtime.policy import Policy, agree
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.recovery import Prepared
 from megatron.moevement.runtime.replay import TrainLoop
@@ -62,7 +63,7 @@ class Standing:
     flops: float = 0.0
     keeps: Mapping[int, Sequence[int]] = field(default_factory=dict)
     parameter_keys: Sequence[Any] = ()
-    policy: sparse.Policy | None = None
+    policy: Policy | None = None
     goal: Standing | None = None
     """Who had committed the iteration that it was on its way back to, when a further failure came."""
 
@@ -181,13 +182,13 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
         same = next((one for one in told if one.committed == until and one.replica == stood.replica), reached)
         job.sparse.commit.follow(until, same.outcome, list(reached.scalers))
     leftovers.clear_gradients(job)
+    adopted, same_stage = agree(stood.stage, [(one.stage, one.policy) for one in told if one.policy is not None])
     if job.begun:
         assert job.sparse is not None
-        job.sparse.rewire([one.keeps for one in told])
+        job.sparse.rewire(adopted, [one.keeps for one in told])
     else:
         config = RunConfig.from_args(args).sparse
         assert config is not None
-        adopted, same_stage = _policy_for(stood.stage, told)
         job.sparse = sparse.start(
             job, config, None, adopted=adopted, same_stage=same_stage, kept=[one.keeps for one in told]
         )
@@ -237,15 +238,6 @@ def _standing(job: Job) -> Standing:
         begun_progress=mark.resumed["progress"] if mark.resumed is not None else None,
         flops=get_args().num_floating_point_operations_so_far,
     )
-
-
-def _policy_for(stage: int, told: Sequence[Standing]) -> tuple[sparse.Policy, bool]:
-    """What a new rank of ``stage`` adopts, and whether somebody of its own stage said it."""
-    known = [one for one in told if one.policy is not None]
-    own = next((one for one in known if one.stage == stage), None)
-    policy = (own or known[0]).policy
-    assert policy is not None
-    return policy, own is not None
 
 
 def _start_over(why: str) -> None:

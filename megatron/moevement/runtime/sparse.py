@@ -43,6 +43,7 @@ from megatron.moevement.runtime.persisted import (
     settings_of,
     windows_of_all,
 )
+from megatron.moevement.runtime.policy import Policy
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.wind_down import PlannedExit
 from megatron.moevement.runtime.windows import WindowDecisions
@@ -53,13 +54,9 @@ from moevement_core.device import current_device
 from moevement_core.digest import digest
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.injection import Phase
-from moevement_core.operators import OperatorTable
 from moevement_core.persistence.lock import FolderLock, other_holder
 from moevement_core.persistence.writer import Folder, WindowWriter
-from moevement_core.policy.popularity import Popularity
-from moevement_core.policy.reorder import ReorderTrigger
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory
-from moevement_core.policy.window import impose_window
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
 from moevement_core.rendezvous.status_page import own_page
@@ -88,30 +85,6 @@ class Totals:
     """On the training thread: boundary record, issuing copies, deciding."""
     copied_bytes: int = 0
     replicated_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What all ranks of a stage decide alike, to be told to one that is new."""
-
-    schedules: tuple[Schedule, ...]
-    popularity: Popularity
-    trigger: ReorderTrigger
-    decided: bool
-    announced: int
-    window_start: int
-    began_at: int
-    disk_job: str
-    needed: tuple[int, int]
-
-    def for_table(self, table: OperatorTable, fresh: Popularity, trigger: ReorderTrigger) -> Policy:
-        """The same windows, for a stage of which nobody is left who knew its order; a new one comes by and by."""
-        order = fresh.order()
-        schedules = tuple(
-            Schedule(table, order, impose_window(table, order, old.size, old.window.kind), start=old.start)
-            for old in self.schedules
-        )
-        return replace(self, schedules=schedules, popularity=fresh, trigger=trigger)
 
 
 class Observer:
@@ -158,7 +131,7 @@ class SparseRun:
         sent_bytes = bytes_sent_per_iteration(get_args(), self.wiring.stage)
         self.windows = WindowDecisions(chunks, self.wiring, config, self._report, sent_bytes)
         self._announced = NONE
-        self._window_start = self.began_at = job.iteration
+        self.began_at = job.iteration
         self._silent: set[int] = set()
         self.warnings: list[str] = []
         """What an operator must not miss."""
@@ -177,11 +150,13 @@ class SparseRun:
         self._states = {operator.name: state for operator, state in self.views.states.items()}
         self._record_bytes = self._measure_record()
         if adopted is not None:
-            adopted = (
-                adopted if same_stage else adopted.for_table(self.table, self.windows.popularity, self.windows.trigger)
-            )
+            if not same_stage:
+                popularity = self.windows.popularity
+                adopted = adopted.for_table(self.table, popularity.order(), popularity.scores)
             self._adopt(adopted)
         self.checkpointer = self._start_checkpointer(adopted, kept)
+        self._settled = adopted or self._policy(job.iteration)
+        """As of the last window whose decisions this rank has come to the end of: others may still be in the middle."""
         self._loaded = loaded
         self._writer: WindowWriter | None = None
         if adopted is None:
@@ -288,16 +263,20 @@ class SparseRun:
         )
 
     def _adopt(self, policy: Policy) -> None:
-        windows = self.windows
-        windows.popularity, windows.trigger, windows.decided = policy.popularity, policy.trigger, policy.decided
-        self._announced, self._window_start, self.began_at = policy.announced, policy.window_start, policy.began_at
-        self._disk_job = policy.disk_job
+        self.windows.adopt(policy)
+        self._announced, self.began_at, self._disk_job = policy.announced, policy.began_at, policy.disk_job
 
     def policy(self) -> Policy:
-        """What a new rank of this stage needs to know."""
+        """What this rank has decided with the others of its stage; a decision that is under way is left out."""
+        return replace(
+            self._settled, announced=self._announced, disk_job=self._disk_job, needed=self.checkpointer.needed
+        )
+
+    def _policy(self, window_start: int) -> Policy:
+        windows = self.windows
         return Policy(
-            self.checkpointer.history.all, self.windows.popularity, self.windows.trigger, self.windows.decided,
-            self._announced, self._window_start, self.began_at, self._disk_job, self.checkpointer.needed,
+            window_start, self.checkpointer.history.all, windows.popularity.scores, windows.trigger.reference,
+            windows.decided, self._announced, self.began_at, self._disk_job, self.checkpointer.needed,
         )  # fmt: skip
 
     def _start_checkpointer(
@@ -408,21 +387,31 @@ class SparseRun:
         self.commit.interrupted()
         self._replaying = False
         self.windows.pause(False)
+        self._go_by(self._settled)
+
+    def _go_by(self, policy: Policy) -> None:
+        """Take ``policy`` for this rank's own, whatever was under way."""
+        self._settled = policy
+        self.windows.adopt(policy)
+        self.checkpointer.history = ScheduleHistory(*policy.schedules)
 
     def keeps(self) -> dict[int, list[int]]:
         """Iterations of the snapshots that are kept here for others, by their rank."""
         return {keeper.source: sorted(keeper.snapshots()) for keeper in self.checkpointer.keepers}
 
-    def rewire(self, kept: Sequence[Mapping[int, Collection[int]]]) -> None:
+    def rewire(self, policy: Policy, kept: Sequence[Mapping[int, Collection[int]]]) -> None:
         """Go on in a new generation; every rank calls it, or makes its :class:`SparseRun`, at the same point.
 
         Args:
+            policy: of its stage; some ranks may have been interrupted in the middle of a decision, and some after it.
             kept: what :meth:`keeps` said, of every rank.
         """
+        self._go_by(policy)
         self.wiring = self.windows.wiring = wire(
             self.config, self.views.states, self.job.optimizer, self.wiring, is_running=True
         )
         self._warn_of_copies()
+        self.checkpointer.make_room(*policy.schedules)
         before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
         own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
         self._senders, keepers = self._connect(own_bytes, self.checkpointer.history.all, before)
@@ -453,8 +442,10 @@ class SparseRun:
         schedule = self.checkpointer.history.oldest
         if schedule.start >= self.began_at or self.began_at > 0:
             return  # windows have been persisted since; or the state was loaded, and is not what was built
+        # Peers have dropped what no way back begins with any more, and would not take it.
+        first = max(schedule.start, self.checkpointer.oldest_needed)
         record = {"boundary": boundary_copy(self.job), "iteration": {}}
-        for iteration in range(schedule.start, self.began_at + 1):
+        for iteration in range(first, self.began_at + 1):
             whole = self._digests_whole(iteration)
             self.checkpointer.take(iteration, record, state=self.began_at, whole=whole)
             self.checkpointer.wait()
@@ -513,9 +504,9 @@ class SparseRun:
         self.windows.count()
         # Iterations may be left out (--iterations-to-skip), the first of a window among them.
         window_start = self.checkpointer.history.at(committed).window_start(committed)
-        if window_start > self._window_start:
-            self._window_start = window_start
+        if window_start > self._settled.window_start:
             self.windows.decide(committed, self.checkpointer, self._senders)
+            self._settled = self._policy(window_start)
             self._try_disk_again()
         # Of an iteration that was left out there is no record.
         outcome = self._last_record if self._last_record.get("iteration") == committed else {}

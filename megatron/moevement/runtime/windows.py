@@ -14,11 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron.moevement.restart import injection
+from megatron.moevement.runtime.policy import Policy
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.wiring import Wiring
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig
 from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.errors import ConfigError
+from moevement_core.injection import Phase
 from moevement_core.policy.popularity import Popularity
 from moevement_core.policy.reorder import ReorderTrigger
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory, iterations_logged, slots_kept
@@ -63,6 +66,11 @@ class WindowDecisions:
         """Whether W is no longer to be measured."""
         self._steps_s: list[float] = []
         self.windows = self.reorders = 0
+
+    def adopt(self, policy: Policy) -> None:
+        """Go on from what a stage has decided."""
+        self.popularity.scores, self.trigger.reference = policy.scores, policy.reference
+        self.decided = policy.decided
 
     # Once an iteration
 
@@ -161,6 +169,7 @@ class WindowDecisions:
         it wants a change itself.
         """
         self._observe()
+        injection.at(Phase.DECIDE)
         history = checkpointer.history
         old = history.newest
         reorder = self.trigger.should_reorder(self.popularity.scores)

@@ -1,0 +1,75 @@
+"""What the ranks of a stage decide alike about windows, and how they come to the same again after a failure.
+
+Decisions are made at the beginning of a window, with collectives. A failure may interrupt some ranks before the last of
+them and some after it. So a rank says only what it had come to the end of, and all go on by the newest that any has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.popularity import Order, Scores
+from moevement_core.policy.schedule import Schedule
+from moevement_core.policy.window import impose_window
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Of one stage."""
+
+    window_start: int
+    """The first iteration of the newest window that was decided about."""
+    schedules: tuple[Schedule, ...]
+    scores: Scores
+    """Popularity, float64 ``[operators]``."""
+    reference: Scores | None
+    """Popularity that the order in force was made from."""
+    decided: bool
+    """Whether W is no longer to be measured."""
+    announced: int
+    began_at: int
+    disk_job: str
+    needed: tuple[int, int]
+
+    def with_windows_of(self, other: Policy) -> Policy:
+        """Windows begin and end where those of ``other`` do, which has decided more; orders stay what they are."""
+        newest, schedules = self.schedules[-1], list(self.schedules)
+        for its in other.schedules:
+            if its.start > newest.start and its.size != schedules[-1].size:
+                schedules.append(_imposed(newest.table, newest.order, its))
+        return replace(self, window_start=other.window_start, schedules=tuple(schedules), decided=other.decided)
+
+    def for_table(self, table: OperatorTable, order: Order, scores: Scores) -> Policy:
+        """The same windows, for a stage of which nobody is left who knew its order; a new one comes by and by.
+
+        Args:
+            table: of the stage.
+            order: of a stage that has counted nothing yet.
+            scores: of it.
+        """
+        schedules = tuple(_imposed(table, order, old) for old in self.schedules)
+        return replace(self, schedules=schedules, scores=scores, reference=None)
+
+
+def _imposed(table: OperatorTable, order: Order, its: Schedule) -> Schedule:
+    return Schedule(table, order, impose_window(table, order, its.size, its.window.kind), start=its.start)
+
+
+def agree(stage: int, told: Sequence[tuple[int, Policy]]) -> tuple[Policy, bool]:
+    """The policy that all ranks of a stage go on by; every rank comes to the same.
+
+    Args:
+        stage: of the pipeline.
+        told: stage and policy of every rank that was in training.
+
+    Returns:
+        The policy, and whether it is one of this stage; if not, orders are of another table.
+    """
+    newest = max((policy for _, policy in told), key=lambda policy: policy.window_start)
+    own = [policy for its, policy in told if its == stage]
+    if not own:
+        return newest, False
+    latest = max(own, key=lambda policy: policy.window_start)
+    return (latest if latest.window_start == newest.window_start else latest.with_windows_of(newest)), True
