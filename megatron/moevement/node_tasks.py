@@ -23,8 +23,8 @@ AT_ONCE_S = 20.0
 """What ends before that could not begin, as where a node is still away."""
 GONE_S = 5.0
 """How long no task of a node may have a connection; one that lives makes a new one within a tenth of the lease time."""
-KILL_S = 10.0
-"""How long a command has to end when it is asked to."""
+KILL_S = 2.0
+"""How long a command whose tasks are gone has to end when it is asked to; srun tells Slurm, and then waits for them."""
 
 
 @dataclass(frozen=True)

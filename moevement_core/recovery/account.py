@@ -47,11 +47,16 @@ class Account:
     spares: int
     copies: str
     """Whether everything is kept as often as it should be."""
+    earlier: Sequence[str] = ()
+    """Who had failed before, and how, where the recovery from that was interrupted by this failure."""
+    first_failed_at: float | None = None
+    """When the first of them had; None: there are none."""
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, in order."""
+        before = () if self.first_failed_at is None else (("interrupted recoveries", self.first_failed_at),)
         times = (
-            ("detect", self.failed_at), ("abort", self.interrupted_at), ("regroup", self.left_at),
+            *before, ("detect", self.failed_at), ("abort", self.interrupted_at), ("regroup", self.left_at),
             ("set up and fetch", self.usable_at), ("enter the loop", self.prepared_at), ("replay", self.replay_at),
             ("", self.resumed_at),
         )  # fmt: skip
@@ -59,8 +64,12 @@ class Account:
 
     @property
     def total_s(self) -> float:
-        """From the failure to the resumption."""
-        return max(0.0, self.resumed_at - self.failed_at)
+        """From the failure to the resumption; where recoveries were interrupted before, from the first failure."""
+        return max(0.0, self.resumed_at - self._began_at)
+
+    @property
+    def _began_at(self) -> float:
+        return self.failed_at if self.first_failed_at is None else self.first_failed_at
 
     def lines(self) -> list[str]:
         """The block."""
@@ -68,6 +77,7 @@ class Account:
         found = Recovery(**self.recovery) if self.recovery is not None else None
         rows = [
             ("failed", "; ".join(self.failures) or "nobody; all ranks began anew"),
+            *([("before", f"{'; '.join(self.earlier)}; interrupted the recovery from that")] if self.earlier else ()),
             ("noticed", self.noticed_by),
             ("scope", self.scope),
             ("plan", _plan(found)),
@@ -116,8 +126,9 @@ def trace_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 {"name": event["event"], "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": _us(event["time"], begun)}
             )
             continue
-        at = event["failed_at"]
-        shown.append(_slice(f"recovery {event['generation']}", at, event["total_s"], begun, 0, event["failures"]))
+        at = event["failed_at"] if event.get("first_failed_at") is None else event["first_failed_at"]
+        failures = [*event.get("earlier", ()), *event["failures"]]
+        shown.append(_slice(f"recovery {event['generation']}", at, event["total_s"], begun, 0, failures))
         for name, seconds in event["parts"].items():
             shown.append(_slice(name, at, seconds, begun, 1, None))
             at += seconds

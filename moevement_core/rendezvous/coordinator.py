@@ -99,6 +99,8 @@ class Coordinator:
         """Members whose supervisor's connection broke, and when."""
         self._dead: set[int] = set()
         self._new_deaths: list[Death] = []
+        self._unrecovered: list[Death] = []
+        """Those before them, since which no new iteration was committed."""
         self._interrupted_at = 0.0
         self._proposed_at = 0.0
         self._started = -1
@@ -129,7 +131,11 @@ class Coordinator:
                 self._renewed[member] = now
                 self._disconnected.pop(member, None)
             if committed is not None:
-                self._attempts.committed(committed)
+                self._committed(committed)
+
+    def _committed(self, iteration: int) -> None:
+        if self._attempts.committed(iteration):
+            self._unrecovered.clear()
 
     def disconnected(self, members: Iterable[int]) -> None:
         """The connection of the supervisor of these members broke."""
@@ -265,7 +271,7 @@ class Coordinator:
             if member not in self._left:
                 text = self._store.get(f"{LEFT.format(self._started)}/{member}")
                 self._left[member] = json.loads(text)
-                self._attempts.committed(self._left[member]["committed"])
+                self._committed(self._left[member]["committed"])
         return bool(self._left)
 
     def _all_finished(self) -> bool:
@@ -334,6 +340,7 @@ class Coordinator:
             self.roster.generation + 1,
             dict(sorted(ranks.items())),
             tuple(self._new_deaths),
+            tuple(self._unrecovered),
             tuple(sorted({left["reason"] for left in self._left.values() if left["reason"]})),
             formed_at=now,
             first_formed_at=self.roster.first_formed_at or now,
@@ -355,6 +362,7 @@ class Coordinator:
         if acknowledged is not None and members <= acknowledged:
             self._started, self._entered = generation, members
             self._left, self._finished = {}, set()
+            self._unrecovered += self._new_deaths
             self._new_deaths.clear()
             self._store.set(START.format(generation), "go")
             self.state = State.RUNNING

@@ -94,6 +94,8 @@ class Roster:
     """The member that is each rank."""
     deaths: tuple[Death, ...] = ()
     """Since the last generation that started; empty if ranks only restart because one of them failed and lives."""
+    earlier: tuple[Death, ...] = ()
+    """Those before, from which the job has not recovered yet: no iteration was committed since."""
     reasons: tuple[str, ...] = ()
     """Why ranks that live had to restart, in their words."""
     formed_at: float = 0.0
@@ -123,7 +125,8 @@ class Roster:
         fields: dict[str, Any] = json.loads(text)
         for name in ("ranks", "nodes", "devices"):  # JSON knows no numbers as keys
             fields[name] = {int(rank): value for rank, value in fields[name].items()}
-        fields["deaths"] = tuple(Death(**death) for death in fields["deaths"])
+        for name in ("deaths", "earlier"):
+            fields[name] = tuple(Death(**death) for death in fields[name])
         fields["reasons"] = tuple(fields["reasons"])
         return Roster(**fields)
 

@@ -31,6 +31,7 @@ JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 ReturnToService=2
 MinJobAge=86400
+KillWait=5
 MailProg=/bin/true
 SchedulerParameters=batch_sched_delay=0,sched_interval=1
 {nodes}

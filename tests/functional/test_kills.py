@@ -117,6 +117,10 @@ def test_failures_during_a_recovery(tmp_path: Path) -> None:
     survived = survive(nproc, 2, tmp_path / "hurt", inject=faults, **flags_)
     assert survived.digest == wanted
     survived.check_metrics(20)
+    last = survived.failures()[-1]
+    assert last["failures"] == ["rank 0: InjectedFault: injected at recover of iteration 15"]
+    assert [who.split(" (")[0] for who in last["earlier"]] == ["rank 2"], "whose recovery that one interrupted"
+    assert last["parts"]["interrupted recoveries"] > 0
 
 
 @pytest.mark.full

@@ -383,6 +383,8 @@ def _tell(job: Job, comeback: Comeback, recovery: Recovery | None, kept: Kept, r
         kept=str(kept),
         spares=roster.spares,
         copies=f"{sum(missing)} snapshots are being brought to peers again" if sum(missing) else "all are there",
+        earlier=[_failure(death) for death in roster.earlier],
+        first_failed_at=min(map(_lost_at, roster.earlier), default=None),
     )
     if dist.get_rank() == 0:
         for line in account.lines():

@@ -46,6 +46,19 @@ def test_what_is_not_known_is_not_claimed() -> None:
     assert "nothing was replayed" in "\n".join(replace(ACCOUNT, recovery=None).lines())
 
 
+def test_recoveries_that_were_interrupted_are_part_of_the_one_that_was_not() -> None:
+    both = replace(ACCOUNT, earlier=["rank 0 (pid 5) was killed by signal 9"], first_failed_at=96.0)
+    assert list(both.parts())[:2] == ["interrupted recoveries", "detect"]
+    assert both.parts()["interrupted recoveries"] == pytest.approx(4.0)
+    assert sum(both.parts().values()) == pytest.approx(both.total_s) == pytest.approx(7.0)
+    text = "\n".join(both.lines())
+    assert "before    rank 0 (pid 5) was killed by signal 9; interrupted the recovery from that" in text
+    events: list[dict[str, Any]] = [{"event": "failure", "time": 103.0, **both.as_dict()}]
+    whole, *parts = trace_events(events)["traceEvents"]
+    assert whole["dur"] == pytest.approx(sum(part["dur"] for part in parts)) == pytest.approx(7e6)
+    assert len(whole["args"]["failures"]) == 2
+
+
 def test_clocks_that_disagree_give_no_negative_seconds() -> None:
     assert min(replace(ACCOUNT, interrupted_at=99.0).parts().values()) == 0.0
 

@@ -140,6 +140,18 @@ def test_ranks_that_die_while_the_job_is_formed_anew_are_replaced_too(store: Any
     assert job.coordinator.roster.ranks == {0: 5, 1: 1, 2: 4}
 
 
+def test_a_roster_knows_of_failures_whose_recovery_was_interrupted(store: Any) -> None:
+    job = Job(store, 2, 5)
+    for rank, committed in ((0, 7), (1, 7), (0, 9)):
+        member = job.coordinator.roster.ranks[rank]
+        job.coordinator.died(member, 1000, "was killed by signal 9")
+        job.leave(job.coordinator.roster.ranks[1 - rank], committed=committed)
+        roster = job.coordinator.roster
+        assert [death.rank for death in roster.deaths] == [rank]
+        assert [death.rank for death in roster.earlier] == ([0] if (rank, committed) == (1, 7) else [])
+        assert Roster.decode(roster.encode()) == roster
+
+
 def test_without_a_spare_in_time_the_job_stops_and_everyone_learns_why(store: Any) -> None:
     job = Job(store, 2, 2, spare_timeout_s=5.0)
     job.coordinator.died(1, 1001, "was killed by signal 9")
