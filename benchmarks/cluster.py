@@ -25,7 +25,7 @@ from tests.cluster.training import PP4, Baselines, Training, assert_equal_runs, 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xEP2": {},
-    "PP4": {**PP4, "expert_model_parallel_size": 1, "use_distributed_optimizer": False, "bf16": False},
+    "PP4": PP4,
 }
 PARTS = ("detect", "abort", "regroup", "set up and fetch", "enter the loop", "replay")
 

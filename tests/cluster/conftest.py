@@ -25,6 +25,15 @@ def cluster(_machines: Cluster) -> Iterator[Cluster]:
     _machines.restore()
 
 
+@pytest.fixture
+def six_nodes() -> Iterator[Cluster]:
+    """A cluster for one test, in which a rank can have a node for itself."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Cluster(nodes=6) as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="session")
 def baselines(tmp_path_factory: pytest.TempPathFactory) -> Baselines:
     """Runs that are never hurt, to compare with."""

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from moevement_core.persistence.manifest import manifests
 from tests.cluster.cluster import Cluster
-from tests.cluster.training import Baselines, Training, assert_equal_runs, train
+from tests.cluster.machine import wait_until
+from tests.cluster.training import PP4, Baselines, Training, assert_equal_runs, train
 
 LEASE_S = 5.0
 NO_TIMEOUT_S = 40.0
@@ -125,17 +125,104 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(
     cluster.take_down("n3")
     at = training.end()
     assert training.events("failure") == []
+    lines = training.record.metrics()
+    assert any(line["replication_lag"] > 1 or line["windows_abandoned"] for line in lines), "and it is told"
     assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=at))
     assert "a spare (pid" in training.job.text()
 
 
-@pytest.mark.full
-def test_a_node_lost_during_the_recovery_from_another(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+def test_two_nodes_at_once_two_with_all_copies_of_a_rank_and_one_during_a_recovery(
+    six_nodes: Cluster, baselines: Baselines, tmp_path: Path
+) -> None:
+    """Ranks 0 to 3 on a node each, which are the stages; the copies of a rank are on the node of the next one."""
+    windows = str(tmp_path / "windows")
+    its = FLAGS | PP4
     training = train(
-        cluster, tmp_path, **FLAGS, moevement_window=6, words=("--moevement-inject", "rank=2,phase=replay")
+        six_nodes, tmp_path, **its, nodes=6, tasks_per_node=1, moevement_persist_dir=windows, moevement_load=windows
     )
     training.wait_for_iteration(12)
+    first = _lose_both(training, 1, 3)
+    assert first["scope"] == "stage 1, 3 of 4 lost its state; only it rolled back"
+    training.wait_for_spares(2)
+    training.wait_for_iteration(training.iteration() + 10)
+    second = _lose_both(training, 1, 2)
+    (fallback,) = training.events("recovery_from_disk")
+    assert str(fallback["text"]).startswith("memory and peers cannot bring iteration ")
+    assert "All ranks fall back to window_" in str(fallback["text"])
+    assert second["scope"] == "stage 1, 2 of 4 lost its state; all stages rolled back"
+    training.wait_for_spares(2)
+    training.wait_for_iteration(training.iteration() + 10)
+    third = _lose_during_the_recovery(training, 3)
+    assert [who.split(" (")[0] for who in third["earlier"]] == ["rank 3"], "whose recovery was interrupted"
+    assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
+    assert len(training.events("failure")) == 3
+
+
+def _lose_during_the_recovery(training: Training, rank: int) -> dict[str, Any]:
+    """Lose the node of a rank, and that of the spare which has just taken its place."""
+    cluster, node = training.cluster, training.node_of(rank)
+    cluster.kill_node(node)
+
+    def replacements() -> list[str]:
+        return [one["host"] for one in training.processes() if one["rank"] == rank and one["host"] != node]
+
+    wait_until(lambda: bool(replacements()), "a spare has the rank", timeout_s=60)
+    (replacement,) = replacements()
+    seconds = training.resumes_after(cluster.kill_node(replacement))
+    failure = training.events("failure")[-1]
+    print(f"{node}, then {replacement} lost: next iteration {seconds:.1f} s later; {failure['parts']}")
+    for lost in (node, replacement):
+        cluster.take_down(lost)
+    return failure
+
+
+def _lose_both(training: Training, *ranks: int) -> dict[str, Any]:
+    """Lose the nodes of two ranks at once, one loudly and one in silence, and boot them again."""
+    loud, silent = nodes = training.nodes_of(*ranks)
+    cluster = training.cluster
+    cluster.kill_node(loud)
+    seconds = training.resumes_after(cluster.lose_power(silent))
+    failure = training.events("failure")[-1]
+    print(f"{nodes} lost: next iteration after {seconds:.1f} s; {failure['noticed_by']}; {failure['parts']}")
+    for node in nodes:
+        cluster.restart_node(node)
+    return failure
+
+
+def test_a_node_lost_while_a_window_is_written_and_another_in_a_dense_save(
+    cluster: Cluster, baselines: Baselines, tmp_path: Path
+) -> None:
+    windows, saves = tmp_path / "windows", tmp_path / "dense"
+    training = train(
+        cluster, tmp_path, **FLAGS, moevement_persist_dir=str(windows), moevement_load=str(windows), save=str(saves),
+        save_interval=30, ckpt_format="torch_dist",
+    )  # fmt: skip
+    training.wait_for_iteration(6)
+
+    def unfinished() -> list[str]:
+        folders = {path.name for path in windows.glob("window_*") if path.is_dir()}
+        return sorted(folders - {manifest.name for manifest in manifests(windows)})
+
+    wait_until(lambda: bool(unfinished()), "a window is written", timeout_s=60, poll_s=0.001)
+    torn = unfinished()[-1]
     _lose(training, "killed", "n2")
-    cluster.take_down("n2")
-    at = training.end()
-    assert_equal_runs(training, baselines.of(**FLAGS, moevement_window=6, exit_interval=at))
+    print(f"{torn} was being written")
+    cluster.restart_node("n2")
+    training.wait_for_spares(2)
+
+    saved = [path.name for path in saves.glob("iter_*")]
+    wait_until(
+        lambda: len(list(saves.glob("iter_*"))) > len(saved), "a dense save", training.everything, timeout_s=240,
+        poll_s=0.001,
+    )  # fmt: skip
+    (newest,) = {path.name for path in saves.glob("iter_*")} - set(saved)
+    tracker = saves / "latest_checkpointed_iteration.txt"
+    assert not tracker.exists() or int(tracker.read_text()) < int(newest.removeprefix("iter_"))
+    _lose(training, "killed", "n3")
+    training.wait_for_iteration(int(newest.removeprefix("iter_")) + 12)
+    assert int(tracker.read_text()) >= int(newest.removeprefix("iter_"))
+    cluster.take_down("n3")
+    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
+    left = {path.name for path in windows.glob("window_*") if path.is_dir()}
+    assert torn not in left, "what a lost node left of a window is deleted with the next ones"
+    assert left == {manifest.name for manifest in manifests(windows)}

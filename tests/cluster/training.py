@@ -27,8 +27,11 @@ PP2_EP2: dict[str, Any] = {
     "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True,
 }  # fmt: skip
 """n1 has the first stage, n2 the second."""
-PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
-"""Each node has two neighbouring stages."""
+PP4: dict[str, Any] = {
+    "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 1, "use_distributed_optimizer": False,
+    "bf16": False,
+}  # fmt: skip
+"""Each node has two neighbouring stages, or, with a task for each node, one."""
 SPARSE: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "train_iters": 20,
 }  # fmt: skip
@@ -103,6 +106,10 @@ class Training:
     def ranks_on(self, node: str) -> list[int]:
         """The ranks that a node has now; spares are none."""
         return [one["rank"] for one in self.processes() if one["host"] == node and one["role"] == "active"]
+
+    def nodes_of(self, *ranks: int) -> list[str]:
+        """The nodes that have these ranks now."""
+        return [self.node_of(rank) for rank in ranks]
 
     def kill_rank(self, rank: int, number: signal.Signals = signal.SIGKILL) -> float:
         """Send a signal to the process that has a rank now; returns when."""
@@ -185,6 +192,7 @@ def train(
     *sbatch_flags: str,
     environment: dict[str, str] | None = None,
     nodes: int = 3,
+    tasks_per_node: int = TASKS_PER_NODE,
     spares: int | str = SPARES,
     words: tuple[str, ...] = (),
     **overrides: Any,
@@ -206,7 +214,7 @@ def train(
         **{name: os.environ[name] for name in ("MOEVEMENT_CACHE", "MOEVEMENT_PLATFORM")},
     }  # fmt: skip
     job = cluster.submit(
-        SBATCH, arguments, shell, *sbatch_flags, nodes=nodes, tasks_per_node=TASKS_PER_NODE, output=folder / "job.out",
+        SBATCH, arguments, shell, *sbatch_flags, nodes=nodes, tasks_per_node=tasks_per_node, output=folder / "job.out",
         folder=ROOT,
     )  # fmt: skip
     return Training(cluster, job, folder / "run", arguments, shell)
