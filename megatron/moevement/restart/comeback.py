@@ -36,6 +36,7 @@ from megatron.moevement.runtime.rooms import Rooms
 from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.recovery.account import Account
+from moevement_core.recovery.agree import NothingToResume, RankStatus, decide, peer_of_follower
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.rendezvous.roster import Death, NoticedBy
 
@@ -44,17 +45,12 @@ Setup = Callable[[], tuple[list[Any], Any, Any]]
 
 
 @dataclass(frozen=True)
-class Standing:
-    """What a rank says of itself when ranks meet again."""
+class RankReport:
+    """What a rank reports to all others when ranks meet after a failure."""
 
-    begun: bool
-    """Whether it was in training before; what is new was not."""
-    stage: int
-    replica: int
-    began_at: int = 0
-    committed: int | None = None
-    """The iteration that it has committed last; None: it has no state of any iteration."""
+    status: RankStatus
     outcome: Mapping[str, Any] = field(default_factory=dict)
+    """Of the step of the iteration that it committed last."""
     scalers: Sequence[Any] = ()
     progress: Mapping[str, int] = field(default_factory=dict)
     """Right after it, before anything that is due then."""
@@ -64,8 +60,8 @@ class Standing:
     keeps: Mapping[int, Sequence[int]] = field(default_factory=dict)
     parameter_keys: Sequence[Any] = ()
     policy: Policy | None = None
-    goal: Standing | None = None
-    """Who had committed the iteration that it was on its way back to, when a further failure came."""
+    goal: RankReport | None = None
+    """Of a rank that had committed the iteration which this one was on its way back to when a further failure came."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class Comeback:
     """Pipeline stages that replay."""
     prepared: Prepared | None
     """Nothing if no stage lost its state."""
-    reached: Standing
+    reached: RankReport
     """Of a rank that has committed ``until``."""
     is_between: bool
     """Whether what is due between ``until`` and the next iteration (evaluation, dense save) may be undone yet."""
@@ -151,22 +147,20 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
 
     usable_at = time.time()
     args = get_args()
-    told: list[Standing] = tell_all(_standing(job))
-    survivors = [one for one in told if one.begun]
-    # A rank that was on its way back to an iteration does not have it, and knows that somebody had.
-    known = [one for one in (*survivors, *(one.goal for one in survivors if one.goal)) if one.committed is not None]
-    until = max((one.committed for one in known if one.committed is not None), default=None)
-    if until is None or until == survivors[0].began_at:
-        _start_over("nothing was committed yet" if survivors else "no rank that trained is left")
+    reports: list[RankReport] = tell_all(_report(job))
+    statuses = [report.status for report in reports]
+    try:
+        point = decide(statuses)
+    except NothingToResume as why:
+        _start_over(str(why))
         return False
+    until = point.iteration
     injection.at(Phase.RECOVER, until)
-    lost = frozenset(one.stage for one in told if one.committed is None)
-    holders = [one for one in told if one.committed is not None]
-    is_between = not (
-        told[-1].begun and holders and all(one.committed == until and one.begun_progress for one in holders)
-    )
-    reached = next(one for one in known if one.committed == until and (is_between or one.begun_progress))
-    stood = told[dist.get_rank()]
+    reference = reports[point.reference]
+    if point.reference_is_goal:
+        assert reference.goal is not None
+        reference = reference.goal
+    rank = dist.get_rank()
     if job.begun:
         # A further failure may have come while references were being replaced; then there are some to each.
         job.groups.append(groups)
@@ -175,63 +169,69 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     else:
         _put_progress_of_start()  # this process may have been on its way before
         job.name = job_name() or ""
-        is_as_then = _build(job, setup, args, survivors[0].parameter_keys)
+        survivor = next(report for report in reports if report.status.was_training)
+        is_as_then = _build(job, setup, args, survivor.parameter_keys)
     job.groups = [groups]
-    if stood.stage not in lost and stood.committed == until - 1:
+    if rank in point.followers:
         assert job.sparse is not None
-        same = next((one for one in told if one.committed == until and one.replica == stood.replica), reached)
-        job.sparse.commit.follow(until, same.outcome, list(reached.scalers))
+        peer = peer_of_follower(rank, statuses, point)
+        outcome = (reports[peer] if peer is not None else reference).outcome
+        job.sparse.commit.follow(until, outcome, list(reference.scalers))
     leftovers.clear_gradients(job)
-    adopted, same_stage = agree(stood.stage, [(one.stage, one.policy) for one in told if one.policy is not None])
+    stage = statuses[rank].stage
+    adopted, same_stage = agree(
+        stage, [(report.status.stage, report.policy) for report in reports if report.policy is not None]
+    )
+    kept = [report.keeps for report in reports]
     if job.begun:
         assert job.sparse is not None
-        job.sparse.rewire(adopted, [one.keeps for one in told])
+        job.sparse.rewire(adopted, kept)
     else:
         config = RunConfig.from_args(args).sparse
         assert config is not None
-        job.sparse = sparse.start(
-            job, config, None, adopted=adopted, same_stage=same_stage, kept=[one.keeps for one in told]
-        )
+        job.sparse = sparse.start(job, config, None, adopted=adopted, same_stage=same_stage, kept=kept)
         if is_as_then:
             job.sparse.take_start()
-    put_progress(job, reached.progress if is_between else reached.begun_progress or reached.progress)
-    args.iteration, args.num_floating_point_operations_so_far = until, reached.flops
+    put_progress(job, reference.progress if point.is_between else reference.begun_progress or reference.progress)
+    args.iteration, args.num_floating_point_operations_so_far = until, reference.flops
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     recorder.go_on_with_record(job, args)
     job.sparse.start_writer()
     prepared = None
-    if lost:
+    if point.lost_stages:
         try:
             with restart.waiting_for_others():
-                prepared = job.sparse.prepare(until, lost)
+                prepared = job.sparse.prepare(until, point.lost_stages)
         except RecoveryError:
             # What was wired for coming back is of no use: ranks meet once more, and then nobody has begun.
             job.begun = False
             raise
-    if stood.stage not in lost:
+    if stage not in point.lost_stages:
         job.sparse.commit.gather(now=True)
-    job.comeback = Comeback(until, lost, prepared, reached, is_between, usable_at, time.time())
+    job.comeback = Comeback(until, point.lost_stages, prepared, reference, point.is_between, usable_at, time.time())
     return True
 
 
-def _standing(job: Job) -> Standing:
+def _report(job: Job) -> RankReport:
     from megatron.core import parallel_state
     from megatron.training import get_args
 
-    stage = parallel_state.get_pipeline_model_parallel_rank()
-    replica = min(dist.get_process_group_ranks(parallel_state.get_model_parallel_group()))
+    status = RankStatus(
+        stage=parallel_state.get_pipeline_model_parallel_rank(),
+        replica=min(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())),
+    )
     run = job.sparse
     if not job.begun or run is None:
-        return Standing(False, stage, replica)
+        return RankReport(status)
+    status = replace(status, was_training=True, began_at=run.began_at)
+    kept = RankReport(status, keeps=run.keeps(), parameter_keys=job.parameter_keys, policy=run.policy())
     mark = run.commit.mark if not run.commit.torn else None
-    here = Standing(
-        True, stage, replica, run.began_at, keeps=run.keeps(), parameter_keys=job.parameter_keys, policy=run.policy()
-    )
     if mark is None:
-        return replace(here, goal=job.comeback.reached if job.comeback is not None else None)
+        goal = job.comeback.reached if job.comeback is not None else None
+        return replace(kept, status=replace(status, goal=goal.status if goal is not None else None), goal=goal)
     return replace(
-        here,
-        committed=mark.iteration,
+        kept,
+        status=replace(status, committed=mark.iteration, has_begun_next=mark.resumed is not None),
         outcome=mark.outcome,
         scalers=mark.boundary["loss_scalers"],
         progress=mark.boundary["progress"],

@@ -1,0 +1,96 @@
+"""Where a job goes on from, for every kind of failure that kills have found so far."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from moevement_core.recovery.agree import NothingToResume, RankStatus, ResumePoint, decide, peer_of_follower
+
+
+def _at(committed: int | None, stage: int, *, begun: bool = True, replica: int = 0) -> RankStatus:
+    """A rank that took part, and has committed so much."""
+    return RankStatus(stage, replica, was_training=True, committed=committed, has_begun_next=begun)
+
+
+def _new(stage: int, replica: int = 0) -> RankStatus:
+    return RankStatus(stage, replica)
+
+
+def _point(iteration: int, lost: set[int], **fields: object) -> ResumePoint:
+    return replace(
+        ResumePoint(iteration, frozenset(lost), frozenset(), 0, reference_is_goal=False, is_between=True),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+CASES = {
+    "a rank is killed in an iteration": (
+        [_at(7, 0), _at(7, 1), _new(2), _at(7, 3)],
+        _point(7, {2}, is_between=False),
+    ),
+    "the last rank is killed, which alone knows whether what was due was done": (
+        [_at(7, 0), _at(7, 1), _at(7, 2), _new(3)],
+        _point(7, {3}),
+    ),
+    "some ranks have not begun the next iteration, so an evaluation may be half done": (
+        [_new(0), _at(7, 1, begun=False), _at(7, 2), _at(7, 3)],
+        _point(7, {0}, reference=1),
+    ),
+    "a rank is killed after its update, before the others have made theirs": (
+        [_at(7, 0), _at(8, 1, begun=False), _new(2), _at(7, 3)],
+        _point(8, {2}, reference=1, followers=frozenset({0, 3})),
+    ),
+    "who is behind in a stage that replays does not follow": (
+        [_at(7, 0), _new(0), _at(8, 1, begun=False), _at(8, 1, begun=False)],
+        _point(8, {0}, reference=2),
+    ),
+    "an update is torn: its rank has no state, and took part": (
+        [_at(None, 0), _at(7, 1)],
+        _point(7, {0}, reference=1, is_between=False),
+    ),
+    "nobody has lost anything": ([_at(7, 0), _at(7, 1)], _point(7, set(), is_between=False)),
+    "two stages at once": ([_at(7, 0), _new(1), _at(7, 2), _new(3)], _point(7, {1, 3})),
+    "a further failure, of a rank that kept its state, while another was on its way back": (
+        [_new(0), replace(_at(None, 1), goal=_at(9, 0))],
+        _point(9, {0, 1}, reference=1, reference_is_goal=True),
+    ),
+    "a goal is not newer than what is there": (
+        [_at(9, 0), replace(_at(None, 1), goal=_at(9, 0))],
+        _point(9, {1}, is_between=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_failure(name: str) -> None:
+    statuses, expected = CASES[name]
+    assert decide(statuses) == expected
+
+
+@pytest.mark.parametrize(
+    ("statuses", "why"),
+    [
+        ([_new(0), _new(1)], "no rank that trained is left"),
+        ([_at(0, 0), _new(1)], "nothing was committed yet"),
+        ([_at(None, 0), _new(1)], "nothing was committed yet"),
+        ([replace(_at(40, 0), began_at=40), _new(1)], "nothing was committed yet"),
+    ],
+)
+def test_where_there_is_nothing_to_resume_the_job_restarts(statuses: list[RankStatus], why: str) -> None:
+    with pytest.raises(NothingToResume, match=why):
+        decide(statuses)
+
+
+def test_who_follows_goes_by_a_rank_of_its_own_replica_where_one_is_left() -> None:
+    """Each replica clips by the norm of its own group where the norm does not span the job."""
+    statuses = [
+        _at(7, 0, replica=0), _at(7, 0, replica=1),
+        _at(8, 1, begun=False, replica=0), _at(8, 1, begun=False, replica=1),
+    ]  # fmt: skip
+    point = decide(statuses)
+    assert point.followers == {0, 1}
+    assert [peer_of_follower(rank, statuses, point) for rank in (0, 1)] == [2, 3]
+    alone = [*statuses[:3], _new(1, replica=1)]
+    assert peer_of_follower(1, alone, decide(alone)) is None
