@@ -65,8 +65,8 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines:
 def test_a_node_that_is_booted_again_before_slurm_has_missed_it(
     cluster: Cluster, baselines: Baselines, tmp_path: Path
 ) -> None:
-    """Its step is broken and nobody else's, and it comes back as spares by itself."""
-    training = train(cluster, tmp_path, **FLAGS)
+    """Only its own step breaks, and it comes back as spares by itself. Each task has two ranks."""
+    training = train(cluster, tmp_path, environment={"NPROC": "2"}, tasks_per_node=1, **FLAGS)
     training.wait_for_iteration(6)
     _lose(training, "power lost", "n2")
     cluster.restart_node("n2")
