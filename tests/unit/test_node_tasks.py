@@ -57,16 +57,22 @@ def test_what_ends_is_started_again_but_not_before_the_job_has_begun(
     assert waits == sorted(waits), "longer each time where it ends at once"
 
 
-def test_a_command_whose_tasks_are_gone_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_whose_tasks_are_gone_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As srun, which waits on when its node was killed and booted again."""
     for name in ("GONE_S", "KILL_S", "FIRST_DELAY_S"):
         monkeypatch.setattr(node_tasks, name, 0.1)
     said: list[str] = []
-    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    deaf = (
+        "import pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"pathlib.Path({str(tmp_path)!r}, sys.argv[1]).touch(); time.sleep(600)"
+    )
     tasks = NodeTasks(_command(["a", "b"], deaf), {}, said.append)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.iterdir())) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     tasks.step((), may_start_again=True)
     tasks.step(("a/1", "b/1"), may_start_again=True)
-    deadline = time.monotonic() + 60
     while len(said) < 2:
         assert time.monotonic() < deadline
         tasks.step(("b/1",), may_start_again=True)
