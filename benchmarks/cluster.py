@@ -3,7 +3,7 @@
     python -m benchmarks.cluster --losses 100 --seed 1 --layout PP2xEP2        # the soak
     python -m benchmarks.cluster --losses 6 > benchmarks/cluster.md            # the table
 
-Four ranks on two of three nodes, two spares on the third, the batch script as shipped. In turn the node that has ranks 2
+Four ranks on two nodes, two spares on each of the others, the batch script as shipped. In turn the node that has ranks 2
 and 3 is killed (its kernel resets connections) or loses its power (silence); it is booted again, before Slurm has missed
 it, and comes back as spares by itself. Needs root, and Debian's slurm-wlm, munge and iproute2.
 """
@@ -36,6 +36,9 @@ def main() -> int:
     parser.add_argument("--losses", type=int, default=6, help="default: 6")
     parser.add_argument("--lease", type=float, default=10.0, help="seconds (default: 10)")
     parser.add_argument("--layout", choices=list(LAYOUTS), default="PP2xEP2")
+    parser.add_argument(
+        "--spare-nodes", type=int, default=1, help="more: losses follow one another sooner (default: 1)"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of when in an iteration a node is lost (default: 1)")
     arguments = parser.parse_args()
     if (reason := why_not()) is not None:
@@ -43,18 +46,21 @@ def main() -> int:
         return 2
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
-    with tempfile.TemporaryDirectory() as folder, Cluster(nodes=3) as cluster:
+    with tempfile.TemporaryDirectory() as folder, Cluster(nodes=2 + arguments.spare_nodes) as cluster:
         return _run(cluster, Path(folder), arguments)
 
 
 def _run(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> int:
     draw = random.Random(arguments.seed)
     flags = {"train_iters": 1_000_000, "moevement_lease_seconds": arguments.lease, **LAYOUTS[arguments.layout]}
-    training = train(cluster, folder / "job", **flags)
+    training = train(
+        cluster, folder / "job", nodes=2 + arguments.spare_nodes, spares=2 * arguments.spare_nodes, **flags
+    )
     training.wait_for_iteration(8)
     losses: list[tuple[str, float, dict[str, float]]] = []
     for number in range(arguments.losses):
         how = ("killed", "power lost")[number % 2]
+        training.wait_for_spares(2)
         node = training.node_of(2)
         training.wait_for_iteration(training.iteration() + draw.randint(1, 8))
         at = cluster.kill_node(node) if how == "killed" else cluster.lose_power(node)
@@ -62,8 +68,6 @@ def _run(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> int:
         losses.append((how, seconds, training.events("failure")[-1]["parts"]))
         print(f"loss {number + 1} of {arguments.losses}: {node} {how}, {seconds:.1f} s", file=sys.stderr, flush=True)
         cluster.restart_node(node)
-        if number + 1 < arguments.losses:
-            training.wait_for_spares(2)
     at_iteration = training.end()
     assert_equal_runs(training, Baselines(folder / "baseline").of(**flags, exit_interval=at_iteration))
     _print(losses, arguments, training, at_iteration)
@@ -80,7 +84,7 @@ def _print(
     print(
         f"Layout {arguments.layout}, lease {arguments.lease:g} s, seed {arguments.seed}. {len(losses)} nodes were lost in a "
         f"row, {len(training.events('failure'))} recoveries; at iteration {end} all losses, gradient norms and the final "
-        "state are those of a failure-free run, bit for bit. Three nodes and Slurm share the cores of one machine.\n"
+        "state are those of a failure-free run, bit for bit. {2 + arguments.spare_nodes} nodes and Slurm share the cores of one machine.\n"
     )
     print("Medians of seconds; `next iteration` is from the loss to the next iteration that training commits.\n")
     print("| | losses | next iteration | longest | " + " | ".join(PARTS) + " |")

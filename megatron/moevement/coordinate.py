@@ -120,9 +120,11 @@ class _Coordination:
     def _stop_without_tasks(self) -> None:
         if self._tasks is None or self._coordinator.state in (State.DONE, State.STOPPED):
             return
-        self._tasks.step(self._server.connected, may_start_again=self._generation >= 0)
+        self._tasks.step(self._server.connected, self._server.heard, has_begun=self._generation >= 0)
         if not self._tasks.are_running and not self._server.supervisors:
             self._coordinator.stop(f"{self._tasks.how_they_ended} before the job did; their output says why")
+        elif self._tasks.failed is not None:
+            self._coordinator.stop(f"{self._tasks.failed}; their output says why")
 
     def _answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = {"generation": self._generation, "wind_down": self._wind_down}

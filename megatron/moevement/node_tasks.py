@@ -1,4 +1,4 @@
-"""The commands that start the tasks of a job, one for each node (``srun --nodes=1 --nodelist={node} ...``).
+"""The commands that start the tasks of a job, one for each node (``srun --nodes=1 --nodelist={host} ...``).
 
 Each node has a command of its own because a command that spans nodes may take all of them down for one: srun aborts a
 whole step when a node of it is booted again before Slurm has noticed that it was gone.
@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from megatron.moevement.restart.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
 from moevement_core.errors import ConfigError
 
-NODE = "{node}"
-"""Stands in a command for the name of the node."""
+HOST = "{host}"
+"""Stands in a command for the name of the node; {node} in a path is for the ranks to replace."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 300.0
 """How long after its end a command is started again, while the job goes on: twice as long each time it ends at once."""
 AT_ONCE_S = 20.0
 """What ends before that could not begin, as where a node is still away."""
+TRIES = 3
+"""How often the tasks of a node may end before the job has begun; then it is stopped."""
 GONE_S = 5.0
 """How long no task of a node may have a connection; one that lives makes a new one within a tenth of the lease time."""
 KILL_S = 2.0
@@ -38,22 +40,22 @@ class NodeCommand:
     nodes: Sequence[str]
     tasks_per_node: int
     words: Sequence[str]
-    """The command; ``{node}`` in it becomes the name of the node."""
+    """The command; ``{host}`` in it becomes the name of the node."""
 
     def __post_init__(self) -> None:
         if not self.nodes or not all(self.nodes) or len(set(self.nodes)) < len(self.nodes):
             raise ConfigError(f"--nodes {','.join(self.nodes)}: needs the names of different nodes, as in n1,n2")
         if self.tasks_per_node < 1:
             raise ConfigError(f"--tasks-per-node {self.tasks_per_node}: needs 1 or more")
-        if len(self.nodes) > 1 and not any(NODE in word for word in self.words):
+        if len(self.nodes) > 1 and not any(HOST in word for word in self.words):
             raise ConfigError(
-                f"{self.words[0]} ... has no {NODE}, so it would start the same tasks {len(self.nodes)} times; "
-                f"say where, as in srun --nodes=1 --nodelist={NODE}"
+                f"{self.words[0]} ... has no {HOST}, so it would start the same tasks {len(self.nodes)} times; "
+                f"say where, as in srun --nodes=1 --nodelist={HOST}"
             )
 
     def on(self, node: str) -> list[str]:
         """The command for one node."""
-        return [word.replace(NODE, node) for word in self.words]
+        return [word.replace(HOST, node) for word in self.words]
 
 
 class _Node:
@@ -62,20 +64,20 @@ class _Node:
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self.name = name
         self._command, self._environment = command, environment
-        self._starts = 0
+        self.starts = 0
         self._delay_s = FIRST_DELAY_S
         self.start()
 
     def start(self) -> None:
         """Run the command."""
-        self._starts += 1
-        self.start_name = f"{self.name}/{self._starts}"
-        environment = {**os.environ, **self._environment, START_ENV: self.start_name}
+        name = f"{self.name}/{self.starts + 1}"
+        environment = {**os.environ, **self._environment, START_ENV: name}
+        self.process = subprocess.Popen(self._command, env=environment)
+        self.start_name, self.starts = name, self.starts + 1
         self._started_at = time.monotonic()
         self._was_connected = self._is_asked = False
         self.gone_at: float | None = None
         self.ended_at: float | None = None
-        self.process = subprocess.Popen(self._command, env=environment)
 
     def look(self, connected: Collection[str]) -> None:
         """Take in whether any of the tasks has a connection."""
@@ -107,9 +109,13 @@ class _Node:
         self.ended_at = time.monotonic()
         if self.ended_at - self._started_at > AT_ONCE_S:
             self._delay_s = FIRST_DELAY_S
-        self.start_at = self.ended_at + self._delay_s
-        self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)
+        self.put_off()
         return True
+
+    def put_off(self) -> None:
+        """Start it later: after a pause that is twice as long as the last one."""
+        self.start_at = time.monotonic() + self._delay_s
+        self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)
 
 
 class NodeTasks:
@@ -125,6 +131,8 @@ class NodeTasks:
 
     def __init__(self, command: NodeCommand, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
         self._report = report
+        self.failed: str | None = None
+        """Why the job cannot begin, in words, once that is known."""
         tasks = len(command.nodes) * command.tasks_per_node
         self._nodes: list[_Node] = []
         for number, node in enumerate(command.nodes):
@@ -141,27 +149,35 @@ class NodeTasks:
         """In words, for the reason why a job has ended."""
         return "; ".join(f"the tasks of {node.name} ended with {node.process.poll()}" for node in self._nodes)
 
-    def step(self, connected: Collection[str], *, may_start_again: bool) -> None:
+    def step(self, connected: Collection[str], heard: Collection[str], *, has_begun: bool) -> None:
         """Start again what has ended, after a while.
 
         Args:
             connected: starts of which a task is connected to the coordinator.
-            may_start_again: not before the job has begun: what ends then would end again.
+            heard: starts of which a task has been heard of within the lease time.
+            has_begun: whether the job has. Before that, what ends again and again is a mistake, and stops it.
         """
         for node in self._nodes:
             node.look(connected)
-            has_ended = node.note_end()
-            if not may_start_again:
-                continue
-            if node.end_without_tasks():
+            if has_begun and node.end_without_tasks():
                 self._report(f"the tasks of {node.name} are gone; ending what started them")
-            if has_ended:
-                wait_s = node.start_at - time.monotonic()
-                self._report(
-                    f"the tasks of {node.name} ended with {node.process.returncode}; started again in {wait_s:.0f} s"
-                )
-            if node.ended_at is not None and time.monotonic() > node.start_at:
-                node.start()
+            if node.note_end():
+                code, wait_s = node.process.returncode, node.start_at - time.monotonic()
+                if not has_begun and node.starts >= TRIES:
+                    self.failed = f"the tasks of {node.name} ended {TRIES} times with {code} before the job began"
+                    return
+                self._report(f"the tasks of {node.name} ended with {code}; started again in {wait_s:.0f} s")
+            # The command may have been killed alone: tasks that live keep their node.
+            live = any(start.startswith(f"{node.name}/") for start in heard)
+            if node.ended_at is not None and time.monotonic() > node.start_at and not live:
+                self._start_again(node)
+
+    def _start_again(self, node: _Node) -> None:
+        try:
+            node.start()
+        except OSError as error:  # no memory or no process to be had now: the job goes on, and so do the other nodes
+            self._report(f"the tasks of {node.name} cannot be started: {error.strerror}; tried again")
+            node.put_off()
 
     def wait_and_kill(self, grace_s: float) -> None:
         """Give the commands so long to end by themselves, and kill those that do not."""

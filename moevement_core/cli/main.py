@@ -155,7 +155,7 @@ def _add_coordinate(commands: argparse._SubParsersAction) -> None:
     )
     coordinate.add_argument("--run-dir", type=_folder, metavar="DIR", help="the job's, in which ranks.json is kept")
     coordinate.add_argument(
-        "--nodes", metavar="A,B,...", help="run COMMAND once for each of these nodes, {node} in it is the name of one"
+        "--nodes", metavar="A,B,...", help="run COMMAND once for each of these nodes, {host} in it is the name of one"
     )
     coordinate.add_argument(
         "--tasks-per-node", type=int, default=1, metavar="K", help="that COMMAND starts (default: 1)"
@@ -164,7 +164,7 @@ def _add_coordinate(commands: argparse._SubParsersAction) -> None:
         "command",
         nargs=argparse.REMAINDER,
         metavar="-- COMMAND",
-        help="starts the tasks of a node (srun --nodes=1 --nodelist={node} ... moevement launch ...), with "
+        help="starts the tasks of a node (srun --nodes=1 --nodelist={host} ... moevement launch ...), with "
         "MOEVEMENT_STORE set; again if they end before the job does",
     )
     coordinate.set_defaults(run=_coordinate)

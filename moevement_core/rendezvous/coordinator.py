@@ -91,6 +91,9 @@ class Coordinator:
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
         self._interrupt, self._clock = interrupt, clock
         self._joined = 0
+        self._joined_at = clock()
+        """When the newest member joined."""
+        self._is_told = False
         self._unwritten: dict[int, float] = {}
         """Numbers whose member's information has not been found yet, and since when."""
         self._renewed: dict[int, float] = {}
@@ -225,6 +228,7 @@ class Coordinator:
             info = MemberInfo(**json.loads(self._store.get(MEMBER.format(number))))
             if info.member not in self._dead:
                 self.members[info.member] = info
+                self._joined_at = self._clock()
                 self._renewed.setdefault(info.member, self._clock())
         self._joined = joined
 
@@ -272,6 +276,8 @@ class Coordinator:
                 text = self._store.get(f"{LEFT.format(self._started)}/{member}")
                 self._left[member] = json.loads(text)
                 self._committed(self._left[member]["committed"])
+                if self._left[member]["had_recovered"]:
+                    self._unrecovered.clear()
         return bool(self._left)
 
     def _all_finished(self) -> bool:
@@ -292,15 +298,30 @@ class Coordinator:
         if self.state is State.STOPPED or self._clock() < self._form_at:
             return
         missing = [rank for rank in range(self._ranks) if rank not in survivors]
-        if self.roster.generation < 0 and any(
-            member not in self.members and member not in self._dead for member in range(self._ranks)
-        ):
-            return  # the first ones are the ranks, in their order, however long they take to start
+        if self.roster.generation < 0 and self._waits_for_the_first():
+            return
         spares = sorted(self.waiting()) if self.roster.generation < 0 else self.waiting()
         if len(spares) < len(missing):
             self._wait_for_spares(len(missing) - len(spares))
             return
         self._propose(survivors | dict(zip(missing, spares, strict=False)), len(spares) - len(missing))
+
+    def _waits_for_the_first(self) -> bool:
+        """The first ones are the ranks, in their order; others are where some of them do not come."""
+        gone = [member for member in range(self._ranks) if member not in self.members and member not in self._dead]
+        if not gone:
+            return False
+        if not self.members or self._clock() - self._joined_at < self._spare_timeout_s:
+            return True
+        missing = ", ".join(map(str, gone[:5])) + (f" and {len(gone) - 5} more" if len(gone) > 5 else "")
+        since = f"members {missing} have not come within {self._spare_timeout_s:g} s of the last one"
+        if len(self.members) < self._ranks:
+            self.stop(f"{since}: {len(self.members)} are there, and the job has {self._ranks} ranks")
+            return True
+        if not self._is_told:
+            self._report(f"{since}; the job begins without them")
+            self._is_told = True
+        return False
 
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
         """Whether everyone who had entered training has stopped; who does not in time is given up."""

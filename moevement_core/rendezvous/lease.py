@@ -195,6 +195,12 @@ class LeaseServer:
         return sum(supervisor.heard_at > since for supervisor in self._by_name.values())
 
     @property
+    def heard(self) -> set[str]:
+        """Who started the supervisors that have been heard of within the lease time."""
+        since = time.monotonic() - self._holder.lease_s
+        return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
+
+    @property
     def connected(self) -> set[str]:
         """Who started the supervisors that have a connection now, as they say; it breaks with their processes."""
         return {supervisor.started_by for supervisor in self._by_name.values()}

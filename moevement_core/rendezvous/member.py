@@ -82,14 +82,16 @@ class Member:
             why = self._store.get(GIVEN_UP.format(self._info.member)).decode()
             raise JobStopped(f"the job goes on without this process, which {why}")
 
-    def leave(self, reason: str, committed: int) -> None:
+    def leave(self, reason: str, committed: int, *, had_recovered: bool = False) -> None:
         """This rank has stopped what it did; the job is formed anew when all survivors have.
 
         Args:
             reason: what went wrong here; empty if it was somewhere else.
             committed: the newest iteration that it knows of.
+            had_recovered: whether it had come back from every failure before, or there was none.
         """
-        self._write(LEFT, json.dumps({"reason": reason, "committed": committed, "at": time.time()}))
+        left = {"reason": reason, "committed": committed, "at": time.time(), "had_recovered": had_recovered}
+        self._write(LEFT, json.dumps(left))
 
     def finished(self) -> None:
         """This rank has come to the end of training."""

@@ -123,6 +123,10 @@ def buffer_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record
     return int(heaviest * (SLACK if schedule.size > 1 else 1)) + record_bytes
 
 
+def _peers_with(snapshot: Snapshot, has: Mapping[int, Mapping[int, str]]) -> list[int]:
+    return [peer for peer, its in has.items() if its.get(snapshot.iteration) == snapshot.header.schedule]
+
+
 class Checkpointer:
     """Every method is for the training thread; each rank of the job calls :meth:`capture` once an iteration.
 
@@ -137,7 +141,8 @@ class Checkpointer:
         record_bytes: the most that a boundary record's tensors take.
         report: told, in words, what an operator should know.
         to_disk: whether there are to be buffers for windows that are being written to disk; see :meth:`write_to`.
-        has: by peer, the iterations of this rank's snapshots that it has from before, taken by another process.
+        has: by peer, the snapshots of this rank that it has from before, taken by another process: the id of the
+            schedule by iteration. One of another schedule holds other operators, and is sent anew.
         needed: first and last snapshot of the run that is persisted on every rank, where the job has one already: peers
             keep their copies of it until there is a newer one.
     """
@@ -155,7 +160,7 @@ class Checkpointer:
         report: Report,
         *,
         to_disk: bool = False,
-        has: Mapping[int, Collection[int]] | None = None,
+        has: Mapping[int, Mapping[int, str]] | None = None,
         needed: tuple[int, int] = (NONE, NONE),
     ) -> None:
         self.rank = rank
@@ -325,7 +330,7 @@ class Checkpointer:
         senders: Sequence[Sender],
         keepers: Sequence[Keeper],
         agreement: Agreement,
-        has: Mapping[int, Collection[int]],
+        has: Mapping[int, Mapping[int, str]],
         former: Collection[Keeper] = (),
     ) -> None:
         """Go on with other peers, or the same ones over new connections; every snapshot that is whole stays.
@@ -334,7 +339,7 @@ class Checkpointer:
             senders: one for each peer; they are given what their peer does not have.
             keepers: one for each rank whose snapshots are kept here.
             agreement: how ranks learn what all of them have, from now on.
-            has: by peer, the iterations of this rank's snapshots that it has.
+            has: by peer, the snapshots of this rank that it has: the id of the schedule by iteration.
             former: keepers of ranks that have other peers now; they go when the next window is persisted.
         """
         self.settle()
@@ -347,11 +352,11 @@ class Checkpointer:
         self._capture, self._sent_before, self._paused = None, 0, False
         with self._lock:
             kept = sorted(self._held.items())
-            for iteration, held in kept:
+            for _, held in kept:
                 held.undeliverable = False
                 if held.snapshot is not None:
                     held.snapshot.acknowledged.clear()
-                    held.snapshot.acknowledged.update(peer for peer, its in has.items() if iteration in its)
+                    held.snapshot.acknowledged.update(_peers_with(held.snapshot, has))
         for sender in senders:
             sender.open(self._pool.count + 1, self._pool.nbytes)
             for _, held in kept:
@@ -391,7 +396,7 @@ class Checkpointer:
         """On the capture thread: hand the snapshot to the senders."""
         if not self.replicating:
             snapshot.acknowledged.update(sender.peer for sender in self._senders)
-        snapshot.acknowledged.update(peer for peer, its in self._has.items() if snapshot.iteration in its)
+        snapshot.acknowledged.update(_peers_with(snapshot, self._has))
         with self._lock:
             held.snapshot = snapshot
         for sender in self._senders if self.replicating else ():

@@ -58,7 +58,7 @@ def test_the_coordinator_starts_the_tasks(shell: Shell) -> None:
     assert call == (
         f"moevement coordinate --ranks 7 --host a1 --port 20007 --run-dir {shell.folder}/runs/moe-7 --nodes a1,a2 "
         "--tasks-per-node 2 -- srun --mpi=pmix --export=ALL --no-kill --kill-on-bad-exit=0 --overlap --nodes=1 "
-        f"--ntasks=2 --nodelist={{node}} moevement launch --nproc 2 --spares 1 {SCRIPT} "
+        f"--ntasks=2 --nodelist={{host}} moevement launch --nproc 2 --spares 1 {SCRIPT} "
         f"--moevement-sparse-ckpt --lr 1e-4 --run-dir {shell.folder}/runs/moe-7"
     )
 

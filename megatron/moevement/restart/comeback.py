@@ -57,7 +57,7 @@ class RankReport:
     begun_progress: Mapping[str, int] | None = None
     """Where the next iteration began, if it had begun it: everything that was due had been done."""
     flops: float = 0.0
-    keeps: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    keeps: sparse.Copies = field(default_factory=dict)
     parameter_keys: Sequence[Any] = ()
     policy: Policy | None = None
     goal: RankReport | None = None

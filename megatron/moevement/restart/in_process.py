@@ -140,7 +140,8 @@ class _Restarts:
                 sys.exit(str(stopped) or None)
             if ended is Outcome.INTERRUPTED:
                 self._clear_away()
-                self._member.leave(self._reason, current_job().iteration)
+                job = current_job()
+                self._member.leave(self._reason, job.iteration, had_recovered=job.begun and job.comeback is None)
                 continue
             megatron_state.end_data_workers()
             if isinstance(ended, SystemExit):

@@ -37,7 +37,7 @@ class Policy:
         """Windows begin and end where those of ``other`` do, which has decided more; orders stay what they are."""
         newest, schedules = self.schedules[-1], list(self.schedules)
         for its in other.schedules:
-            if its.start > newest.start and its.size != schedules[-1].size:
+            if its.start >= newest.start and its.size != schedules[-1].size:
                 schedules.append(_imposed(newest.table, newest.order, its))
         return replace(self, window_start=other.window_start, schedules=tuple(schedules), decided=other.decided)
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,6 +74,10 @@ RECORD_SLACK_BYTES = 64 << 10
 """Room for a boundary record to grow."""
 
 
+Copies = Mapping[int, Mapping[int, str]]
+"""What a rank keeps for others: by rank, the id of the schedule of each snapshot by its iteration."""
+
+
 @dataclass
 class Totals:
     """What checkpointing of this rank came to."""
@@ -109,7 +113,7 @@ class SparseRun:
         adopted: Policy | None = None,
         *,
         same_stage: bool = True,
-        kept: Sequence[Mapping[int, Collection[int]]] = (),
+        kept: Sequence[Copies] = (),
     ) -> None:
         from megatron.core.utils import unwrap_model
         from megatron.training import get_args
@@ -279,9 +283,7 @@ class SparseRun:
             windows.decided, self._announced, self.began_at, self._disk_job, self.checkpointer.needed,
         )  # fmt: skip
 
-    def _start_checkpointer(
-        self, adopted: Policy | None, kept: Sequence[Mapping[int, Collection[int]]]
-    ) -> Checkpointer:
+    def _start_checkpointer(self, adopted: Policy | None, kept: Sequence[Copies]) -> Checkpointer:
         def bytes_of(schedule: Schedule) -> int:
             return int(buffer_bytes(schedule, self._states, self._record_bytes))
 
@@ -337,10 +339,10 @@ class SparseRun:
         own = self.checkpointer.memory_needed(self.checkpointer.history.newest)
         return own + sum(keeper.memory_bytes for keeper in self.checkpointer.keepers)
 
-    def _peers_have(self, kept: Sequence[Mapping[int, Collection[int]]]) -> dict[int, Collection[int]]:
-        """By peer, the iterations of this rank's snapshots that it keeps, from what every rank said."""
+    def _peers_have(self, kept: Sequence[Copies]) -> dict[int, Mapping[int, str]]:
+        """By peer, the snapshots of this rank that it keeps, from what every rank said."""
         rank = self.wiring.rank
-        return {peer: kept[peer].get(rank, ()) for peer in self.wiring.peers[rank]} if kept else {}
+        return {peer: kept[peer].get(rank, {}) for peer in self.wiring.peers[rank]} if kept else {}
 
     def _connect(
         self, own_bytes: int, schedules: Sequence[Schedule], before: dict[int, Keeper]
@@ -395,11 +397,14 @@ class SparseRun:
         self.windows.adopt(policy)
         self.checkpointer.history = ScheduleHistory(*policy.schedules)
 
-    def keeps(self) -> dict[int, list[int]]:
-        """Iterations of the snapshots that are kept here for others, by their rank."""
-        return {keeper.source: sorted(keeper.snapshots()) for keeper in self.checkpointer.keepers}
+    def keeps(self) -> dict[int, dict[int, str]]:
+        """The snapshots that are kept here for others, by their rank: the id of the schedule by iteration."""
+        return {
+            keeper.source: {iteration: one.header.schedule for iteration, one in sorted(keeper.snapshots().items())}
+            for keeper in self.checkpointer.keepers
+        }
 
-    def rewire(self, policy: Policy, kept: Sequence[Mapping[int, Collection[int]]]) -> None:
+    def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
         """Go on in a new generation; every rank calls it, or makes its :class:`SparseRun`, at the same point.
 
         Args:

@@ -18,6 +18,7 @@ from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     JOINED,
+    STOP,
     Death,
     MemberInfo,
     NoticedBy,
@@ -91,6 +92,26 @@ def test_the_first_to_join_are_the_ranks_and_the_others_wait(store: Any) -> None
     assert [job.rank_of(number) for number in (0, 1, 2)] == [0, 1, 2]
 
 
+def test_members_that_do_not_come_are_replaced_by_those_that_did(store: Any) -> None:
+    job = Job(store, 2, 1, spare_timeout_s=60.0)
+    job.join(2)
+    job.passes(59.0)
+    assert job.coordinator.state is State.FORMING, "member 1 is to be rank 1"
+    job.passes(2.0)
+    assert job.coordinator.roster.ranks == {0: 0, 1: 2}
+    assert job.reported == ["members 1 have not come within 60 s of the last one; the job begins without them"]
+
+
+def test_a_job_whose_members_do_not_come_is_stopped(store: Any) -> None:
+    job = Job(store, 2, 0, spare_timeout_s=60.0)
+    job.passes(600.0)
+    assert job.coordinator.state is State.FORMING, "nobody has come yet: they may be started later"
+    job.join(0)
+    job.passes(61.0)
+    assert job.coordinator.state is State.STOPPED
+    assert store.get(STOP).decode().startswith("members 1 have not come within 60 s of the last one: 1 are there")
+
+
 def test_a_member_that_dies_before_it_joins_is_not_waited_for(store: Any) -> None:
     job = Job(store, 2, 1)
     job.join(2)
@@ -141,15 +162,21 @@ def test_ranks_that_die_while_the_job_is_formed_anew_are_replaced_too(store: Any
 
 
 def test_a_roster_knows_of_failures_whose_recovery_was_interrupted(store: Any) -> None:
-    job = Job(store, 2, 5)
-    for rank, committed in ((0, 7), (1, 7), (0, 9)):
+    job = Job(store, 2, 6)
+    for rank, had_recovered, earlier in ((0, True, []), (1, False, [0])):
         member = job.coordinator.roster.ranks[rank]
         job.coordinator.died(member, 1000, "was killed by signal 9")
-        job.leave(job.coordinator.roster.ranks[1 - rank], committed=committed)
+        survivor = job.coordinator.roster.ranks[1 - rank]
+        job.members[survivor].leave("", 7, had_recovered=had_recovered)
+        job.settle()
         roster = job.coordinator.roster
         assert [death.rank for death in roster.deaths] == [rank]
-        assert [death.rank for death in roster.earlier] == ([0] if (rank, committed) == (1, 7) else [])
+        assert [death.rank for death in roster.earlier] == earlier
         assert Roster.decode(roster.encode()) == roster
+    job.passes(40.0, alive=job.members, committed=9)  # the job comes further
+    job.coordinator.died(job.coordinator.roster.ranks[0], 1000, "was killed by signal 9")
+    job.leave(job.coordinator.roster.ranks[1], committed=9)
+    assert job.coordinator.roster.earlier == ()
 
 
 def test_without_a_spare_in_time_the_job_stops_and_everyone_learns_why(store: Any) -> None:
