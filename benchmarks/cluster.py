@@ -84,7 +84,7 @@ def _print(
     print(
         f"Layout {arguments.layout}, lease {arguments.lease:g} s, seed {arguments.seed}. {len(losses)} nodes were lost in a "
         f"row, {len(training.events('failure'))} recoveries; at iteration {end} all losses, gradient norms and the final "
-        "state are those of a failure-free run, bit for bit. {2 + arguments.spare_nodes} nodes and Slurm share the cores of one machine.\n"
+        f"state are those of a failure-free run, bit for bit. {2 + arguments.spare_nodes} nodes and Slurm share the cores of one machine.\n"
     )
     print("Medians of seconds; `next iteration` is from the loss to the next iteration that training commits.\n")
     print("| | losses | next iteration | longest | " + " | ".join(PARTS) + " |")
