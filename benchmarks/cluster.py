@@ -3,7 +3,7 @@
     python -m benchmarks.cluster --losses 100 --seed 1 --layout PP2xEP2        # the soak
     python -m benchmarks.cluster --losses 6 > benchmarks/cluster.md            # the table
 
-Four ranks on two nodes, two spares on each of the others, the batch script as shipped. In turn the node that has ranks 2
+Four ranks on two nodes, two spares on each of the others, a task for each node, the batch script as shipped. In turn the node that has ranks 2
 and 3 is killed (its kernel resets connections) or loses its power (silence); it is booted again, before Slurm has missed
 it, and comes back as spares by itself. Needs root, and Debian's slurm-wlm, munge and iproute2.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -46,16 +47,20 @@ def main() -> int:
         return 2
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
-    with tempfile.TemporaryDirectory() as folder, Cluster(nodes=2 + arguments.spare_nodes) as cluster:
-        return _run(cluster, Path(folder), arguments)
+    folder = Path(tempfile.mkdtemp(prefix="moevement-losses-"))  # it stays where something goes wrong
+    with Cluster(nodes=2 + arguments.spare_nodes) as cluster:
+        code = _run(cluster, folder, arguments)
+    shutil.rmtree(folder)
+    return code
 
 
 def _run(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> int:
     draw = random.Random(arguments.seed)
     flags = {"train_iters": 1_000_000, "moevement_lease_seconds": arguments.lease, **LAYOUTS[arguments.layout]}
     training = train(
-        cluster, folder / "job", nodes=2 + arguments.spare_nodes, spares=2 * arguments.spare_nodes, **flags
-    )
+        cluster, folder / "job", nodes=2 + arguments.spare_nodes, spares=2 * arguments.spare_nodes,
+        tasks_per_node=1, environment={"NPROC": "2"}, **flags,
+    )  # fmt: skip
     training.wait_for_iteration(8)
     losses: list[tuple[str, float, dict[str, float]]] = []
     for number in range(arguments.losses):
@@ -69,7 +74,7 @@ def _run(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> int:
         print(f"loss {number + 1} of {arguments.losses}: {node} {how}, {seconds:.1f} s", file=sys.stderr, flush=True)
         cluster.restart_node(node)
     at_iteration = training.end()
-    assert_equal_runs(training, Baselines(folder / "baseline").of(**flags, exit_interval=at_iteration))
+    assert_equal_runs(training, Baselines(folder / "baseline").of(**flags, exit_interval=at_iteration, timeout_s=7200))
     _print(losses, arguments, training, at_iteration)
     return 0
 

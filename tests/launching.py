@@ -17,8 +17,8 @@ def launch(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
 
 
-def finished(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=280)
+def finished(process: subprocess.Popen[str], timeout_s: float = 280) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=timeout_s)
     return process.returncode, out, err
 
 

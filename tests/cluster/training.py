@@ -230,7 +230,7 @@ class Baselines:
     def __init__(self, folder: Path) -> None:
         self._folder, self._made = folder, dict[str, RunRecord]()
 
-    def of(self, **overrides: Any) -> RunRecord:
+    def of(self, *, timeout_s: float = 280, **overrides: Any) -> RunRecord:
         """The run with these flags; it is made when it is asked for the first time."""
         key = repr(sorted(overrides.items()))
         if key not in self._made:
@@ -239,7 +239,7 @@ class Baselines:
             words = flags(**(SPARSE | PP2_EP2 | nodes | overrides))
             words += ["--run-dir", str(run_dir)]
             code, out, err = finished(
-                launch("--nproc", str(RANKS), str(SCRIPT), *words, env={**os.environ, **_THREADS})
+                launch("--nproc", str(RANKS), str(SCRIPT), *words, env={**os.environ, **_THREADS}), timeout_s
             )
             assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
             self._made[key] = RunRecord(run_dir)
