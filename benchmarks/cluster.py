@@ -1,11 +1,11 @@
 """Nodes that are lost one after the other under Slurm: seconds to the next iteration, and equal bits in the end.
 
-    python -m benchmarks.cluster --losses 100 --seed 1 --layout PP2xEP2        # the soak
-    python -m benchmarks.cluster --losses 6 > benchmarks/cluster.md            # the table
+    python -m benchmarks.cluster --losses 50 --seed 1 --layout PP2xEP2 --spare-nodes 3     # half of the soak
+    python -m benchmarks.cluster --losses 50 --seed 2 --layout PP4 --spare-nodes 3         # the other half
 
-Four ranks on two nodes, two spares on each of the others, a task for each node, the batch script as shipped. In turn the node that has ranks 2
-and 3 is killed (its kernel resets connections) or loses its power (silence); it is booted again, before Slurm has missed
-it, and comes back as spares by itself. Needs root, and Debian's slurm-wlm, munge and iproute2.
+Four ranks on two nodes, two spares on each of the others, a task for each node, the batch script as shipped. In turn the
+node that has ranks 2 and 3 is killed (its kernel resets connections) or loses its power (silence); it is booted again,
+before Slurm has missed it, and comes back as spares by itself. Needs root, and Debian's slurm-wlm, munge and iproute2.
 """
 
 from __future__ import annotations
