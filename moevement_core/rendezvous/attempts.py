@@ -23,14 +23,12 @@ class Attempts:
         self._in_a_row = 0
         self._generation = -1
 
-    def committed(self, iteration: int) -> bool:
-        """The newest iteration that a rank is known to have committed; whether the job has come further with it."""
-        if iteration <= self._committed:
-            return False
-        self._committed = iteration
-        self._failures = self._in_a_row = 0
-        self._deaths.clear()
-        return True
+    def committed(self, iteration: int) -> None:
+        """The newest iteration that any rank is known to have committed."""
+        if iteration > self._committed:
+            self._committed = iteration
+            self._failures = self._in_a_row = 0
+            self._deaths.clear()
 
     def failed(self, generation: int, dead_ranks: Collection[int], reasons: Sequence[str]) -> str | None:
         """A generation was interrupted; called again when more of its ranks die before the next one has started.

@@ -103,7 +103,7 @@ class Coordinator:
         self._dead: set[int] = set()
         self._new_deaths: list[Death] = []
         self._unrecovered: list[Death] = []
-        """Those before them, since which no new iteration was committed."""
+        """Those before them, from which the job has not recovered yet."""
         self._interrupted_at = 0.0
         self._proposed_at = 0.0
         self._started = -1
@@ -134,11 +134,7 @@ class Coordinator:
                 self._renewed[member] = now
                 self._disconnected.pop(member, None)
             if committed is not None:
-                self._committed(committed)
-
-    def _committed(self, iteration: int) -> None:
-        if self._attempts.committed(iteration):
-            self._unrecovered.clear()
+                self._attempts.committed(committed)
 
     def disconnected(self, members: Iterable[int]) -> None:
         """The connection of the supervisor of these members broke."""
@@ -275,7 +271,7 @@ class Coordinator:
             if member not in self._left:
                 text = self._store.get(f"{LEFT.format(self._started)}/{member}")
                 self._left[member] = json.loads(text)
-                self._committed(self._left[member]["committed"])
+                self._attempts.committed(self._left[member]["committed"])
                 if self._left[member]["had_recovered"]:
                     self._unrecovered.clear()
         return bool(self._left)

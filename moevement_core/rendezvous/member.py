@@ -88,7 +88,7 @@ class Member:
         Args:
             reason: what went wrong here; empty if it was somewhere else.
             committed: the newest iteration that it knows of.
-            had_recovered: whether it had come back from every failure before, or there was none.
+            had_recovered: whether it was in training, with every failure before behind it.
         """
         left = {"reason": reason, "committed": committed, "at": time.time(), "had_recovered": had_recovered}
         self._write(LEFT, json.dumps(left))

@@ -95,7 +95,7 @@ class Roster:
     deaths: tuple[Death, ...] = ()
     """Since the last generation that started; empty if ranks only restart because one of them failed and lives."""
     earlier: tuple[Death, ...] = ()
-    """Those before, from which the job has not recovered yet: no iteration was committed since."""
+    """Those before, the recovery from which was interrupted."""
     reasons: tuple[str, ...] = ()
     """Why ranks that live had to restart, in their words."""
     formed_at: float = 0.0

@@ -312,6 +312,8 @@ def enter_loop(original: Callable[..., Any]) -> Callable[..., Any]:
         elif job.sparse is not None:
             job.sparse.begin_training()
         job.begun = True
+        if (now := restart.generation()) is not None:
+            job.resumed_in = now.roster.generation
         return original(*args, **kwargs)
 
     return train

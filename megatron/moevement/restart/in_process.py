@@ -141,7 +141,7 @@ class _Restarts:
             if ended is Outcome.INTERRUPTED:
                 self._clear_away()
                 job = current_job()
-                self._member.leave(self._reason, job.iteration, had_recovered=job.begun and job.comeback is None)
+                self._member.leave(self._reason, job.iteration, had_recovered=job.resumed_in == roster.generation)
                 continue
             megatron_state.end_data_workers()
             if isinstance(ended, SystemExit):

@@ -52,6 +52,8 @@ class Job:
     """Sparse checkpointing of this rank, where it is on."""
     begun: bool = False
     """Whether training has begun, so that there is something to keep through a failure."""
+    resumed_in: int = -1
+    """The newest generation in which training went on, with every failure before behind it."""
     groups: list[Groups] = field(default_factory=list)
     """The process groups that the live objects refer to; of several generations only while they are replaced."""
     config: dict[str, Any] = field(default_factory=dict)

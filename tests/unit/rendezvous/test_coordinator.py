@@ -173,9 +173,10 @@ def test_a_roster_knows_of_failures_whose_recovery_was_interrupted(store: Any) -
         assert [death.rank for death in roster.deaths] == [rank]
         assert [death.rank for death in roster.earlier] == earlier
         assert Roster.decode(roster.encode()) == roster
-    job.passes(40.0, alive=job.members, committed=9)  # the job comes further
+    job.passes(40.0, alive=job.members, committed=9)  # so that the next attempt need not wait
     job.coordinator.died(job.coordinator.roster.ranks[0], 1000, "was killed by signal 9")
-    job.leave(job.coordinator.roster.ranks[1], committed=9)
+    job.members[job.coordinator.roster.ranks[1]].leave("", 9, had_recovered=True)
+    job.settle()
     assert job.coordinator.roster.earlier == ()
 
 
