@@ -109,7 +109,7 @@ class _Coordination:
             if signals.asked_by is not None:
                 self._begin_to_wind_down(signal.Signals(signals.asked_by).name)
                 signals.asked_by = None
-            self._stop_without_tasks()
+            self._look_after_tasks()
         self._end()
         if coordinator.state is State.STOPPED:
             reason = self._store.get(STOP).decode()
@@ -117,7 +117,8 @@ class _Coordination:
             return self._code
         return 0
 
-    def _stop_without_tasks(self) -> None:
+    def _look_after_tasks(self) -> None:
+        """Start again the tasks of nodes where they have ended; stop the job where that is of no use."""
         if self._tasks is None or self._coordinator.state in (State.DONE, State.STOPPED):
             return
         self._tasks.step(self._server.connected, self._server.heard, has_begun=self._generation >= 0)

@@ -36,5 +36,5 @@ def six_nodes() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def baselines(tmp_path_factory: pytest.TempPathFactory) -> Baselines:
-    """Runs that are never hurt, to compare with."""
+    """Failure-free runs, to compare with."""
     return Baselines(tmp_path_factory.mktemp("baselines"))
