@@ -29,6 +29,8 @@ POLL_S = 0.05
 GRACE_S = 60.0
 """How long tasks have to end by themselves at the end of the job, and the store is there for them."""
 
+MOST_REASONS = 3
+"""Of what ranks that live found wrong, how much is printed for one failure."""
 TASKS_GRACE_S = 20.0
 """How long the command that started them has to end after every task that can be heard has."""
 
@@ -158,6 +160,8 @@ class _Coordination:
         roster = coordinator.roster
         if roster.generation != self._generation and coordinator.state is State.RUNNING:
             self._generation = roster.generation
+            for reason in roster.reasons[:MOST_REASONS]:
+                _report(reason)
             _report(f"generation {roster.generation} is formed; {roster.spares} spares are left")
         run_dir = self._what.run_dir
         if run_dir is not None and self._generation >= 0 and (who_ := coordinator.who()) != self._written:

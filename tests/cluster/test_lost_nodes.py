@@ -154,6 +154,30 @@ def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(
     assert len(training.events("failure")) == 2
 
 
+def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+    """The second is lost in the recovery from the first; the other spare takes over."""
+    its = FLAGS | PP4
+    training = train(six_nodes, tmp_path, **its, nodes=6, tasks_per_node=1)
+    training.wait_for_iteration(12)
+    (first,) = training.nodes_of(3)
+    six_nodes.kill_node(first)
+    others = [f"n{number}" for number in range(1, 7) if f"n{number}" != first]
+
+    def replacements() -> list[str]:
+        return [node for node in others if training.ranks_on(node) == [3]]
+
+    wait_until(lambda: bool(replacements()), "rank 3 has a replacement", training.everything, timeout_s=60)
+    (second,) = replacements()
+    seconds = training.resumes_after(six_nodes.kill_node(second))
+    failure = training.events("failure")[-1]
+    print(f"{first}, then {second} killed: next iteration after {seconds:.1f} s; {failure['parts']}")
+    assert [who.split(" (")[0] for who in (*failure["earlier"], *failure["failures"])] == ["rank 3", "rank 3"]
+    assert seconds < LEASE_S + NO_TIMEOUT_S
+    for node in (first, second):
+        six_nodes.take_down(node)
+    assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
+
+
 def _lose_both(training: Training, *ranks: int) -> dict[str, Any]:
     """Lose the nodes of two ranks at once, one loudly and one in silence, and boot them again."""
     loud, silent = nodes = training.nodes_of(*ranks)

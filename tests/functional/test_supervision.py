@@ -99,10 +99,14 @@ def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(t
     assert main(["verify", str(tmp_path / "whole"), str(tmp_path / "run"), "--json"]) == 0
 
 
-def test_a_rank_that_is_stopped_during_a_replay_is_replaced(tmp_path: Path) -> None:
+def test_a_rank_that_is_stopped_during_a_recovery_is_replaced(tmp_path: Path) -> None:
+    """While the other one waits for it to make process groups, then while it replays."""
     wanted = train(2, tmp_path / "failure_free", **FLAGS, train_iters=14)
     survived = survive(
-        2, 1, tmp_path / "run", inject=("rank=1,iteration=8,phase=forward", "rank=1,phase=replay,signal=STOP"),
+        2, 1, tmp_path / "run",
+        inject=(
+            "rank=1,iteration=8,phase=forward", "rank=1,phase=groups,signal=STOP", "rank=1,phase=replay,signal=STOP",
+        ),
         **FLAGS, train_iters=14, moevement_lease_seconds=2,
     )  # fmt: skip
     assert survived.digest == wanted.summary()["state_digest"]["all"]

@@ -8,12 +8,14 @@ happens but a result means that the generation is left, and who takes part in th
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from nvidia_resiliency_ext.inprocess.abort import Abort
@@ -50,6 +52,9 @@ class Guard:
     def __init__(self, rank: int, world: int, store: Any, abort: Abort, hang_s: float, interval_s: float) -> None:
         self._rank, self._store, self._hang_s = rank, store, hang_s
         self._limit_s = hang_s
+        self._main_thread = threading.get_ident()
+        self.hang: str | None = None
+        """Where this rank hung and for how long, in words; None while it did not."""
         self._seen = Timestamp(auto=time.monotonic())
         self._has_ended = threading.Event()
         self._atomic = threading.RLock()
@@ -134,8 +139,13 @@ class Guard:
     def _watch_for_hang(self) -> None:
         while not self._has_ended.wait(LOOK_S):
             if self._seen.is_timed_out(timedelta(seconds=self._limit_s)):
+                self.hang = f"no progress for {self._limit_s:g} s in {self._place()}"
                 self.interrupt_all(Interruption.SOFT_TIMEOUT)
                 return
+
+    def _place(self) -> str:
+        frame = sys._current_frames()[self._main_thread]
+        return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
 
     def _end(self) -> None:
         """End both threads, whatever interrupts the main thread meanwhile; after it nothing does."""

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,13 +26,14 @@ from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 from megatron.moevement.platform import is_cpu
-from megatron.moevement.restart import megatron_state
+from megatron.moevement.restart import injection, megatron_state
 from megatron.moevement.restart.abort import AbortAll
 from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV
 from megatron.moevement.restart.guard import Guard, Outcome
 from megatron.moevement.restart.store import GenerationStore, connect, connect_breakable, store_address
 from megatron.moevement.runtime.job import current_job, start_job
 from moevement_core.errors import ConfigError, DataError, JobStopped, RunRecordError
+from moevement_core.injection import Fault, Phase
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import MemberInfo, Roster
 from moevement_core.rendezvous.status_page import wait_until_held
@@ -153,6 +154,7 @@ class _Restarts:
         from megatron.training import get_args
 
         args = get_args()
+        injection.begin(Fault.parse(text) for text in args.moevement_inject)
         world = len(now.roster.ranks)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
         self._reason = ""
@@ -171,6 +173,8 @@ class _Restarts:
             try:
                 if not is_cpu():
                     CudaHealthCheck(timedelta(seconds=10))(None)
+                if now.roster.generation > 0:
+                    injection.at(Phase.GROUPS)
                 ended = self._run(store)
                 self._member.finished()
                 with guard.waiting_for_others():
@@ -190,7 +194,10 @@ class _Restarts:
 
         now.guard = guard
         try:
-            return guard.run(body)
+            ended = guard.run(body)
+            if ended is Outcome.INTERRUPTED and guard.hang is not None:
+                self._reason = f"rank {now.rank}: {guard.hang}"
+            return ended
         except _Unfit as unfit:
             raise unfit.error from None
         finally:
@@ -207,9 +214,7 @@ class _Restarts:
     def _clear_away(self) -> None:
         """What the interruption may have left, on a rank that goes on."""
         torch.set_grad_enabled(True)
-        if dist.is_initialized():  # it was being made when everything else was destroyed
-            with suppress(Exception):
-                dist.destroy_process_group()
+        megatron_state.forget_groups()
         job = current_job()
         if job.sparse is not None:
             job.sparse.disconnect()

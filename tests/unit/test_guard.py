@@ -1,0 +1,58 @@
+"""A generation of one rank: it hangs, is interrupted, and says where; and what torch counts starts again after it."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from nvidia_resiliency_ext.inprocess.abort import Abort
+from nvidia_resiliency_ext.inprocess.state import FrozenState
+
+from megatron.moevement.restart import megatron_state
+from megatron.moevement.restart.guard import Guard, Outcome
+from megatron.moevement.restart.store import GenerationStore
+
+
+class _Free(Abort):
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __call__(self, state: FrozenState) -> FrozenState:
+        self._lock.release()
+        return state
+
+
+def test_a_rank_that_hangs_is_interrupted_and_names_the_place() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    guard = Guard(0, 1, GenerationStore(dist.HashStore(), 0), _Free(lock), hang_s=0.5, interval_s=0.05)
+    assert guard.hang is None
+
+    def waits_for_ever() -> None:
+        lock.acquire()
+        while True:  # the interruption is raised in here
+            pass
+
+    assert guard.run(waits_for_ever) is Outcome.INTERRUPTED
+    assert guard.hang is not None
+    assert guard.hang.startswith("no progress for 0.5 s in ")
+    assert "waits_for_ever (test_guard.py:" in guard.hang
+
+
+def test_groups_are_named_from_the_beginning_after_an_interruption() -> None:
+    """An interruption while the default group is made leaves torch's count of groups, and nothing to destroy."""
+    assert not dist.is_initialized()
+    with pytest.raises(dist.DistError):
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(milliseconds=100)
+        )
+    assert not dist.is_initialized()
+    megatron_state.forget_groups()
+    assert dist.distributed_c10d._world.group_count == 0
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.new_group([0])
+    megatron_state.forget_groups()
+    assert not dist.is_initialized()
+    assert dist.distributed_c10d._world.group_count == 0
