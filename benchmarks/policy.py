@@ -20,8 +20,8 @@ from benchmarks.environment import measured_on
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.popularity import order_operators
 from moevement_core.policy.reorder import ReorderTrigger
-from moevement_core.policy.schedule import Schedule
 from moevement_core.policy.window import Budget, WindowKind, choose_window, find_window_size
+from moevement_core.strategies import SparseSchedule
 
 OUTPUT = Path(__file__).with_suffix(".md")
 FULL, COMPUTE = 12_000_000, 2_000_000
@@ -63,7 +63,7 @@ def measure(count: int, kind: WindowKind, slots: int, repeats: int) -> str:
 
     def decide() -> None:
         made = order_operators(table, counts)
-        schedule = Schedule(table, made, choose_window(table, made, budget, kind))
+        schedule = SparseSchedule(table, made, choose_window(table, made, budget, kind))
         _ = schedule.slot_of_operator, schedule.id, schedule.contents(1)
 
     algorithm_1_s = _median(lambda: find_window_size(count, 1.0, COMPUTE, FULL, 0, budget.bytes), repeats)

@@ -12,7 +12,7 @@ from pathlib import Path
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import scenario, table
 from benchmarks.papers.published import MODELS, Model
-from moevement_core.policy.plan import CheckpointPlan
+from moevement_core.checkpoint_plan import CheckpointPlan
 from moevement_core.simulator.strategies import Gemini, MoEvement
 
 OUTPUT = Path(__file__).with_suffix(".md")

@@ -14,14 +14,18 @@ from typing import Any
 from megatron.moevement.restart.environment import NODE_ENV
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Fault, Phase
+from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.replication.placement import PlacementKind
 from moevement_core.snapshot.agreement import HORIZON
+from moevement_core.strategies import DenseToPeers, MoEvement, Strategy
 
 AUTO = "auto"
+DENSE_INTERVAL = 10
+"""Iterations, by default."""
 SHORTEST_LEASE_S = 1.0
 LEASES_TO_HANG = 6
 """For how many lease times the main thread of a rank may run nothing before it is taken to hang."""
@@ -41,6 +45,10 @@ class Verify(StrEnum):
 class SparseConfig:
     """How a run saves its state every iteration; see the flags' help for each field."""
 
+    strategy: str
+    """The name of a strategy."""
+    dense_interval: int
+    """k of the strategy ``dense``, iterations."""
     window: int | None
     """W, or nothing for the smallest that fits."""
     window_kind: WindowKind
@@ -80,6 +88,12 @@ class SparseConfig:
     inject_speedup: float
     """How much faster than in the trace."""
 
+    def strategy_of(self, table: OperatorTable) -> Strategy:
+        """The strategy of a stage with these operators."""
+        if self.strategy == DenseToPeers.name:
+            return DenseToPeers(table, self.dense_interval)
+        return MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)
+
     def node_of(self, rank: int) -> str:
         """The name of the node that ``rank``, which is this process, is on."""
         if node := os.environ.get(NODE_ENV):
@@ -98,7 +112,9 @@ class SparseConfig:
         dense = not args.num_experts
         default_order = Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT
         return SparseConfig(
-            window=_window(args.moevement_window),
+            strategy=args.moevement_strategy,
+            dense_interval=_interval(args.moevement_strategy, args.moevement_dense_interval),
+            window=_window(args.moevement_strategy, args.moevement_window),
             window_kind=WindowKind(args.moevement_window_kind),
             ordering=OrderingConfig(Ordering(args.moevement_order or default_order), args.moevement_order_alpha),
             thresholds=ReorderThresholds(args.moevement_reorder_threshold, args.moevement_reorder_fraction),
@@ -140,6 +156,20 @@ def add_sparse_arguments(group: Any) -> None:
         "--moevement-sparse-ckpt",
         action="store_true",
         help="keep a slice of the training state in host memory, and on peers, every iteration",
+    )
+    add(
+        "--moevement-strategy",
+        choices=[MoEvement.name, DenseToPeers.name],
+        default=MoEvement.name,
+        help="moevement: a slice of the state every iteration; dense: all of it, every --moevement-dense-interval "
+        "iterations; either to peers, and recovered by the stages that lost it (default: moevement)",
+    )
+    add(
+        "--moevement-dense-interval",
+        type=int,
+        metavar="K",
+        help="iterations from one dense snapshot to the next, for --moevement-strategy dense (default: "
+        f"{DENSE_INTERVAL})",
     )
     add(
         "--moevement-window",
@@ -323,12 +353,28 @@ def lease_seconds(text: str) -> float:
     return value
 
 
-def _window(text: str) -> int | None:
+def _window(strategy: str, text: str) -> int | None:
     if text == AUTO:
         return None
+    if strategy != MoEvement.name:
+        raise ConfigError(
+            f"--moevement-window {text} with --moevement-strategy {strategy}; needs --moevement-strategy "
+            f"{MoEvement.name}"
+        )
     if not text.isdecimal() or not 1 <= int(text) <= MOST_ITERATIONS:
         raise ConfigError(f"--moevement-window {text}; needs auto or a number of iterations, 1 to {MOST_ITERATIONS}")
     return int(text)
+
+
+def _interval(strategy: str, value: int | None) -> int:
+    if value is not None and strategy != DenseToPeers.name:
+        raise ConfigError(
+            f"--moevement-dense-interval {value} with --moevement-strategy {strategy}; needs --moevement-strategy dense"
+        )
+    value = DENSE_INTERVAL if value is None else value
+    if not 1 <= value <= MOST_ITERATIONS:
+        raise ConfigError(f"--moevement-dense-interval {value}; needs a number of iterations, 1 to {MOST_ITERATIONS}")
+    return value
 
 
 def _bandwidth(flag: str, text: str) -> float | None:

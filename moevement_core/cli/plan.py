@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_core import precision
+from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput, StagePlan
 from moevement_core.description.cluster import CLUSTERS, GB, Cluster
 from moevement_core.errors import ConfigError
-from moevement_core.policy.plan import CheckpointPlan, PlanInput, StagePlan
 from moevement_core.policy.window import WindowKind
 
 PRESETS = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "configs"

@@ -1,26 +1,23 @@
-"""Which operators every snapshot holds (``GenerateSchedule()`` of MoEvement's Algorithm 1), through reorders and new W.
+"""What every snapshot holds, through every change of it (``GenerateSchedule()`` of MoEvement's Algorithm 1).
 
-``SS_t`` is the snapshot of ``state@t``. Under one :class:`Schedule` it saves slot ``(t - start) mod W``: full state of
-the slot's operators, compute weights of those in later slots (aligned) or of all others (rolling). A
-:class:`ScheduleHistory` strings schedules together: a new one begins where a window of the old one would, so windows
-stay whole, and every snapshot can be told from its iteration alone.
+``SS_t`` is the snapshot of ``state@t``. A :class:`Schedule` says of each iteration what its snapshot holds, if one is
+taken at all; strategies make them (:mod:`moevement_core.strategies`). A :class:`ScheduleHistory` strings schedules
+together: a new one begins where a window of the old one would, so windows stay whole, and every snapshot can be told
+from its iteration alone.
 """
 
 from __future__ import annotations
 
-import hashlib
+from abc import ABC, abstractmethod
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from moevement_core.errors import ScheduleError
 from moevement_core.operators import OperatorTable
-from moevement_core.policy.popularity import Order
-from moevement_core.policy.window import Window, WindowKind
 
 
 class Saved(IntEnum):
@@ -34,35 +31,84 @@ class Saved(IntEnum):
 Contents = npt.NDArray[np.int8]
 """What a snapshot holds of each operator of the table, :class:`Saved` as int8 ``[operators]``."""
 
+LAG_ALLOWANCE = 2
+"""Iterations by which peers may trail before a window has to be abandoned: buffers are set aside for so many."""
+
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
-    """One order and one window, in force from ``start`` on. Plain data: ranks that agree on it save the same."""
+class Schedule(ABC):
+    """What is saved from ``start`` on, again and again in windows. Plain data: ranks that agree on it save the same."""
 
     table: OperatorTable
-    order: Order
-    window: Window
-    start: int = 0
+    start: int = field(default=0, kw_only=True)
     """The iteration whose state the first snapshot holds."""
 
     @property
-    def size(self) -> int:
-        """W, iterations."""
-        return self.window.size
-
-    @cached_property
+    @abstractmethod
     def id(self) -> str:
         """A name that only equal schedules share, whatever rank made them; it travels with every snapshot."""
-        digest = hashlib.sha256(repr((self.start, self.window.kind.value, self.window.ends)).encode())
-        digest.update("\n".join(self.table.names[place] for place in self.order).encode())
-        return digest.hexdigest()[:16]
 
-    @cached_property
-    def slot_of_operator(self) -> npt.NDArray[np.int64]:
-        """The slot in which each operator of the table saves its full state, int64 ``[operators]``."""
-        slots = np.empty(len(self.table), dtype=np.int64)
-        slots[self.order] = np.searchsorted(self.window.ends, np.arange(len(self.table)), side="right")
-        return slots
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """W: iterations from the beginning of a window to that of the next."""
+
+    @property
+    @abstractmethod
+    def snapshots(self) -> int:
+        """How many snapshots a window has."""
+
+    @property
+    @abstractmethod
+    def is_dense(self) -> bool:
+        """Whether each snapshot holds the full state of every operator."""
+
+    @abstractmethod
+    def contents_of_slot(self, slot: int) -> Contents | None:
+        """What snapshots of ``slot`` hold of each operator; nothing if none is taken in it."""
+
+    @abstractmethod
+    def last_of_run(self, first: int) -> int:
+        """The last snapshot of the run that begins with ``SS_first``, where no other schedule comes between."""
+
+    @abstractmethod
+    def may_begin_at(self, iteration: int) -> bool:
+        """Whether a run may begin with ``SS_iteration``, after some that were left out."""
+
+    @abstractmethod
+    def slots_kept(self, lag: int, *, to_disk: bool) -> int:
+        """Snapshots of itself that a rank keeps at most.
+
+        Args:
+            lag: iterations by which replication may trail.
+            to_disk: whether one run more is kept, that is being written while newer ones come.
+        """
+
+    @abstractmethod
+    def iterations_logged(self, lag: int, *, to_disk: bool) -> int:
+        """How far back logs and records reach at most: no plan begins before the oldest snapshot that is kept."""
+
+    @abstractmethod
+    def most_replayed(self, lag: int) -> int:
+        """Committed iterations that a recovery replays at most.
+
+        Args:
+            lag: L, iterations by which replication trails capture. When ``state@T`` is the last one committed,
+                ``SS_(T-1)`` is captured (``SS_T`` is still being copied), so ``SS_(T-1-L)`` is the newest that peers
+                may have.
+        """
+
+    @abstractmethod
+    def expected_rollback(self, lag: float) -> float:
+        """Iterations of work that a failure at a random moment costs on average, the interrupted one half."""
+
+    @abstractmethod
+    def with_windows_of(self, other: Schedule) -> Schedule:
+        """These operators, saved when ``other`` saves those of another stage."""
+
+    @abstractmethod
+    def starting_at(self, start: int) -> Schedule:
+        """The same from another iteration on."""
 
     def slot(self, iteration: int) -> int:
         """The slot that ``SS_iteration`` saves.
@@ -82,29 +128,13 @@ class Schedule:
         """The first iteration, ``iteration`` or later, whose snapshot begins a window."""
         return max(self.start, iteration + (self.start - iteration) % self.size)
 
-    def active(self, slot: int) -> tuple[str, ...]:
-        """Operators that save full state in ``slot``, in order."""
-        start = self.window.ends[slot - 1] if slot else 0
-        return tuple(self.table.names[place] for place in self.order[start : self.window.ends[slot]])
+    def contents(self, iteration: int) -> Contents | None:
+        """What ``SS_iteration`` holds of each operator; nothing if it is not taken."""
+        return self.contents_of_slot(self.slot(iteration))
 
-    def frozen(self, slot: int) -> tuple[str, ...]:
-        """Operators that save compute weights in ``slot``, in order: later ones (aligned) or all others (rolling)."""
-        start = self.window.ends[slot - 1] if slot and self.window.kind is WindowKind.ROLLING else 0
-        others = self.order[:start], self.order[self.window.ends[slot] :]
-        return tuple(self.table.names[place] for part in others for place in part)
-
-    def contents(self, iteration: int) -> Contents:
-        """What ``SS_iteration`` holds of each operator."""
-        slot = self.slot(iteration)
-        saved = np.zeros(len(self.table), dtype=np.int8)
-        frozen = self.slot_of_operator > slot if self.window.kind is WindowKind.ALIGNED else True
-        saved[frozen] = Saved.COMPUTE
-        saved[self.slot_of_operator == slot] = Saved.FULL
-        return saved
-
-    def snapshot_bytes(self, iteration: int) -> npt.NDArray[np.int64]:
-        """What ``SS_iteration`` weighs on each rank of the table, int64 ``[ranks]``."""
-        return self.window.slot_bytes[:, self.slot(iteration)]
+    def slots(self) -> list[int]:
+        """Those of a window in which a snapshot is taken."""
+        return [slot for slot in range(self.size) if self.contents_of_slot(slot) is not None]
 
 
 class ScheduleHistory:
@@ -144,19 +174,19 @@ class ScheduleHistory:
             raise ScheduleError(f"iteration {iteration}: schedules are known from {first} on; the older are forgotten")
         return self._schedules[index]
 
-    def contents(self, iteration: int) -> Contents:
-        """What ``SS_iteration`` holds of each operator."""
+    def contents(self, iteration: int) -> Contents | None:
+        """What ``SS_iteration`` holds of each operator; nothing if it is not taken."""
         return self.at(iteration).contents(iteration)
 
-    def change(self, now: int, order: Order, window: Window) -> Schedule:
-        """A new order, a new window or both, from the first window on that begins after ``SS_now``.
+    def change(self, now: int, to: Schedule) -> Schedule:
+        """Another schedule from the first window on that begins after ``SS_now``; returns it as it starts there.
 
         A change that was decided on and has not begun yet is replaced.
         """
         while len(self._schedules) > 1 and self.newest.start > now:
             self._schedules.pop()
         old = self.newest
-        new = Schedule(old.table, order, window, start=old.next_boundary(now + 1))
+        new = to.starting_at(old.next_boundary(now + 1))
         if new.start == old.start:  # the old one never came into force
             self._schedules.pop()
         self._schedules.append(new)
@@ -166,46 +196,3 @@ class ScheduleHistory:
         """Drop the schedules that no snapshot from ``iteration`` on was taken under."""
         keep = self._schedules.index(self.at(iteration))
         del self._schedules[:keep]
-
-
-LAG_ALLOWANCE = 2
-"""Iterations by which peers may trail before a window has to be abandoned: buffers are set aside for so many."""
-
-
-def slots_kept(size: int, lag: int, *, to_disk: bool = False) -> int:
-    """Snapshots of itself that a rank keeps at most: a persisted run, the next one, one being copied, and the lag.
-
-    With ``to_disk`` one run more, that is being written while newer ones come.
-
-    Rolling windows need as many as aligned ones. While nothing breaks W + 1 would do; but after a reorder, or when a
-    snapshot is lost, the next run is W new snapshots beside the W that are persisted.
-    """
-    return (3 if to_disk else 2) * size + 1 + lag
-
-
-def iterations_logged(size: int, lag: int, *, to_disk: bool = False) -> int:
-    """How far back logs and records reach at most: no plan begins before the oldest snapshot that buffers may hold.
-
-    One window more is for one that was abandoned, whose place the next takes late; and one iteration is under way.
-    """
-    return slots_kept(size, lag, to_disk=to_disk) + size + 1
-
-
-def most_replayed(kind: WindowKind, size: int, lag: int) -> int:
-    """Committed iterations that a recovery replays at most.
-
-    Args:
-        kind: of the window.
-        size: W.
-        lag: L, iterations by which replication trails capture. When ``state@T`` is the last one committed, ``SS_(T-1)``
-            is captured (``SS_T`` is still being copied), so ``SS_(T-1-L)`` is the newest that peers have.
-    """
-    return lag + (2 * size - 1 if kind is WindowKind.ALIGNED else size)
-
-
-def expected_rollback(kind: WindowKind, size: int, lag: float) -> float:
-    """Iterations of work that a failure at a random moment costs on average, the interrupted one half.
-
-    Without lag the aligned one is the paper's 3/2 W (section 3.6).
-    """
-    return lag + (1.5 * size if kind is WindowKind.ALIGNED else size + 0.5)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from moevement_core.checkpoint_plan import CheckpointPlan
 from moevement_core.errors import WindowError
-from moevement_core.policy.plan import CheckpointPlan
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Costs, DenseSynchronous, Gemini, MoEvement
 from moevement_core.simulator.strategies.base import Strategy

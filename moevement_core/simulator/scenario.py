@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from moevement_core import precision
+from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.description.cluster import CLUSTERS, GB, Cluster
 from moevement_core.description.job import JobShape
 from moevement_core.description.profile import Profile
 from moevement_core.description.transformer import Layout, MultiLatentAttention, Transformer, describe
 from moevement_core.errors import ConfigError
-from moevement_core.policy.plan import CheckpointPlan, PlanInput
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Scaling
 from moevement_core.simulator.experiment import Draws

@@ -17,9 +17,7 @@ from typing import Any
 from moevement_core.device import Device
 from moevement_core.errors import SnapshotError
 from moevement_core.persistence.writer import WindowWriter
-from moevement_core.policy.recoverable import newest_recoverable_run, open_starts, recoverable_runs
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule, ScheduleHistory, slots_kept
-from moevement_core.policy.window import WindowKind
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule, ScheduleHistory
 from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.sender import STEP_S, Delivery, Sender
 from moevement_core.snapshot import plain
@@ -40,6 +38,7 @@ from moevement_core.snapshot.snapshot import (
     offsets,
 )
 from moevement_core.snapshot.whole import begin_whole
+from moevement_core.strategies.strategy import Strategy
 
 SLACK = 1.125
 """By how much buffers are larger than the heaviest slot: another order has other slots."""
@@ -117,10 +116,10 @@ def tensors_of(schedule: Schedule, contents: Contents, states: Mapping[str, Oper
 
 def buffer_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int) -> int:
     """Bytes of a buffer that any snapshot of ``states`` under ``schedule`` fits in, and a boundary record."""
-    slots = (schedule.contents(schedule.start + slot) for slot in range(schedule.size))
+    slots = (contents for contents in map(schedule.contents_of_slot, range(schedule.size)) if contents is not None)
     heaviest = max(aligned_bytes(tensors_of(schedule, contents, states)) for contents in slots)
-    # In a window of one iteration every slot holds everything, whatever the order.
-    return int(heaviest * (SLACK if schedule.size > 1 else 1)) + record_bytes
+    # What holds everything does so whatever the order.
+    return int(heaviest * (1 if schedule.is_dense else SLACK)) + record_bytes
 
 
 def _peers_with(snapshot: Snapshot, has: Mapping[int, Mapping[int, str]]) -> list[int]:
@@ -133,7 +132,8 @@ class Checkpointer:
     Args:
         rank: this rank.
         states: live tensors of the operators that this rank holds; views that stay valid.
-        history: the schedules; the newest one decides on buffers.
+        strategy: what the run can come back from.
+        history: the schedules that it has made; the newest one decides on buffers.
         device: where the state lives.
         senders: one for each peer.
         keepers: one for each rank whose snapshots are kept here.
@@ -151,6 +151,7 @@ class Checkpointer:
         self,
         rank: int,
         states: Mapping[str, OperatorState],
+        strategy: Strategy,
         history: ScheduleHistory,
         device: Device,
         senders: Sequence[Sender],
@@ -171,6 +172,7 @@ class Checkpointer:
         """Ranks among those whose snapshots are kept that have other peers now."""
         self.replicating = True
         """Whether snapshots go to peers; a benchmark that wants to know what that costs turns it off for a while."""
+        self._strategy = strategy
         self._states = states
         self._device = device
         self._senders = senders
@@ -202,12 +204,12 @@ class Checkpointer:
 
     def memory_needed(self, schedule: Schedule) -> int:
         """Host memory of this rank's own buffers under ``schedule``; nothing that is allocated is given back."""
-        count = max(slots_kept(schedule.size, LAG_ALLOWANCE, to_disk=self._to_disk), self._pool.count)
+        count = max(schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk), self._pool.count)
         return count * max(buffer_bytes(schedule, self._states, self._record_bytes), self._pool.nbytes)
 
     def make_room(self, *schedules: Schedule) -> None:
         """Allocate buffers for ``schedules`` if those that are there do not do; peers are asked for the same."""
-        count = max(slots_kept(one.size, LAG_ALLOWANCE, to_disk=self._to_disk) for one in schedules)
+        count = max(one.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk) for one in schedules)
         nbytes = max(buffer_bytes(one, self._states, self._record_bytes) for one in schedules)
         if count <= self._pool.count and nbytes <= self._pool.nbytes:
             return
@@ -222,7 +224,8 @@ class Checkpointer:
             self._layouts.clear()
             self._laid_out = schedule.id
         if slot not in self._layouts:
-            contents = schedule.contents(schedule.start + slot)
+            contents = schedule.contents_of_slot(slot)
+            assert contents is not None
             tensors = [tensor for tensor in tensors_of(schedule, contents, self._states) if tensor.nbytes]
             placed = [(tensor, at, as_bytes(tensor.tensor)) for tensor, at in offsets(tensors)]
             self._layouts[slot] = _Layout(contents, placed, aligned_bytes(tensors))
@@ -231,7 +234,7 @@ class Checkpointer:
     # Once an iteration
 
     def capture(self, iteration: int, record: Any, *, state: int | None = None, whole: bool = False) -> None:
-        """Begin ``SS_iteration``, while ``state@iteration`` is live; frees what the job needs no more.
+        """Begin ``SS_iteration``, if there is to be one, while ``state@iteration`` is live; frees what no plan needs.
 
         Args:
             iteration: the last one committed.
@@ -248,14 +251,23 @@ class Checkpointer:
         self._capture = None
         if iteration in self._held:
             return  # taken before a failure that the job has come back from to here
+        if not self.takes(iteration):
+            return
         if self._paused and not self._has_room(iteration, self.history.at(iteration)):
             return
         self._paused = False
         if not self.take(iteration, record, state=state, whole=whole):
             self._abandon(iteration)
 
+    def takes(self, iteration: int) -> bool:
+        """Whether there is to be an ``SS_iteration``."""
+        return iteration >= self.history.oldest.start and self.history.contents(iteration) is not None
+
     def take(self, iteration: int, record: Any, *, state: int | None = None, whole: bool = False) -> bool:
-        """Begin ``SS_iteration`` and say nothing to other ranks; whether a buffer was free. See :meth:`capture`."""
+        """Begin ``SS_iteration`` and say nothing to other ranks; whether a buffer was free. See :meth:`capture`.
+
+        The schedule has to have a snapshot there.
+        """
         if (buffer := self._pool.acquire()) is None:
             return False
         schedule = self.history.at(iteration)
@@ -368,8 +380,7 @@ class Checkpointer:
 
     def _has_room(self, iteration: int, schedule: Schedule) -> bool:
         """Whether a window that begins now could be captured whole."""
-        begins = schedule.window.kind is WindowKind.ROLLING or schedule.slot(iteration) == 0
-        return begins and self._pool.available >= schedule.size
+        return schedule.may_begin_at(iteration) and self._pool.available >= schedule.snapshots
 
     def pause(self, iteration: int) -> None:
         """Take no ``SS_iteration``; only for measuring what snapshots cost. Replaces :meth:`capture`, on all ranks."""
@@ -507,10 +518,9 @@ class Checkpointer:
                 self._writer.learn(agreed.writing)
                 if self.progress.persisted >= self._written_from:
                     first = self.progress.persisted
-                    self._writer.begin(first, first + self.history.at(first).size - 1)
-        self._persisted_runs = {
-            run.first: run.last for run in recoverable_runs(self.persisted()) if run.first >= self.progress.persisted
-        }
+                    self._writer.begin(first, self.history.at(first).last_of_run(first))
+        points = self._strategy.restore_points(self.persisted())
+        self._persisted_runs = {run.first: run.last for run in points if run.first >= self.progress.persisted}
         standing = dict.fromkeys(self._open_starts(iteration), Standing.OPEN)
         standing |= dict.fromkeys(self._persisted_runs, Standing.PERSISTED)
         self._agreement.propose(iteration, standing, self._writer.writing if self._writer else Writing.NOTHING)
@@ -539,8 +549,8 @@ class Checkpointer:
         """Where runs of this rank begin that may still become persisted."""
         with self._lock:
             held = {taken: held.contents for taken, held in self._held.items() if not held.undeliverable}
-        complete = {run.first for run in recoverable_runs(held)}
-        return complete.union(open_starts(held) if iteration - 1 in held else ())
+        complete = {run.first for run in self._strategy.restore_points(held)}
+        return complete.union(self._strategy.open_starts(held) if iteration - 1 in held else ())
 
     def _abandon(self, iteration: int) -> None:
         """No buffer is free: give up the window under way, and take no snapshot before a whole one has room again.
@@ -549,7 +559,7 @@ class Checkpointer:
         """
         with self._lock:
             held = {taken: held.contents for taken, held in self._held.items() if not held.undeliverable}
-        newest = newest_recoverable_run(held)
+        newest = next(self._strategy.restore_points(held), None)
         needed = max((*self._persisted_runs.values(), self._last_needed, newest.last if newest else NONE))
         under_way = sorted(taken for taken in held if taken > needed)
         self._free(under_way)

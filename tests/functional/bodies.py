@@ -96,7 +96,9 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
         }
         capture(self, iteration, record, **options)
         schedule = self.history.at(iteration)
-        schedules[iteration] = schedule.id, schedule.contents(iteration).tolist(), list(schedule.table.names)
+        contents = schedule.contents(iteration)
+        assert contents is not None
+        schedules[iteration] = schedule.id, contents.tolist(), list(schedule.table.names)
 
     def wait_and_note(self: Checkpointer) -> float:
         look(self)
@@ -333,7 +335,9 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker._current_state_name = "model-parallel-rng"
     job.sparse.commit._section = job.sparse.commit._told = "open"  # type: ignore[assignment]
-    job.sparse._replaying = job.sparse.windows._counts.paused = True
+    counts = job.sparse.windows._counts
+    assert counts is not None
+    job.sparse._replaying = counts.paused = True
     torch.set_grad_enabled(False)
     torch.autocast("cpu").__enter__()
     torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__enter__()
@@ -354,7 +358,7 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
         ),
         "thread": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _hooks_of_saved_tensors()),
         "switches": (
-            job.sparse._replaying, job.sparse.windows._counts.paused, tracker._current_state_name,
+            job.sparse._replaying, counts.paused, tracker._current_state_name,
             any(member._defer_param_sync for member in job.optimizer.chained_optimizers), chunk.training,
         ),
         "groups": [

@@ -123,6 +123,25 @@ def test_failures_during_a_recovery(tmp_path: Path) -> None:
     assert last["parts"]["interrupted recoveries"] > 0
 
 
+def test_another_strategy_recovers_with_the_same_engine(tmp_path: Path) -> None:
+    """Dense snapshots every few iterations; what is lost is replayed by its stage, frozen operators there are none."""
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    faults = (
+        "rank=1,iteration=2,phase=forward", "rank=0,iteration=9,phase=step", "rank=1,iteration=13,phase=gather",
+        "rank=0,iteration=17,phase=replicate", "rank=1,iteration=19,phase=snapshot",
+    )  # fmt: skip
+    survived = survive(
+        2, 2, tmp_path / "run", inject=faults,
+        **flags_ | {"moevement_window": False, "moevement_strategy": "dense", "moevement_dense_interval": 4},
+    )  # fmt: skip
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    assert len(survived.failures()) == len(faults)
+    assert_alone(survived, 2)
+    assert {line["window"] for line in survived.record.metrics() if "window" in line} == {4}
+
+
 @pytest.mark.full
 def test_a_rank_that_predicts_ahead_is_killed(tmp_path: Path) -> None:
     """Untied, and yet its embedding is a copy: both stages roll back together."""

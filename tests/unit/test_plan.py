@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.moevement.describe import describe
+from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.cli.main import main
 from moevement_core.cli.plan import PRESETS, config_path
 from moevement_core.cli.simulate import SCENARIOS
@@ -17,7 +18,6 @@ from moevement_core.description.cluster import CLUSTERS, Cluster
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import ConfigError, WindowError
 from moevement_core.operators import OperatorKind
-from moevement_core.policy.plan import CheckpointPlan, PlanInput
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import MIXED, parse
 from moevement_core.simulator.scenario import load

@@ -21,6 +21,7 @@ from megatron.moevement.runtime import sparse
 from megatron.moevement.runtime.replay import MegatronTrainer
 from moevement_core.operators import OperatorKind
 from moevement_core.policy.skew import skewness
+from moevement_core.strategies import MoEvement, SparseSchedule
 
 SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
 AT = 8
@@ -49,8 +50,9 @@ class Observer(sparse.Observer):
         """Replay every share in every round."""
         if committed != AT:
             return
-        order = run.checkpointer.history.newest.order
-        names = [run.table.names[place] for place in order]
+        schedule = run.checkpointer.history.newest
+        assert isinstance(schedule, SparseSchedule)
+        names = [run.table.names[place] for place in schedule.order]
         self.skewness = _skewness(run)
         trainer = MegatronTrainer(run.job, run.views, None)
         run.checkpointer.settle()
@@ -72,8 +74,9 @@ class Observer(sparse.Observer):
 
 def _skewness(run: sparse.SparseRun) -> float:
     """S of the counted routing, mean over layers (MoEvement appendix D)."""
-    layers: dict[str, list[float]] = {}
-    for name, kind, score in zip(run.table.names, run.table.kinds, run.windows.popularity.scores, strict=True):
+    strategy, layers = run.windows.strategy, dict[str, list[float]]()
+    assert isinstance(strategy, MoEvement)
+    for name, kind, score in zip(run.table.names, run.table.kinds, strategy.popularity.scores, strict=True):
         if kind is OperatorKind.EXPERT:
             layers.setdefault(name.rsplit(".", 1)[0], []).append(float(score))
     return float(np.mean([skewness(scores) for scores in layers.values()]))

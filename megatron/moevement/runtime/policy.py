@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from moevement_core.operators import OperatorTable
-from moevement_core.policy.popularity import Order, Scores
 from moevement_core.policy.schedule import Schedule
-from moevement_core.policy.window import impose_window
 
 
 @dataclass(frozen=True)
@@ -22,11 +20,9 @@ class Policy:
     window_start: int
     """The first iteration of the newest window that was decided about."""
     schedules: tuple[Schedule, ...]
-    scores: Scores
-    """Popularity, float64 ``[operators]``."""
-    reference: Scores | None
-    """Popularity that the order in force was made from."""
-    decided: bool
+    learned: Any
+    """What the strategy has learned, as it gives and takes it."""
+    settled: bool
     """Whether W is no longer to be measured."""
     announced: int
     began_at: int
@@ -38,23 +34,18 @@ class Policy:
         newest, schedules = self.schedules[-1], list(self.schedules)
         for its in other.schedules:
             if its.start >= newest.start and its.size != schedules[-1].size:
-                schedules.append(_imposed(newest.table, newest.order, its))
-        return replace(self, window_start=other.window_start, schedules=tuple(schedules), decided=other.decided)
+                schedules.append(newest.with_windows_of(its))
+        return replace(self, window_start=other.window_start, schedules=tuple(schedules), settled=other.settled)
 
-    def for_table(self, table: OperatorTable, order: Order, scores: Scores) -> Policy:
+    def for_stage(self, first: Schedule, learned: Any) -> Policy:
         """The same windows, for a stage of which nobody is left who knew its order; a new one comes by and by.
 
         Args:
-            table: of the stage.
-            order: of a stage that has counted nothing yet.
-            scores: of it.
+            first: a schedule of that stage, of any windows.
+            learned: by its strategy, which has counted nothing yet.
         """
-        schedules = tuple(_imposed(table, order, old) for old in self.schedules)
-        return replace(self, schedules=schedules, scores=scores, reference=None)
-
-
-def _imposed(table: OperatorTable, order: Order, its: Schedule) -> Schedule:
-    return Schedule(table, order, impose_window(table, order, its.size, its.window.kind), start=its.start)
+        schedules = tuple(first.with_windows_of(old) for old in self.schedules)
+        return replace(self, schedules=schedules, learned=learned)
 
 
 def agree(stage: int, told: Sequence[tuple[int, Policy]]) -> tuple[Policy, bool]:

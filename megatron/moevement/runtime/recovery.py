@@ -238,7 +238,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
             return
         if iteration in prepared.snapshots:
             checkpointer.adopt(prepared.snapshots[iteration])
-        elif "step" in record and iteration >= checkpointer.history.oldest.start:
+        elif "step" in record and checkpointer.takes(iteration):
             checkpointer.take(iteration, {"boundary": boundary_copy(parts.job), "iteration": record})
             checkpointer.wait()
 

@@ -133,7 +133,8 @@ class SparseRun:
         self._warn_of_copies()
         self.table = self.wiring.table
         sent_bytes = bytes_sent_per_iteration(get_args(), self.wiring.stage)
-        self.windows = WindowDecisions(chunks, self.wiring, config, self._report, sent_bytes)
+        strategy = config.strategy_of(self.table)
+        self.windows = WindowDecisions(strategy, chunks, self.wiring, config, self._report, sent_bytes)
         self._announced = NONE
         self.began_at = job.iteration
         self._silent: set[int] = set()
@@ -155,8 +156,7 @@ class SparseRun:
         self._record_bytes = self._measure_record()
         if adopted is not None:
             if not same_stage:
-                popularity = self.windows.popularity
-                adopted = adopted.for_table(self.table, popularity.order(), popularity.scores)
+                adopted = adopted.for_stage(strategy.first(0, self.wiring.most_operators), strategy.learned())
             self._adopt(adopted)
         self.checkpointer = self._start_checkpointer(adopted, kept)
         self._settled = adopted or self._policy(job.iteration)
@@ -279,8 +279,8 @@ class SparseRun:
     def _policy(self, window_start: int) -> Policy:
         windows = self.windows
         return Policy(
-            window_start, self.checkpointer.history.all, windows.popularity.scores, windows.trigger.reference,
-            windows.decided, self._announced, self.began_at, self._disk_job, self.checkpointer.needed,
+            window_start, self.checkpointer.history.all, windows.strategy.learned(), windows.strategy.settled,
+            self._announced, self.began_at, self._disk_job, self.checkpointer.needed,
         )  # fmt: skip
 
     def _start_checkpointer(self, adopted: Policy | None, kept: Sequence[Copies]) -> Checkpointer:
@@ -291,11 +291,12 @@ class SparseRun:
             history = ScheduleHistory(*adopted.schedules)
         else:
             history = self.windows.first(self.job.iteration, bytes_of)
-        own_bytes = max(self.windows.slots(one.size) for one in history.all) * max(map(bytes_of, history.all))
+        own_bytes = max(map(self.windows.slots, history.all)) * max(map(bytes_of, history.all))
         self._senders, keepers = self._connect(own_bytes, history.all, {})
         return Checkpointer(
             self.wiring.rank,
             self._states,
+            self.windows.strategy,
             history,
             self._device,
             self._senders,
@@ -330,7 +331,7 @@ class SparseRun:
     def _log_cap_bytes(self) -> float:
         """What is left for the log beside snapshots; at least what was set aside for it."""
         history = self.checkpointer.history
-        aside = max(self.windows.log_bytes(one.size) for one in history.all)
+        aside = max(map(self.windows.log_bytes, history.all))
         left = self.config.host_memory_bytes - self._snapshot_bytes()
         return min(self.config.log_memory_bytes, max(left, aside))
 
@@ -357,7 +358,7 @@ class SparseRun:
         wiring, transport = self.wiring, self.wiring.snapshots
         if transport is None:
             return [], []
-        logs_bytes = max(self.windows.log_bytes(one.size) for one in schedules)
+        logs_bytes = max(map(self.windows.log_bytes, schedules))
         allowance = Allowance(self.config.host_memory_bytes - own_bytes - logs_bytes)
         keepers = [
             Keeper(wiring.rank, one, transport, self._device, allowance, self._report, before.get(one))
@@ -450,7 +451,7 @@ class SparseRun:
         # Peers have dropped what no way back begins with any more, and would not take it.
         first = max(schedule.start, self.checkpointer.oldest_needed)
         record = {"boundary": boundary_copy(self.job), "iteration": {}}
-        for iteration in range(first, self.began_at + 1):
+        for iteration in filter(self.checkpointer.takes, range(first, self.began_at + 1)):
             whole = self._digests_whole(iteration)
             self.checkpointer.take(iteration, record, state=self.began_at, whole=whole)
             self.checkpointer.wait()
@@ -522,7 +523,8 @@ class SparseRun:
         history = self.checkpointer.history
         # Before the first iteration a whole window, so that a run has something to come back to from its start on.
         schedule = history.at(committed)
-        first = schedule.window_start(committed) - schedule.size if self._is_first else committed
+        before = max(history.oldest.start, schedule.window_start(committed) - schedule.size)
+        first = before if self._is_first else committed
         self._is_first = False
         for iteration in range(first, committed + 1):
             self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))
@@ -540,7 +542,7 @@ class SparseRun:
 
         Where no window is persisted for long, what a plan could use in the best case is the bound.
         """
-        reach = max(self.windows.iterations_logged(one.size) for one in self.checkpointer.history.all)
+        reach = max(map(self.windows.iterations_logged, self.checkpointer.history.all))
         return max(self.checkpointer.progress.persisted, committed + 2 - reach)
 
     def _forget_before(self, iteration: int) -> None:
@@ -555,7 +557,7 @@ class SparseRun:
                 return False
             case Verify.WINDOW:  # where a replay of the window has brought every operator back
                 schedule = self.checkpointer.history.at(iteration)
-                return schedule.slot(iteration) == schedule.size - 1
+                return iteration == schedule.last_of_run(schedule.window_start(iteration))
             case Verify.ITERATION:
                 return True
 
@@ -885,7 +887,7 @@ class SparseRun:
             self._announced = persisted
             progress = self.checkpointer.progress
             print(
-                f"moevement: window from iteration {persisted} on persisted on every rank ({schedule.size} slots, "
+                f"moevement: window from iteration {persisted} on persisted on every rank ({schedule.snapshots} slots, "
                 f"{len(self.wiring.peers[self.wiring.rank])} peers; replication lags {progress.lag})",
                 flush=True,
             )

@@ -1,4 +1,4 @@
-"""Order and window of a run: what is counted and measured for them, and what every rank comes to for the next window.
+"""What a strategy decides by: counted and measured here, and agreed on by all ranks, window by window.
 
 All collectives of that stand here: popularity is summed over the stage, windows and host memory are the job's.
 """
@@ -22,16 +22,12 @@ from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig
 from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
-from moevement_core.policy.popularity import Popularity
-from moevement_core.policy.reorder import ReorderTrigger
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory, iterations_logged, slots_kept
-from moevement_core.policy.window import Budget, choose_window, impose_window
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory
 from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.checkpointer import Checkpointer
+from moevement_core.strategies import Measured, Strategy
 
-FIRST_WINDOW = 8
-"""W before anything is measured."""
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""
 NETWORK_HEADROOM = 0.8
@@ -42,6 +38,7 @@ class WindowDecisions:
     """Of one rank; every rank calls alike, so that all come to the same.
 
     Args:
+        strategy: whose decisions they are.
         chunks: the rank's model.
         wiring: of this generation; :attr:`wiring` is replaced in the next.
         config: the flags.
@@ -51,32 +48,31 @@ class WindowDecisions:
 
     def __init__(
         self,
+        strategy: Strategy,
         chunks: list[Any],
         wiring: Wiring,
         config: SparseConfig,
         report: Callable[[str], None],
         sent_bytes: int,
     ) -> None:
-        self.wiring, self._config, self._report, self._sent_bytes = wiring, config, report, sent_bytes
-        self._counts = RouterCounts(chunks, wiring.table, config.ordering.ordering)
+        self.strategy, self.wiring, self._config = strategy, wiring, config
+        self._report, self._sent_bytes = report, sent_bytes
+        self._counts = None if strategy.counts is None else RouterCounts(chunks, wiring.table, strategy.counts)
         self._pending: list[torch.Tensor] = []
-        self.popularity = Popularity(wiring.table, config.ordering)
-        self.trigger = ReorderTrigger(wiring.table, config.thresholds)
-        self.decided = config.window is not None
-        """Whether W is no longer to be measured."""
         self._steps_s: list[float] = []
         self.windows = self.reorders = 0
 
     def adopt(self, policy: Policy) -> None:
         """Go on from what a stage has decided."""
-        self.popularity.scores, self.trigger.reference = policy.scores, policy.reference
-        self.decided = policy.decided
+        self.strategy.adopt(policy.learned)
+        self.strategy.settled = policy.settled
 
     # Once an iteration
 
     def count(self) -> None:
         """Take the tokens that the routers have counted since; at the beginning of an iteration."""
-        self._pending.append(self._counts.take())
+        if self._counts is not None:
+            self._pending.append(self._counts.take())
 
     def measured(self, step_s: float) -> None:
         """An iteration took so long, stalls left out."""
@@ -89,13 +85,15 @@ class WindowDecisions:
 
     def pause(self, is_paused: bool) -> None:
         """Tokens of a replay are not counted again."""
-        self._counts.paused = is_paused
+        if self._counts is not None:
+            self._counts.paused = is_paused
 
     def forget(self) -> None:
         """Drop what was counted on the way to a failure, and measured if W is still to be chosen."""
-        self._counts.take()
+        if self._counts is not None:
+            self._counts.take()
         self._pending.clear()
-        if not self.decided:
+        if not self.strategy.settled:
             self._steps_s.clear()
 
     # The first window
@@ -104,48 +102,41 @@ class WindowDecisions:
         """Until something is measured.
 
         Args:
-            start: the iteration whose state the run begins from. One window comes before it, which holds that state.
+            start: the iteration whose state the run begins from.
             buffer_bytes: host memory of one snapshot of this rank under a schedule.
 
         Raises:
             ConfigError: a rank needs more host memory than it may use; on every rank.
         """
-        size = self._first_size()
-        order = self.popularity.order()
-        window = impose_window(self.wiring.table, order, size, self._config.window_kind)
-        first = Schedule(self.wiring.table, order, window, start=start - size)
+        most = self.wiring.most_operators
+        first = self.strategy.first(start, most)
+        if self._config.window is not None and self._config.window > most >= first.size and self.wiring.rank == 0:
+            self._report(
+                f"--moevement-window {self._config.window}: no stage has more than {most} operators; the window is "
+                f"{most} iterations"
+            )
         self._refuse_beyond_cap(first, buffer_bytes(first))
         return ScheduleHistory(first)
 
-    def _first_size(self) -> int:
-        """What was asked for, and never more slots than operators."""
-        most = self.wiring.most_operators
-        wanted = self._config.window or FIRST_WINDOW
-        if self._config.window is not None and wanted > most and self.wiring.rank == 0:
-            self._report(
-                f"--moevement-window {wanted}: no stage has more than {most} operators; the window is {most} iterations"
-            )
-        return min(wanted, most)
-
-    def slots(self, size: int) -> int:
+    def slots(self, schedule: Schedule) -> int:
         """Snapshots that a rank keeps at most."""
-        return slots_kept(size, LAG_ALLOWANCE, to_disk=self._config.persist_dir is not None)
+        return schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._config.persist_dir is not None)
 
-    def iterations_logged(self, size: int) -> int:
+    def iterations_logged(self, schedule: Schedule) -> int:
         """How many iterations logs and records reach back at most."""
-        return iterations_logged(size, LAG_ALLOWANCE, to_disk=self._config.persist_dir is not None)
+        return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._config.persist_dir is not None)
 
-    def log_bytes(self, size: int) -> int:
+    def log_bytes(self, schedule: Schedule) -> int:
         """Host memory that the boundary log of this rank takes at most."""
-        return int(min(self.iterations_logged(size) * self._sent_bytes, self._config.log_memory_bytes))
+        return int(min(self.iterations_logged(schedule) * self._sent_bytes, self._config.log_memory_bytes))
 
     def _refuse_beyond_cap(self, schedule: Schedule, own_bytes: int) -> None:
         """Compare what every rank will need with the cap, on every rank alike.
 
         The rank that needs the most is named, so that what the message says is enough for all.
         """
-        count = self.slots(schedule.size)
-        told = tell_all((own_bytes, self.log_bytes(schedule.size)))
+        count = self.slots(schedule)
+        told = tell_all((own_bytes, self.log_bytes(schedule)))
         needs = []
         for rank, (its_bytes, logs) in enumerate(told):
             sources = sources_of(self.wiring.peers, rank)
@@ -170,19 +161,17 @@ class WindowDecisions:
         """
         self._observe()
         injection.at(Phase.DECIDE)
-        history = checkpointer.history
+        strategy, history = self.strategy, checkpointer.history
         old = history.newest
-        reorder = self.trigger.should_reorder(self.popularity.scores)
-        order = self.popularity.order() if reorder else old.order
-        measured = not self.decided and len(self._steps_s) >= WARM_UP
-        size = self._measured_window(order, checkpointer, senders) if measured else old.size
+        measured = not strategy.settled and len(self._steps_s) >= WARM_UP
+        size = self._measured_window(old, checkpointer, senders) if measured else old.size
+        proposal = strategy.propose(old, size)
         self.windows += 1
-        if math.isinf(self._config.host_memory_bytes) and not reorder and size == old.size:
-            self.decided = self.decided or measured
+        if math.isinf(self._config.host_memory_bytes) and not proposal.is_change:
+            strategy.settled = strategy.settled or measured
             return
-        wanted = [self._schedule(order, size), self._schedule(order, old.size)]
-        beyond = self._beyond_cap(wanted, checkpointer)
-        fitting = [schedule for schedule, is_beyond in zip(wanted, beyond, strict=True) if not is_beyond]
+        beyond = self._beyond_cap(proposal.schedules, checkpointer)
+        fitting = [one for one, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
         if any(beyond) and self.wiring.rank == 0:
             self._report(
                 f"a window of {size} iterations needs more host memory than --moevement-host-memory-gb "
@@ -191,13 +180,12 @@ class WindowDecisions:
         if not fitting:
             return
         chosen = fitting[0]
-        self.decided = self.decided or measured
-        if reorder:
-            self.trigger.ordered(self.popularity.scores)
-            self.reorders += 1
-        if not reorder and chosen.size == old.size:
+        strategy.settled = strategy.settled or measured
+        strategy.accept(proposal)
+        self.reorders += proposal.reorders
+        if not proposal.reorders and chosen.size == old.size:
             return
-        schedule = history.change(boundary - 1, order, chosen.window)
+        schedule = history.change(boundary - 1, chosen)
         checkpointer.make_room(schedule)
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
         if chosen.size != old.size and self.wiring.rank == 0:
@@ -205,17 +193,15 @@ class WindowDecisions:
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
+        if self._counts is None:
+            return
         counts = self._counts.by_operator(self._pending)
         self._pending.clear()
         dist.all_reduce(counts, group=self.wiring.stage_group)
         for one in counts.numpy():
-            self.popularity.observe(np.asarray(one))
+            self.strategy.observe(np.asarray(one))
 
-    def _schedule(self, order: Any, size: int) -> Schedule:
-        table = self.wiring.table
-        return Schedule(table, order, impose_window(table, order, size, self._config.window_kind))
-
-    def _beyond_cap(self, schedules: list[Schedule], checkpointer: Checkpointer) -> list[bool]:
+    def _beyond_cap(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[bool]:
         """For each of ``schedules`` whether any rank would need more host memory than it may use.
 
         Without a cap nobody asks: all ranks have the same flags.
@@ -223,10 +209,10 @@ class WindowDecisions:
         if math.isinf(self._config.host_memory_bytes):
             return [False] * len(schedules)
         own = [checkpointer.memory_needed(schedule) for schedule in schedules]
-        mine = torch.tensor([own, [self.log_bytes(schedule.size) for schedule in schedules]])
+        mine = torch.tensor([own, [self.log_bytes(schedule) for schedule in schedules]])
         everyones = [torch.empty_like(mine) for _ in range(self.wiring.world)]
         dist.all_gather(everyones, mine, group=self.wiring.job_group)
-        count = self.slots(checkpointer.history.newest.size)
+        count = self.slots(checkpointer.history.newest)
         needed = [self._needed_by(rank, everyones, count) for rank in range(self.wiring.world)]
         return [bool((one > self._config.host_memory_bytes).any()) for one in torch.stack(needed).T]
 
@@ -235,16 +221,11 @@ class WindowDecisions:
         kept = [everyones[source][0] for source in sources_of(self.wiring.peers, rank)]
         return everyones[rank].sum(dim=0) + sum(-(-one * (count + 1) // count) for one in kept)
 
-    def _measured_window(self, order: Any, checkpointer: Checkpointer, senders: Sequence[Sender]) -> int:
+    def _measured_window(self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]) -> int:
         """The window that this rank's measurements ask for; of all ranks the largest."""
         d2h, network = self._measured_bandwidths(checkpointer, senders)
-        budget = Budget(
-            statistics.median(self._steps_s[2:]),
-            d2h,
-            network * NETWORK_HEADROOM,
-            len(self.wiring.peers[self.wiring.rank]),
-        )
-        own = choose_window(self.wiring.table, order, budget, self._config.window_kind).size
+        iteration_s, replicas = statistics.median(self._steps_s[2:]), len(self.wiring.peers[self.wiring.rank])
+        own = self.strategy.wanted_size(now, Measured(iteration_s, d2h, network * NETWORK_HEADROOM, replicas))
         size = torch.tensor([min(own, MOST_ITERATIONS)])
         dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self.wiring.job_group)
         return int(size)

@@ -8,10 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+from moevement_core.checkpoint_plan import CheckpointPlan, StagePlan
 from moevement_core.operators import OperatorKind
-from moevement_core.policy.plan import CheckpointPlan, StagePlan
 from moevement_core.policy.popularity import order_operators
-from moevement_core.policy.schedule import expected_rollback
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.strategies.base import Costs, Strategy
 
@@ -95,17 +94,23 @@ class MoEvement(Strategy):
 
     def rollback(self, committed: int, into: float) -> int:
         """From the first slot of the newest run of W that is on all peers."""
-        size = self.costs.plan.size
-        first = self.newest(committed, into, self.arrival) - (size - 1)
-        if self.costs.plan.given.kind is WindowKind.ALIGNED:
-            first -= first % size
-        return committed - first
+        newest = self.newest(committed, into, self.arrival)
+        return committed - newest + self._reach[newest % self.costs.plan.size]
+
+    @cached_property
+    def _reach(self) -> list[int]:
+        """How far a run reaches back from the newest snapshot, by the slot of that one, as a live rank finds it."""
+        stage = self.costs.plan.binding_stage
+        size, contents, reach = self.costs.plan.size, stage.schedule.contents, []
+        for newest in range(2 * size, 3 * size):
+            held = {iteration: contents(iteration) for iteration in range(newest + 1)}
+            reach.append(newest - next(stage.strategy.restore_points(held)).first)
+        return reach
 
     @property
     def expected_rollback(self) -> float:
         """Of the policy, whose lag counts whole iterations from the one on in which the slot is copied."""
-        plan = self.costs.plan
-        return expected_rollback(plan.given.kind, plan.size, self.arrival - 1)
+        return self.costs.plan.binding_stage.schedule.expected_rollback(self.arrival - 1)
 
     @cached_property
     def frozen_share(self) -> float:

@@ -12,12 +12,10 @@ from moevement_core.policy.recoverable import RecoverableRun, newest_recoverable
 from moevement_core.policy.schedule import (
     Contents,
     Saved,
-    Schedule,
     ScheduleHistory,
-    expected_rollback,
-    most_replayed,
 )
 from moevement_core.policy.window import WindowKind, impose_window
+from moevement_core.strategies import SparseSchedule
 from tests.unit.policy.tables import equal_experts, orders
 
 KINDS = list(WindowKind)
@@ -25,11 +23,12 @@ KINDS = list(WindowKind)
 
 def history_of(count: int, size: int, kind: WindowKind) -> ScheduleHistory:
     table = equal_experts(count)
-    return ScheduleHistory(Schedule(table, np.arange(count), impose_window(table, np.arange(count), size, kind)))
+    return ScheduleHistory(SparseSchedule(table, np.arange(count), impose_window(table, np.arange(count), size, kind)))
 
 
 def taken(history: ScheduleHistory, last: int, first: int = 0) -> dict[int, Contents]:
-    return {iteration: history.contents(iteration) for iteration in range(first, last + 1)}
+    every = {iteration: history.contents(iteration) for iteration in range(first, last + 1)}
+    return {iteration: contents for iteration, contents in every.items() if contents is not None}
 
 
 def check_by_replaying(run: RecoverableRun, snapshots: dict[int, Contents]) -> None:
@@ -53,27 +52,28 @@ def check_by_replaying(run: RecoverableRun, snapshots: dict[int, Contents]) -> N
 )  # fmt: skip
 def test_rollback_keeps_to_its_bounds(count: int, size: int, kind: WindowKind, last: int, lag: int) -> None:
     newest = last - 1 - lag
-    snapshots = taken(history_of(count, size, kind), newest)
+    history = history_of(count, size, kind)
+    schedule, snapshots = history.newest, taken(history, newest)
     run = newest_recoverable_run(snapshots)
     if run is None:
         assert newest + 1 < (2 * size if kind is WindowKind.ALIGNED else size)
         return
     check_by_replaying(run, snapshots)
     replayed = last - run.first
-    assert replayed <= most_replayed(kind, size, lag) <= (size if kind is WindowKind.ROLLING else 2 * size) + lag
+    assert replayed <= schedule.most_replayed(lag) <= (size if kind is WindowKind.ROLLING else 2 * size) + lag
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "lag"), [(1, 0), (4, 0), (5, 2)])
 def test_bounds_are_reached_and_the_mean_is_the_expected_one(kind: WindowKind, size: int, lag: int) -> None:
     history = history_of(10, size, kind)
-    replayed = []
+    schedule, replayed = history.newest, []
     for last in range(10 * size, 11 * size):
         run = newest_recoverable_run(taken(history, last - 1 - lag))
         assert run is not None
         replayed.append(last - run.first)
-    assert max(replayed) == most_replayed(kind, size, lag)
-    assert np.mean(replayed) + 0.5 == expected_rollback(kind, size, lag)
+    assert max(replayed) == schedule.most_replayed(lag)
+    assert np.mean(replayed) + 0.5 == schedule.expected_rollback(lag)
 
 
 @given(
@@ -89,7 +89,8 @@ def test_across_reorders_new_windows_and_gaps_the_newest_run_is_found_and_recove
     table = history.newest.table
     for change, kind in enumerate(kinds[1:]):
         order = data.draw(orders(table))
-        history.change(10 * change + 7, order, impose_window(table, order, data.draw(st.integers(1, 5)), kind))
+        window = impose_window(table, order, data.draw(st.integers(1, 5)), kind)
+        history.change(10 * change + 7, SparseSchedule(table, order, window))
     snapshots = {i: contents for i, contents in taken(history, last).items() if i not in gone}
     run = newest_recoverable_run(snapshots)
     begins = [first for first in snapshots if _recovers_from(first, snapshots)]
@@ -115,7 +116,7 @@ def test_right_after_a_reorder_a_rolling_window_reaches_further_back() -> None:
     history = history_of(3, 3, WindowKind.ROLLING)
     table = history.newest.table
     order = np.array([2, 1, 0])
-    history.change(3, order, impose_window(table, order, 3, WindowKind.ROLLING))
+    history.change(3, SparseSchedule(table, order, impose_window(table, order, 3, WindowKind.ROLLING)))
     run = newest_recoverable_run(taken(history, 7))  # 6 and 7 saved operators 2 and 1; 0 was last saved at 3
     assert run is not None
     assert (run.first, run.last, list(run.full_at)) == (3, 5, [3, 4, 5])

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from moevement_core.errors import ScheduleError
 from moevement_core.operators import OperatorTable
-from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory, expected_rollback, most_replayed
+from moevement_core.policy.schedule import Saved, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
+from moevement_core.strategies import SparseSchedule
 from tests.unit.policy.tables import equal_experts, orders, stages
 
 KINDS = list(WindowKind)
@@ -18,7 +19,7 @@ KINDS = list(WindowKind)
 
 def schedule(table: OperatorTable, size: int, kind: WindowKind, order: np.ndarray | None = None, start: int = 0):
     order = np.arange(len(table)) if order is None else order
-    return Schedule(table, order, impose_window(table, order, size, kind), start)
+    return SparseSchedule(table, order, impose_window(table, order, size, kind), start=start)
 
 
 def test_figure_6() -> None:
@@ -86,15 +87,17 @@ def test_a_change_begins_where_the_next_window_would() -> None:
     table = equal_experts(6)
     history = ScheduleHistory(schedule(table, 3, WindowKind.ALIGNED))
     backwards = np.arange(6)[::-1]
-    changed = history.change(4, backwards, impose_window(table, backwards, 2))
+    changed = history.change(4, SparseSchedule(table, backwards, impose_window(table, backwards, 2)))
     assert changed.start == 6
     assert history.at(5).size == 3
     assert history.at(6) is changed
     np.testing.assert_array_equal(history.contents(5), [0, 0, 0, 0, 2, 2])
     np.testing.assert_array_equal(history.contents(6), [1, 1, 1, 2, 2, 2])
-    again = history.change(5, np.arange(6), impose_window(table, np.arange(6), 3))  # instead: 6 has not come
+    again = history.change(
+        5, SparseSchedule(table, np.arange(6), impose_window(table, np.arange(6), 3))
+    )  # instead: 6 has not come
     assert (again.start, history.at(6).size) == (6, 3)
-    later = history.change(6, np.arange(6), impose_window(table, np.arange(6), 1))
+    later = history.change(6, SparseSchedule(table, np.arange(6), impose_window(table, np.arange(6), 1)))
     assert (later.start, history.at(8).size, history.at(9).size) == (9, 3, 1)
     history.forget_before(8)
     assert history.at(8).size == 3
@@ -111,7 +114,7 @@ def test_windows_stay_whole_through_changes(data: st.DataObject, changes: list[t
     history = ScheduleHistory(schedule(table, 3, WindowKind.ALIGNED))
     for now, size, kind in sorted(changes):
         order = data.draw(orders(table))
-        history.change(now, order, impose_window(table, order, size, kind))
+        history.change(now, SparseSchedule(table, order, impose_window(table, order, size, kind)))
     iteration = 0
     while iteration < 60:
         begun = history.at(iteration)
@@ -128,6 +131,7 @@ def test_before_its_start_a_schedule_has_no_answer() -> None:
 
 def test_without_lag_the_expected_rollback_is_the_papers() -> None:
     for size in (1, 3, 6):
-        assert expected_rollback(WindowKind.ALIGNED, size, 0) == 1.5 * size
-        assert most_replayed(WindowKind.ALIGNED, size, 0) < 2 * size
-        assert most_replayed(WindowKind.ROLLING, size, 2) == size + 2
+        aligned, rolling = (schedule(equal_experts(6), size, kind) for kind in KINDS)
+        assert aligned.expected_rollback(0) == 1.5 * size
+        assert aligned.most_replayed(0) < 2 * size
+        assert rolling.most_replayed(2) == size + 2

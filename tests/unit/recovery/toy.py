@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
-from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.policy.schedule import Saved, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.replay import Trainer
 from moevement_core.snapshot import plain
@@ -29,6 +29,7 @@ from moevement_core.snapshot.snapshot import (
     offsets,
 )
 from moevement_core.snapshot.whole import begin_whole
+from moevement_core.strategies import SparseSchedule
 
 OPERATORS, NUMBERS = 7, 5
 
@@ -42,13 +43,16 @@ class Toy(Trainer):
         self.masters = {name: torch.randn(NUMBERS, generator=generator) for name in self.names}
         self.momenta = {name: torch.zeros(NUMBERS) for name in self.names}
         self.weights = {name: master.half() for name, master in self.masters.items()}
+        self.kind = kind
         self.rng, self.norm, self.frozen = 12345, 0.0, frozenset[str]()
         self.ran: list[tuple[int, int]] = []
         """Iterations that were run, and how many operators were frozen in each."""
         self.weights_of_frozen_moved = False
         table = OperatorTable(Operator(n, OperatorKind.EXPERT, StateBytes(2, 4, 4)) for n in self.names)
         order = np.arange(OPERATORS)
-        self.history = ScheduleHistory(Schedule(table, order, impose_window(table, order, size, kind), start=-size))
+        self.history = ScheduleHistory(
+            SparseSchedule(table, order, impose_window(table, order, size, kind), start=-size)
+        )
 
     def states(self) -> dict[str, OperatorState]:
         return {
@@ -115,6 +119,7 @@ class Toy(Trainer):
     def snapshot(self, iteration: int, state: int, outcome: dict[str, Any], *, whole: bool = True) -> Snapshot:
         schedule = self.history.at(iteration)
         contents = schedule.contents(iteration)
+        assert contents is not None
         marked, tensors = plain.flatten({"boundary": {"rng": self.rng}, "iteration": outcome})
         held = [*tensors_of(schedule, contents, self.states())]
         held += [StateTensor(BOUNDARY, Saved.FULL, str(number), t) for number, t in enumerate(tensors)]
@@ -139,14 +144,14 @@ class Toy(Trainer):
 
 def run_until(toy: Toy, iterations: int, change_at: Mapping[int, tuple[np.ndarray, int]]) -> dict[int, Snapshot]:
     """Run the job and keep every snapshot up to ``iterations - 1``; orders and windows change where it is said."""
-    table, kind = toy.history.newest.table, toy.history.newest.window.kind
+    table, kind = toy.history.newest.table, toy.kind
     first = toy.history.newest.start
     snapshots = {iteration: toy.snapshot(iteration, 0, {}) for iteration in range(first, 0)}
     outcome: dict[str, Any] = {}
     for iteration in range(iterations):
         if iteration in change_at:
             order, size = change_at[iteration]
-            toy.history.change(iteration - 1, order, impose_window(table, order, size, kind))
+            toy.history.change(iteration - 1, SparseSchedule(table, order, impose_window(table, order, size, kind)))
         snapshots[iteration] = toy.snapshot(iteration, iteration, outcome)
         loss = toy.step(iteration + 1, None)
         outcome = {"norm": toy.norm, "losses": {"loss": torch.tensor(loss)}}

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from moevement_core.cli.simulate import SCENARIOS
 from moevement_core.errors import ConfigError
-from moevement_core.policy.schedule import most_replayed
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.advice import advise, reasons
 from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
@@ -113,7 +112,7 @@ def test_rollback_is_that_of_the_policy(kind: WindowKind) -> None:
     given_ = costs(kind=kind, window=4)
     strategy = MoEvement(given_)
     lost = [strategy.rollback(committed, step / 50) for committed in range(1000, 1040) for step in range(50)]
-    assert max(lost) <= most_replayed(kind, 4, given_.plan.lag)
+    assert max(lost) <= given_.plan.most_replayed
     assert statistics.fmean(lost) + 0.5 == pytest.approx(strategy.expected_rollback, abs=0.05)
 
 

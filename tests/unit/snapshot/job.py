@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
+from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.recoverable import recoverable_runs
-from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.policy.schedule import Saved, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.keeper import Keeper
@@ -21,6 +23,7 @@ from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import NONE, Standing
 from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState
 from moevement_core.snapshot.snapshot import Snapshot, StateTensor, digest_of
+from moevement_core.strategies import DenseToPeers, MoEvement, SparseSchedule, Strategy
 from tests.unit.snapshot.loopback import Loopback, SharedAgreement, Wire
 
 OPERATORS, PARAMETERS = 12, 40
@@ -59,8 +62,8 @@ class Rank:
         ]  # fmt: skip
         agreement = SharedAgreement(job.ranks, job.board, number)
         self.checkpointer = Checkpointer(
-            number, self.states, job.history(), CpuDevice(), self.senders, self.keepers, agreement, RECORD_BYTES,
-            self.reports.append,
+            number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.keepers, agreement,
+            RECORD_BYTES, self.reports.append,
         )  # fmt: skip
 
     def change_state(self, iteration: int) -> None:
@@ -80,9 +83,9 @@ class Job:
 
     def __init__(
         self, ranks: int = 3, replicas: int = 1, size: int = 3, kind: WindowKind = WindowKind.ALIGNED,
-        allowance_bytes: float = float("inf"),
+        allowance_bytes: float = float("inf"), dense: bool = False,
     ) -> None:  # fmt: skip
-        self.ranks, self.size, self.kind, self.allowance_bytes = ranks, size, kind, allowance_bytes
+        self.ranks, self.size, self.kind, self.allowance_bytes, self.dense = ranks, size, kind, allowance_bytes, dense
         self.wire = Wire()
         self.board: dict[int, dict[int, Mapping[int, Standing]]] = {}
         self.placement = place(range(ranks), replicas)
@@ -91,13 +94,21 @@ class Job:
         """The order of the windows from the next one on, if it is to change."""
         self.members = [Rank(self, number) for number in range(ranks)]
 
-    def history(self) -> ScheduleHistory:
+    def strategy(self) -> Strategy:
         table = OperatorTable(
             Operator(expert_name(0, e), OperatorKind.EXPERT, StateBytes(2 * PARAMETERS, 4 * PARAMETERS, 0))
             for e in range(OPERATORS)
         )
-        order = np.arange(OPERATORS)
-        return ScheduleHistory(Schedule(table, order, impose_window(table, order, self.size, self.kind)))
+        if self.dense:
+            return DenseToPeers(table, self.size)
+        return MoEvement(table, self.kind, self.size, OrderingConfig(Ordering.BACK_TO_FRONT))
+
+    def history(self) -> ScheduleHistory:
+        first = self.strategy().first(0, OPERATORS).starting_at(0)
+        if isinstance(first, SparseSchedule):
+            order = np.arange(OPERATORS)
+            first = replace(first, order=order, window=impose_window(first.table, order, self.size, self.kind))
+        return ScheduleHistory(first)
 
     def run(self, iterations: int, *, settled: bool = True, check: Callable[[], None] | None = None) -> None:
         for _ in range(iterations):
@@ -123,7 +134,8 @@ class Job:
             return
         for rank in self.members:
             window = impose_window(schedule.table, self.order, self.size, self.kind)
-            rank.checkpointer.make_room(rank.checkpointer.history.change(self.iteration - 1, self.order, window))
+            wanted = SparseSchedule(schedule.table, self.order, window)
+            rank.checkpointer.make_room(rank.checkpointer.history.change(self.iteration - 1, wanted))
         self.order = None
 
     def settle(self, timeout_s: float = 10.0) -> None:

@@ -16,12 +16,13 @@ import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.errors import SnapshotError
-from moevement_core.policy.schedule import Saved, slots_kept
+from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.checkpointer import Checkpointer
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
+from moevement_core.strategies import SparseSchedule
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
 from tests.unit.snapshot.loopback import Loopback, SharedAgreement
 
@@ -53,8 +54,22 @@ def test_windows_follow_each_other_and_nothing_is_ever_missing(
             assert progress.persisted == newest - size + 1
             assert progress.abandoned == 0
             assert min(rank.checkpointer.snapshots()) == progress.persisted, "what is older is freed"
-            assert len(rank.checkpointer.snapshots()) <= slots_kept(size, lag=0)
+            assert len(rank.checkpointer.snapshots()) <= made.history().newest.slots_kept(0, to_disk=False)
             assert all(min(keeper.snapshots()) == progress.persisted for keeper in rank.keepers)
+        assert not reports(made)
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_another_strategy_has_the_same_life(interval: int) -> None:
+    with job(ranks=3, replicas=2, size=interval, dense=True) as made:
+        made.run(4 * interval + 3)
+        for rank in made.members:
+            progress = rank.checkpointer.progress
+            assert progress.persisted == (made.iteration - 2) // interval * interval
+            assert progress.abandoned == 0
+            assert [one % interval for one in rank.checkpointer.snapshots()] == [0] * len(rank.checkpointer.snapshots())
+            assert min(rank.checkpointer.snapshots()) == progress.persisted, "what is older is freed"
+            assert len(rank.checkpointer.snapshots()) <= made.history().newest.slots_kept(0, to_disk=False)
         assert not reports(made)
 
 
@@ -92,8 +107,10 @@ def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
     with job(ranks=1, replicas=0, size=1) as made:
         member, history = made.members[0], made.history()
         small = impose_window(history.newest.table, np.arange(OPERATORS), 4, WindowKind.ALIGNED)
-        history.change(0, np.arange(OPERATORS), small)
-        joined = Checkpointer(0, member.states, history, CpuDevice(), (), (), SharedAgreement(1, {}, 0), 256, print)
+        history.change(0, SparseSchedule(history.newest.table, np.arange(OPERATORS), small))
+        joined = Checkpointer(
+            0, member.states, made.strategy(), history, CpuDevice(), (), (), SharedAgreement(1, {}, 0), 256, print
+        )
         assert joined.take(history.oldest.start, record_of(0))
         joined.wait()
         joined.settle()

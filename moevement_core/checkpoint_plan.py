@@ -19,7 +19,7 @@ from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorKind, OperatorTable
 from moevement_core.policy.popularity import Order, Ordering, order_operators
-from moevement_core.policy.schedule import LAG_ALLOWANCE, expected_rollback, most_replayed, slots_kept
+from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.policy.window import (
     Budget,
     PaperWindow,
@@ -31,6 +31,7 @@ from moevement_core.policy.window import (
     peak_of_window,
 )
 from moevement_core.precision import TABLE_7, Regime
+from moevement_core.strategies import MoEvement, SparseSchedule
 
 DENSE_OVERHEAD = 0.03
 """CheckFreq's bound on the runtime overhead of dense checkpoints, as MoEvement configures it (section 5.2)."""
@@ -64,6 +65,16 @@ class StagePlan:
     """Its slots in the window of the job."""
     log_bytes: int
     """Boundary log of an iteration."""
+
+    @cached_property
+    def strategy(self) -> MoEvement:
+        """What a live rank of it would ask."""
+        return MoEvement(self.table, self.window.kind, self.window.size)
+
+    @cached_property
+    def schedule(self) -> SparseSchedule:
+        """What a live rank of it saves."""
+        return SparseSchedule(self.table, self.order, self.window)
 
     @cached_property
     def operators(self) -> tuple[OperatorShape, ...]:
@@ -159,16 +170,16 @@ class CheckpointPlan:
     @property
     def expected_rollback(self) -> float:
         """Iterations that a failure costs on average."""
-        return expected_rollback(self.given.kind, self.size, self.lag)
+        return self.binding_stage.schedule.expected_rollback(self.lag)
 
     @property
     def most_replayed(self) -> int:
         """Iterations that a recovery replays at most."""
-        return most_replayed(self.given.kind, self.size, self.lag)
+        return self.binding_stage.schedule.most_replayed(self.lag)
 
     def snapshot_memory(self, stage: StagePlan) -> int:
         """Host bytes for the snapshots that a rank keeps of itself: buffers of the heaviest slot, allocated once."""
-        return slots_kept(self.size, max(self.lag, LAG_ALLOWANCE)) * int(stage.window.slot_bytes[0].max())
+        return stage.schedule.slots_kept(max(self.lag, LAG_ALLOWANCE)) * int(stage.window.slot_bytes[0].max())
 
     def log_memory(self, stage: StagePlan) -> int:
         """Host bytes for the boundary log: every iteration that a recovery may replay, and the one under way."""

@@ -1,0 +1,120 @@
+"""MoEvement's schedule: full state of a slice of the operators in every iteration (section 3.2, Algorithm 1).
+
+Slot ``(t - start) mod W`` is saved with ``state@t``: full state of the slot's operators, compute weights of those in
+later slots (aligned) or of all others (rolling).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.policy.popularity import Order
+from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.window import Window, WindowKind, impose_window
+
+
+@dataclass(frozen=True, eq=False)
+class SparseSchedule(Schedule):
+    """One order and one window."""
+
+    order: Order
+    window: Window
+
+    @property
+    def size(self) -> int:
+        """W, iterations."""
+        return self.window.size
+
+    @property
+    def snapshots(self) -> int:
+        """One in each iteration."""
+        return self.size
+
+    @property
+    def is_dense(self) -> bool:
+        """A window of one iteration saves everything, whatever the order."""
+        return self.size == 1
+
+    @cached_property
+    def id(self) -> str:
+        """Of start, window and order."""
+        digest = hashlib.sha256(repr((self.start, self.window.kind.value, self.window.ends)).encode())
+        digest.update("\n".join(self.table.names[place] for place in self.order).encode())
+        return digest.hexdigest()[:16]
+
+    @cached_property
+    def slot_of_operator(self) -> npt.NDArray[np.int64]:
+        """The slot in which each operator of the table saves its full state, int64 ``[operators]``."""
+        slots = np.empty(len(self.table), dtype=np.int64)
+        slots[self.order] = np.searchsorted(self.window.ends, np.arange(len(self.table)), side="right")
+        return slots
+
+    def active(self, slot: int) -> tuple[str, ...]:
+        """Operators that save full state in ``slot``, in order."""
+        start = self.window.ends[slot - 1] if slot else 0
+        return tuple(self.table.names[place] for place in self.order[start : self.window.ends[slot]])
+
+    def frozen(self, slot: int) -> tuple[str, ...]:
+        """Operators that save compute weights in ``slot``, in order: later ones (aligned) or all others (rolling)."""
+        start = self.window.ends[slot - 1] if slot and self.window.kind is WindowKind.ROLLING else 0
+        others = self.order[:start], self.order[self.window.ends[slot] :]
+        return tuple(self.table.names[place] for part in others for place in part)
+
+    def contents_of_slot(self, slot: int) -> Contents:
+        """Full state of the slot's operators, compute weights of others."""
+        saved = np.zeros(len(self.table), dtype=np.int8)
+        frozen = self.slot_of_operator > slot if self.window.kind is WindowKind.ALIGNED else True
+        saved[frozen] = Saved.COMPUTE
+        saved[self.slot_of_operator == slot] = Saved.FULL
+        return saved
+
+    def contents(self, iteration: int) -> Contents:
+        """What ``SS_iteration`` holds of each operator; it is always taken."""
+        return self.contents_of_slot(self.slot(iteration))
+
+    def snapshot_bytes(self, iteration: int) -> npt.NDArray[np.int64]:
+        """What ``SS_iteration`` weighs on each rank of the table, int64 ``[ranks]``."""
+        return self.window.slot_bytes[:, self.slot(iteration)]
+
+    def last_of_run(self, first: int) -> int:
+        """W snapshots hold everything."""
+        return first + self.size - 1
+
+    def may_begin_at(self, iteration: int) -> bool:
+        """Aligned windows begin with their first slot, rolling ones anywhere."""
+        return self.window.kind is WindowKind.ROLLING or self.slot(iteration) == 0
+
+    def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
+        """A persisted run, the next one, one snapshot being copied, and the lag.
+
+        Rolling windows need as many as aligned ones. While nothing breaks W + 1 would do; but after a reorder, or when
+        a snapshot is lost, the next run is W new snapshots beside the W that are persisted.
+        """
+        return (3 if to_disk else 2) * self.size + 1 + lag
+
+    def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
+        """As far back as snapshots are kept; a window more where one was abandoned, whose place the next takes late."""
+        return self.slots_kept(lag, to_disk=to_disk) + self.size + 1
+
+    def most_replayed(self, lag: int) -> int:
+        """Back to the first snapshot of the newest run of W that peers have."""
+        return lag + (2 * self.size - 1 if self.window.kind is WindowKind.ALIGNED else self.size)
+
+    def expected_rollback(self, lag: float) -> float:
+        """Without lag the aligned one is the paper's 3/2 W (section 3.6)."""
+        return lag + (1.5 * self.size if self.window.kind is WindowKind.ALIGNED else self.size + 0.5)
+
+    def with_windows_of(self, other: Schedule) -> SparseSchedule:
+        """A window of the same kind and size, in this order."""
+        assert isinstance(other, SparseSchedule)
+        window = impose_window(self.table, self.order, other.size, other.window.kind)
+        return replace(self, start=other.start, window=window)
+
+    def starting_at(self, start: int) -> SparseSchedule:
+        """The same order and window."""
+        return replace(self, start=start)

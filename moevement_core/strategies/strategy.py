@@ -1,0 +1,124 @@
+"""What a way of checkpointing has to say of itself; the engine, the binding and the simulator ask nothing else of it.
+
+A strategy is pure: it sees counts, measurements and what snapshots hold, and answers with schedules and restore points.
+Every rank of a pipeline stage has an equal one, told the same, so all come to the same without asking each other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar
+
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.popularity import Ordering, Scores
+from moevement_core.policy.recoverable import RecoverableRun, open_starts, recoverable_runs
+from moevement_core.policy.schedule import Contents, Schedule
+
+
+class Sink(StrEnum):
+    """Where snapshots go."""
+
+    PEERS = "peers"
+    DISK = "disk"
+
+
+class Gap(StrEnum):
+    """How the job comes from a restored state to the iteration in which it failed."""
+
+    REPLAY_STAGE = "replay of the stages that lost it"
+    RETRAIN_ALL = "all ranks train again"
+    NONE = "none: updates are lost, and counted"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a rank has measured of itself."""
+
+    iteration_s: float
+    """Without stalls."""
+    d2h_bytes_per_s: float
+    replication_bytes_per_s: float
+    """That snapshots may take, all peers together."""
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """What a strategy wants from the next window on."""
+
+    schedules: Sequence[Schedule]
+    """The preferred one first; the first that fits into host memory is taken. Where they start is not decided yet."""
+    is_change: bool
+    """Whether the first is another one than that in force."""
+    reorders: bool = False
+    """Whether it saves operators in another order."""
+
+
+class Strategy(ABC):
+    """Of one pipeline stage.
+
+    Args:
+        table: the operators of the stage.
+    """
+
+    name: ClassVar[str]
+    sinks: ClassVar[frozenset[Sink]] = frozenset(Sink)
+    closes_gap: ClassVar[Gap] = Gap.REPLAY_STAGE
+    counts: Ordering | None = None
+    """What routers are to count of the tokens of each expert; nothing if it is of no use here."""
+
+    def __init__(self, table: OperatorTable) -> None:
+        self.table = table
+        self.settled = True
+        """Whether the size of the window is no longer to be measured."""
+
+    @abstractmethod
+    def first(self, start: int, most: int) -> Schedule:
+        """Until something is measured.
+
+        Args:
+            start: the iteration whose state the run begins from; the schedule holds it when that iteration is over.
+            most: slots that a window may have: operators of the stage that has the most.
+        """
+
+    def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
+        """From what a state can come back, the newest first.
+
+        Args:
+            held: what each snapshot holds that is there, by iteration.
+            until: the iteration that is to be recovered; later snapshots are not used.
+        """
+        return recoverable_runs(held, until)
+
+    def open_starts(self, held: Mapping[int, Contents]) -> Iterator[int]:
+        """Where a restore point begins that is there or may still come with the next snapshots, newest first."""
+        return open_starts(held)
+
+    def observe(self, counts: Scores) -> None:  # noqa: B027, many have nothing to observe
+        """Tokens that reached each operator in one iteration, float64 ``[operators]``, all ranks of the stage."""
+
+    def wanted_size(self, now: Schedule, measured: Measured) -> int:
+        """The window that this rank would have, iterations; of all ranks the largest is taken."""
+        return now.size
+
+    def propose(self, now: Schedule, size: int) -> Proposal:
+        """What is to come into force at the next boundary.
+
+        Args:
+            now: in force, or decided on.
+            size: of the window; the job's.
+        """
+        return Proposal([now], is_change=False)
+
+    def accept(self, proposal: Proposal) -> None:  # noqa: B027
+        """It comes into force."""
+
+    def learned(self) -> Any:
+        """What a rank that joins the stage is given; plain data."""
+        return None
+
+    def adopt(self, learned: Any) -> None:  # noqa: B027
+        """Go on from what :meth:`learned` of another rank of the stage gave."""
