@@ -76,6 +76,12 @@ class JobShape:
             raise ConfigError(f"{len(self.stages)} stages for pipeline size {self.pipeline_parallel}; needs one each")
 
     @property
+    def tied_stages(self) -> frozenset[int]:
+        """Stages with copies of one embedding, whose gradient is a sum over all of them: they roll back together."""
+        holds = [any(one.kind is OperatorKind.EMBEDDING for one in stage.operators) for stage in self.stages]
+        return frozenset(stage for stage, it_does in enumerate(holds) if it_does) if sum(holds) > 1 else frozenset()
+
+    @property
     def layout(self) -> str:
         """Sizes of the parallel dimensions, in the words of the field."""
         parts = {

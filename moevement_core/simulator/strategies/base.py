@@ -16,6 +16,7 @@ from moevement_core.operators import OperatorKind
 from moevement_core.policy.popularity import Scores
 from moevement_core.policy.skew import sample_shares
 from moevement_core.recovery.scope import Pipeline, segments
+from moevement_core.replication.placement import place
 from moevement_core.simulator.iteration import IterationTime
 
 
@@ -95,17 +96,28 @@ class Costs:
             for stage in range(node * per_node // of_stage, (min((node + 1) * per_node, ranks) - 1) // of_stage + 1)
         }
 
+    @cached_property
+    def copies(self) -> list[set[frozenset[int]]]:
+        """By node, where the copies of its ranks are: the nodes of the peers that a live job would give each."""
+        job, replicas = self.plan.given.job, self.plan.given.replicas
+        nodes = [rank // self.plan.given.cluster.gpus_per_node for rank in range(job.ranks)]
+        # A job on one node keeps copies there, of which a lost node leaves none.
+        peers = place(nodes, replicas, same_node=self.nodes == 1) if replicas < job.ranks else [()] * job.ranks
+        found: list[set[frozenset[int]]] = [set() for _ in range(self.nodes)]
+        for node, its in zip(nodes, peers, strict=True):
+            found[node].add(frozenset(nodes[peer] for peer in its))
+        return found
+
     def copies_survive(self, nodes: Collection[int]) -> bool:
-        """Whether one of the copies of every rank's state is left, peers being the next nodes (``spread``)."""
-        replicas, lost = self.plan.given.replicas, set(nodes)
-        if replicas == 0:
-            return False
-        return not any(all((node + one) % self.nodes in lost for one in range(replicas + 1)) for node in lost)
+        """Whether one of the copies of every rank's state is left."""
+        lost = set(nodes)
+        return not any(held <= lost for node in lost for held in self.copies[node])
 
     def segments(self, nodes: Collection[int]) -> list[frozenset[int]]:
         """Stages that replay together, as a live recovery finds them (appendix A)."""
         job = self.plan.given.job
-        return segments(Pipeline(job.pipeline_parallel, job.chunks > 1), self.stages_of(nodes))
+        pipeline = Pipeline(job.pipeline_parallel, job.chunks > 1, job.tied_stages)
+        return segments(pipeline, self.stages_of(nodes))
 
     def shares(self, operators: Sequence[OperatorShape]) -> Scores:
         """Share of the tokens of its layer that reaches each operator, ``[expert-parallel ranks, operators]``.
@@ -115,9 +127,9 @@ class Costs:
         ranks = self.plan.given.job.expert_parallel
         found = np.ones((ranks, len(operators)))
         of_layer: dict[str, list[int]] = {}
-        for place, one in enumerate(operators):
+        for index, one in enumerate(operators):
             if one.kind is OperatorKind.EXPERT:
-                of_layer.setdefault(one.name.split(".experts.")[0], []).append(place)
+                of_layer.setdefault(one.name.split(".experts.")[0], []).append(index)
         generator = np.random.default_rng(self.skew_seed)
         for places in of_layer.values():
             found[:, places] = popularity(self.skew, ranks * len(places), 1, generator).reshape(ranks, len(places))

@@ -6,7 +6,7 @@ from moevement_core import precision
 from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.description.cluster import GB, Cluster
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
-from moevement_core.operators import OperatorKind, expert_name, gate_name, non_expert_name
+from moevement_core.operators import EMBEDDING, OperatorKind, expert_name, gate_name, non_expert_name
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.iteration import from_total
 from moevement_core.simulator.strategies import Costs
@@ -26,6 +26,7 @@ def costs(
     regroup_s: float = 10.0,
     replicas: int = 2,
     skew: float = 0.0,
+    tied: bool = False,
 ) -> Costs:
     """Eight experts, a gate and the rest in each of four layers of a stage; bandwidths in GB/s, of storage a rank's."""
     layers = range(4)
@@ -38,10 +39,13 @@ def costs(
             *((expert_name(layer, number), OperatorKind.EXPERT, 8_000_000) for number in range(8)),
         )
     )
+    embedding = (OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (1_000_000,), 1),) if tied else ()
+    ends = (0, stages - 1)
     regime = precision.MIXED
     job = JobShape(
         "made", ranks, 1, stages, 1, 1, ranks // stages, micro_batches, 1 << 20, regime,
-        tuple(StageShape(operators, 2) for _ in range(stages)), tokens=2048, experts_per_token=2,
+        tuple(StageShape(operators + embedding * (stage in ends), 2) for stage in range(stages)),
+        tokens=2048, experts_per_token=2,
     )  # fmt: skip
     cluster = Cluster(8, d2h * GB, network * GB)
     plan = CheckpointPlan(PlanInput(job, cluster, regime, iteration_s, kind, replicas, window))

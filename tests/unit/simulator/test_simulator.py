@@ -163,6 +163,26 @@ def test_state_comes_from_storage_when_all_copies_are_lost() -> None:
     assert train(strategy, failures, HOURS).from_storage == 1, "the second comes before state is whole again"
 
 
+def test_stages_with_copies_of_one_embedding_roll_back_together_as_in_a_live_job() -> None:
+    """Two nodes of eight ranks are a stage here."""
+    free, tied = costs(), costs(tied=True)
+    assert free.plan.given.job.tied_stages == frozenset()
+    assert tied.plan.given.job.tied_stages == {0, 7}
+    assert free.segments((0,)) == [{0}]
+    assert tied.segments((0,)) == [{0, 7}]
+    assert tied.segments((4,)) == [{2}]
+
+
+def test_copies_are_where_a_live_job_would_place_them() -> None:
+    even, uneven = costs(replicas=2), costs(replicas=1, ranks=120, stages=8)
+    assert all(held == {frozenset({(node + 1) % 16, (node + 2) % 16})} for node, held in enumerate(even.copies))
+    assert uneven.nodes == 15
+    assert not even.copies_survive((3, 4, 5))
+    assert even.copies_survive((3, 4, 6))
+    assert costs(replicas=0).copies_survive(())
+    assert not costs(replicas=0).copies_survive((1,))
+
+
 def test_moetion_saves_what_both_budgets_carry() -> None:
     """By hand: 4 layers of 8 experts of 8 M parameters, 96 MB of full state each; 577 MB of the rest; 3 s."""
     for d2h, saved in ((0.3, 1), (0.5, 2), (0.6, 3), (1.0, 6), (2.0, 8)):
