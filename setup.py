@@ -8,6 +8,13 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
+EXAMPLES = {
+    "moevement_cli._examples.simulate": "examples/simulate",
+    "moevement_cli._examples.pretrain_moe": "examples/pretrain_moe",
+    "moevement_cli._examples.pretrain_moe.configs": "examples/pretrain_moe/configs",
+}
+"""What `moevement plan deepseek_moe` and `moevement bench` read, where there is no checkout."""
+
 version: dict[str, str] = {}
 for line in Path("moevement_core/__init__.py").read_text(encoding="utf-8").splitlines():
     if line.startswith("__version__"):
@@ -21,11 +28,18 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.12",
     packages=[
-        *find_namespace_packages(include=["megatron.moevement*", "moevement_core*"]),
+        *find_namespace_packages(include=["megatron.moevement*", "moevement_core*", "moevement_cli*"]),
         *find_namespace_packages("kernels"),
+        *EXAMPLES,
     ],
-    package_dir={"moevement_kernels": "kernels/moevement_kernels"},
-    package_data={"moevement_kernels.cuda": ["*.cu", "*.cuh"]},
+    package_dir={"moevement_kernels": "kernels/moevement_kernels", **EXAMPLES},
+    package_data={
+        "moevement_kernels.cuda": ["*.cu", "*.cuh"],
+        **{name: ["*.yaml", "*.py"] for name in EXAMPLES},
+        "": ["py.typed"],
+    },
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.19,<0.20",
@@ -45,5 +59,5 @@ setup(
         "tokenizers": ["transformers>=4.40", "sentencepiece>=0.2"],
         "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-PyYAML", "types-psutil"],
     },
-    entry_points={"console_scripts": ["moevement = moevement_core.cli.main:main"]},
+    entry_points={"console_scripts": ["moevement = moevement_cli.main:main"]},
 )

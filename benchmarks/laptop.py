@@ -60,7 +60,7 @@ def measure(options: list[str], iterations: int) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         command = [
-            sys.executable, "-m", "moevement_core.cli.main", "launch", "--nproc", "4", *options,
+            sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "4", *options,
             "examples/pretrain_moe/pretrain_gpt.py", "--config", "examples/pretrain_moe/configs/laptop.yaml",
             "--train-iters", str(iterations), "--eval-iters", "0", "--run-dir", str(run_dir),
         ]  # fmt: skip

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import measured_on
-from moevement_core.cli.simulate import SCENARIOS
+from moevement_cli.simulate import SCENARIOS
 from moevement_core.description.profile import Profile
 from moevement_core.run_record import RunRecord
 from moevement_core.simulator.failures import Failure

@@ -54,7 +54,7 @@ else
     $uv install --python $venv/bin/python --no-deps --no-build-isolation --editable . \
         --config-settings editable_mode=compat
 fi
-$venv/bin/python -m compileall -q megatron moevement_core kernels examples
+$venv/bin/python -m compileall -q megatron moevement_core moevement_cli kernels examples
 # An editable install knows one root; the kernels have their own.
 echo "$PWD/kernels" >"$($venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/moevement_kernels.pth"
 echo "$wanted" >"$stamp"

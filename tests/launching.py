@@ -13,7 +13,7 @@ from tests.training import ROOT, SCRIPT, flags
 
 
 def launch(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "moevement_core.cli.main", "launch", *words]
+    command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
 
 

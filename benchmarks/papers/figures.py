@@ -28,8 +28,8 @@ from benchmarks.papers.published import (
     SKEW_ALPHAS,
     SKEWED,
 )
+from moevement_cli.plotting import figure
 from moevement_core.checkpoint_plan import CheckpointPlan
-from moevement_core.cli.plotting import figure
 from moevement_core.simulator.failures import recorded
 from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Costs, Gemini, MoC, MoEvement, Techniques
 from moevement_core.simulator.training import train

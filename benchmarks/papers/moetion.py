@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
+from moevement_cli.plotting import figure
 from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.cli.plotting import figure
 from moevement_core.description.cluster import CLUSTERS, Cluster
 from moevement_core.description.transformer import Layout, Transformer, describe
 from moevement_core.simulator.iteration import from_machines

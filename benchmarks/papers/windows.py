@@ -13,8 +13,8 @@ from pathlib import Path
 
 from benchmarks.environment import measured_on
 from megatron.moevement.describe import describe
+from moevement_cli.plan import PRESETS
 from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.cli.plan import PRESETS
 from moevement_core.description.cluster import CLUSTERS, GB
 from moevement_core.description.job import JobShape
 from moevement_core.precision import MIXED, TABLE_7, Regime

@@ -27,8 +27,8 @@ from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV, STORE_E
 from megatron.moevement.signals import Signals, Stopped
 from megatron.moevement.sparse_config import lease_seconds
 from megatron.moevement.watch import ReplaceWhoDies, UntilOneFails, Watch
-from moevement_core.cli.progress import Progress
 from moevement_core.errors import ConfigError
+from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.run_record import RunRecord
 

@@ -23,8 +23,8 @@ from megatron.moevement.children import Child, nothing_left_behind
 from megatron.moevement.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV
 from megatron.moevement.signals import Signals, Stopped
 from megatron.moevement.supervisor import Supervisor, is_mistake
-from moevement_core.cli.exit_codes import USAGE_ERROR
 from moevement_core.errors import ConfigError
+from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.rendezvous.lease import ADDRESS, LeaseClient
 from moevement_core.rendezvous.roster import LATE_TASKS, RANKS, TASK
 from moevement_core.rendezvous.status_page import boot_time_s

@@ -17,8 +17,8 @@ import psutil
 
 from megatron.moevement.children import Child, end_all
 from megatron.moevement.supervisor import LocalLink, Supervisor, is_mistake
-from moevement_core.cli.exit_codes import USAGE_ERROR
-from moevement_core.cli.progress import OURS, Progress
+from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.progress import OURS, Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.run_record import RunRecord

@@ -34,7 +34,7 @@ def run_rank(argv: list[str]) -> None:
     end_with_parent()
     from megatron.moevement import config_file
     from megatron.moevement.activate import activate
-    from moevement_core.cli.exit_codes import exit_cleanly
+    from moevement_core.exit_codes import exit_cleanly
 
     script = os.path.abspath(argv[0])
     os.environ[SCRIPT_ENV] = script

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from moevement_core.cli.main import main
+from moevement_cli.main import main
 from moevement_core.persistence.manifest import manifests
 from moevement_core.run_record import RunRecord
 from tests.launching import Survived, finished, launch, logs, survive
@@ -459,7 +459,7 @@ def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
     wanted = reference(2, tmp_path / "unhurt", **flags_)
     run_dir = tmp_path / "hurt"
     words = [*flags(**flags_, moevement_inject="rank=1,iteration=8,phase=forward"), "--run-dir", str(run_dir)]
-    command = [sys.executable, "-W", "ignore", "-m", "moevement_core.cli.main"]
+    command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main"]
     coordinator = subprocess.Popen(
         [*command, "coordinate", "--ranks", "2", "--run-dir", str(run_dir)], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moevement_core.cli.main import main
+from moevement_cli.main import main
 from moevement_core.persistence.lock import acquire
 from moevement_core.run_record import RunRecord
 from tests.launching import finished, launch

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moevement_core.cli.main import main
+from moevement_cli.main import main
 from moevement_core.description.profile import Profile
 from tests.training import ROOT, SCRIPT
 
@@ -25,7 +25,7 @@ FLAGS = {
 
 
 def profile(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "moevement_core.cli.main", "profile", "--nproc", "2", *words]
+    command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "profile", "--nproc", "2", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
 
 

@@ -38,7 +38,7 @@ def run(words: list[str], options: list[str], run_dir: Path) -> subprocess.Popen
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     with run_dir.with_suffix(".console").open("wb") as console:
         return subprocess.Popen(
-            [sys.executable, "-m", "moevement_core.cli.main", "launch", "--nproc", "4", *options, *LAPTOP, *words,
+            [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "4", *options, *LAPTOP, *words,
              "--run-dir", str(run_dir)],
             stdout=console, stderr=console, cwd=ROOT,
         )  # fmt: skip

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from megatron.moevement import platform
 from megatron.moevement.activate import _resolve, activate, points
 from megatron.moevement.platform.patches import replaced
-from tests.training import ROOT
 
 PINNED = Path(__file__).with_name("replaced_signatures.yaml")
 
@@ -57,15 +54,3 @@ def test_activation_is_idempotent() -> None:
     platform.install()
     assert [(entry.owner, entry.name) for entry in replaced()] == before
     assert [getattr(_resolve(point.modules[0]), point.name) for point in points()] == functions
-
-
-@pytest.mark.parametrize("folder", ["moevement_core"])
-def test_the_engine_imports_no_megatron(folder: str) -> None:
-    """Only the command line, which stands on top, may."""
-    for path in (ROOT / folder).rglob("*.py"):
-        if "cli" in path.relative_to(ROOT / folder).parts:
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            assert not any(name.split(".")[0] == "megatron" for name in names), path

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.moevement import node_tasks
 from megatron.moevement.node_tasks import NodeCommand, NodeTasks
-from moevement_core.cli.main import main
+from moevement_cli.main import main
 
 
 def _command(nodes: list[str], script: str, tasks: int = 2) -> NodeCommand:

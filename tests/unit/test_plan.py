@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megatron.moevement.describe import describe
+from moevement_cli.main import main
+from moevement_cli.plan import PRESETS, config_path
+from moevement_cli.simulate import SCENARIOS
 from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.cli.main import main
-from moevement_core.cli.plan import PRESETS, config_path
-from moevement_core.cli.simulate import SCENARIOS
 from moevement_core.description.cluster import CLUSTERS, Cluster
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import ConfigError, WindowError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.cli.main import main
+from moevement_cli.main import main
 from moevement_core.errors import ConfigError
 from tests.training import flags
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moevement_core.cli.main import main
+from moevement_cli.main import main
 from moevement_core.errors import RunRecordError
 from moevement_core.persistence.lock import LOCK, Holder, acquire
 from moevement_core.run_record import RunRecord

@@ -11,7 +11,7 @@ import pytest
 
 from megatron.moevement.data import embedded
 from megatron.moevement.data.token_files import ByteTokenizer, DocumentUnit, FileTokenizer, build_token_files
-from moevement_core.cli.main import main
+from moevement_cli.main import main
 from moevement_core.errors import DataError
 
 

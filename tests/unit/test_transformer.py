@@ -101,7 +101,7 @@ def test_what_cannot_be_is_refused(model: dict[str, object], layout: dict[str, o
 
 def test_presets_are_their_own_sizes() -> None:
     """Of the models of MoEvement's section 5.4, within 2%."""
-    from moevement_core.cli.simulate import SCENARIOS
+    from moevement_cli.simulate import SCENARIOS
     from moevement_core.simulator.scenario import load
 
     for path in sorted(Path(SCENARIOS).glob("deepseek_*b.yaml")):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moevement_core.cli.main import main
-from moevement_core.cli.simulate import SCENARIOS
+from moevement_cli.main import main
+from moevement_cli.simulate import SCENARIOS
 
 JOB = ["simulate", "gpt_moe", "--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100"]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_core.cli.simulate import SCENARIOS
+from moevement_cli.simulate import SCENARIOS
 from moevement_core.description.cluster import CLUSTERS, Cluster
 from moevement_core.description.transformer import Layout, Transformer, describe
 from moevement_core.errors import ConfigError

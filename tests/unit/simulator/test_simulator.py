@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moevement_core.cli.simulate import SCENARIOS
+from moevement_cli.simulate import SCENARIOS
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.advice import advise, reasons

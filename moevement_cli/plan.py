@@ -12,13 +12,33 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moevement_cli.examples import EXAMPLES
+from moevement_cli.machines import add_machines, cluster_of
 from moevement_core import precision
 from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput, StagePlan
-from moevement_core.description.cluster import CLUSTERS, GB, Cluster
+from moevement_core.description.cluster import GB
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
 
-PRESETS = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "configs"
+PRESETS = EXAMPLES / "pretrain_moe" / "configs"
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.allow_abbrev = False
+    parser.description = (
+        "Say how many iterations a window needs and what it costs, from the model, the layout and the "
+        "bandwidths, without starting anything. Megatron builds the model without memory, so every flag means what it "
+        "means in a run; flags of Megatron's may stand among those below and win over the file's. docs/windows.md "
+        "explains the numbers."
+    )
+    parser.add_argument("model", metavar="MODEL", help="a preset (gpt_moe, ...) or a .yaml of Megatron's flags")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="GPUs of the job")
+    parser.add_argument(
+        "--iteration-time", type=float, required=True, metavar="S", help="seconds that an iteration takes; measure one"
+    )
+    add_machines(parser)
+    parser.set_defaults(run=plan, flags=[])
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -37,7 +57,7 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
     Raises:
         ConfigError: it describes none.
     """
-    cluster = _cluster(arguments)  # before the model is built, which takes seconds
+    cluster = cluster_of(arguments)  # before the model is built, which takes seconds
     regime = precision.parse(arguments.regime) if arguments.regime else None
     if not arguments.iteration_time > 0:
         raise ConfigError(f"--iteration-time {arguments.iteration_time}; needs seconds, more than 0")
@@ -67,30 +87,6 @@ def config_path(model: str) -> Path:
             return path
     known = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml"))) or "none, in this installation"
     raise ConfigError(f"{model!r} is no file and no preset; presets are {known}")
-
-
-def _cluster(arguments: argparse.Namespace) -> Cluster:
-    if arguments.cluster is not None:
-        cluster = CLUSTERS[arguments.cluster]
-    elif None in (arguments.d2h_bandwidth, arguments.network_bandwidth, arguments.gpus_per_node):
-        raise ConfigError(
-            "neither --cluster nor all of --d2h-bandwidth, --network-bandwidth and --gpus-per-node; give "
-            f"--cluster {' or '.join(CLUSTERS)}, or your own three numbers"
-        )
-    else:
-        cluster = Cluster(arguments.gpus_per_node, 1.0, 1.0)
-    given = {
-        "gpus_per_node": arguments.gpus_per_node,
-        "d2h_bytes_per_s": _gigabytes(arguments.d2h_bandwidth),
-        "network_bytes_per_s": _gigabytes(arguments.network_bandwidth),
-        "network_share": arguments.network_share,
-        "host_memory_bytes": _gigabytes(arguments.host_memory),
-    }
-    return replace(cluster, **{name: value for name, value in given.items() if value is not None})
-
-
-def _gigabytes(value: float | None) -> float | None:
-    return None if value is None else value * GB
 
 
 def _print(made: CheckpointPlan, console: Console) -> None:

@@ -10,13 +10,29 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moevement_core.cli.bench_run import events_of, samples_of
+from moevement_cli.bench_run import events_of, samples_of
 from moevement_core.errors import ConfigError
 
 Samples = list[dict[str, Any]]
 KINDS = ("normal", "stage", "all")
 NO_LOGS = ("--moevement-log-memory-gb", "1e-9")
 """What a stage would need to replay alone does not fit, so that all stages roll back."""
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "Train an MoE on a pipeline whose ranks lose their memory: those of one stage and those of all "
+        "stages in turns, in one run. Times are for each replayed iteration, against a normal one. Then kill a rank "
+        "again and again in two jobs, one in which its stage replays alone and one in which all do."
+    )
+    parser.add_argument("--stages", type=int, default=4, metavar="N", help="pipeline stages, a rank each (default: 4)")
+    parser.add_argument("--micro-batches", type=int, default=8, metavar="M", help="of an iteration (default: 8)")
+    parser.add_argument("--window", type=int, default=3, metavar="W", help="iterations of a window (default: 3)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="losses of each kind (default: 5)")
+    parser.add_argument("--kills", type=int, default=5, metavar="K", help="in each of the two jobs (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=recovery)
 
 
 def recovery(arguments: argparse.Namespace) -> int:

@@ -15,13 +15,36 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moevement_core.cli.bench_run import failed
+from moevement_cli.bench_run import failed
 from moevement_core.description.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.pipeline import Pipeline
 
 FEWEST = 8
 SWITCH = "--moevement-sparse-ckpt"
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "Train SCRIPT for a few iterations and write what it took: forward and backward pass of each "
+        "stage, synchronisation, update, memory of a layer, copies, storage, collectives over message sizes. A "
+        "scenario with 'profile: FILE' is simulated with that."
+    )
+    parser.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
+    parser.add_argument("--iterations", type=int, default=16, metavar="K", help="half of them timed (default: 16)")
+    parser.add_argument(
+        "--micro-batch-sizes", type=int, nargs="+", metavar="B", help="measure each (default: what the flags say)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("profile.yaml"), metavar="FILE", help="default: profile.yaml"
+    )
+    parser.add_argument(
+        "--storage", type=Path, metavar="DIR", help="folder on the storage to be measured (default: a temporary one)"
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a training script")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(run=profile)
 
 
 def profile(arguments: argparse.Namespace) -> int:

@@ -15,6 +15,37 @@ from moevement_core.errors import ConfigError, DataError
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".txt.gz", ".jsonl.gz")
 
 
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its actions and their arguments."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    files = actions.add_parser(
+        "build",
+        help="text files to the .bin and .idx that --data-path reads",
+        description="Write PREFIX.bin, PREFIX.idx and PREFIX.json from text files (or .jsonl, either also .gz). "
+        "Without --tokenizer a token is a byte.",
+    )
+    files.add_argument(
+        "inputs", metavar="INPUT", nargs="+", type=Path, help="a text file, .jsonl file or folder of them"
+    )
+    files.add_argument("--output", metavar="PREFIX", type=Path, required=True, help="path without suffix")
+    files.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        type=Path,
+        help="a Hugging Face tokenizer.json or its folder, or a SentencePiece .model",
+    )
+    files.add_argument(
+        "--documents",
+        choices=("file", "line", "paragraph"),
+        default="file",
+        help="what of a text file is one document (default: the file)",
+    )
+    files.add_argument("--json-key", default="text", help="where a .jsonl line has its text (default: text)")
+    files.add_argument("--overwrite", action="store_true", help="replace token files that are there")
+    files.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    files.set_defaults(run=build)
+
+
 def build(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     from megatron.moevement.data.token_files import ByteTokenizer, FileTokenizer, Tokenizer, build_token_files

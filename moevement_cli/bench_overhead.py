@@ -12,8 +12,30 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moevement_core.cli.bench_run import samples_of
+from moevement_cli.bench_run import samples_of
 from moevement_core.errors import ConfigError
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "Train a 57 M parameter MoE with snapshots off, captured, and captured and sent to peers, taking "
+        "turns in one run. Ratios are of neighbouring blocks, with their quartiles."
+    )
+    parser.add_argument("--nproc", type=int, default=3, metavar="N", help="ranks (default: 3)")
+    parser.add_argument("--replicas", type=int, default=2, metavar="R", help="peers of each rank (default: 2)")
+    parser.add_argument("--window", type=int, default=6, metavar="W", help="iterations of a window (default: 6)")
+    parser.add_argument(
+        "--micro-batches", type=int, nargs="+", default=[1, 4], metavar="M", help="iteration lengths (default: 1 4)"
+    )
+    parser.add_argument("--blocks", type=int, default=8, metavar="B", help="rounds of all modes (default: 8)")
+    parser.add_argument("--block-iterations", type=int, default=6, metavar="I", help="of a mode (default: 6)")
+    parser.add_argument(
+        "--verify", choices=["nothing", "window", "iteration"], default="window",
+        help="when a digest of the whole state is made (default: window)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=overhead)
 
 
 def overhead(arguments: argparse.Namespace) -> int:

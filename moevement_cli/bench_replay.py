@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moevement_core.cli.bench_run import samples_of
+from moevement_cli.bench_run import samples_of
 from moevement_core.errors import ConfigError
 
 ROUTINGS = {
@@ -20,6 +20,20 @@ ROUTINGS = {
     "skewed": ["--moe-router-force-biased", "-1.5"],
 }
 Told = dict[str, Any]
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "Replay iterations of a 57 M parameter MoE with a growing share of operators frozen, taking turns, "
+        "under even and under skewed routing. Ratios are of the same round, with their quartiles."
+    )
+    parser.add_argument("--nproc", type=int, default=2, metavar="N", help="expert-parallel ranks (default: 2)")
+    parser.add_argument("--steps", type=int, default=4, metavar="S", help="steps of the share from 0 to 1 (default: 4)")
+    parser.add_argument("--rounds", type=int, default=12, metavar="R", help="of all shares (default: 12)")
+    parser.add_argument("--micro-batches", type=int, default=2, metavar="M", help="of an iteration (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=replay)
 
 
 def replay(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from pathlib import Path
@@ -10,12 +11,28 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from moevement_core.cli.plotting import figure
+from moevement_cli.plotting import figure
 from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.recovery.account import trace_events
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.run_record import RunRecord
 from moevement_core.snapshot.cost import cost_line
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories")
+    parser.add_argument("--plot", metavar="FILE", type=Path, help="draw loss and gradient norm (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write failures and recoveries as a timeline for ui.perfetto.dev"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    return report(arguments.runs, arguments.plot, arguments.trace, as_json=arguments.json)
 
 
 def report(runs: list[Path], plot: Path | None, trace: Path | None, *, as_json: bool) -> int:

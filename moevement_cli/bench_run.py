@@ -11,10 +11,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moevement_cli.examples import EXAMPLES
 from moevement_core.errors import ConfigError
 from moevement_core.run_record import RunRecord
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "pretrain_moe" / "pretrain_gpt.py"
+SCRIPT = EXAMPLES / "pretrain_moe" / "pretrain_gpt.py"
 MODEL = {
     "--num-layers": 4, "--hidden-size": 512, "--num-attention-heads": 8, "--ffn-hidden-size": 1024,
     "--num-experts": 8, "--moe-router-topk": 2, "--moe-ffn-hidden-size": 1024, "--seq-length": 128,

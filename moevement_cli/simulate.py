@@ -14,9 +14,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
+from moevement_cli.examples import EXAMPLES
+from moevement_cli.machines import add_machines
+from moevement_cli.plan import config_path, input_of
+from moevement_cli.plotting import figure
 from moevement_core import precision
-from moevement_core.cli.plan import PRESETS, config_path, input_of
-from moevement_core.cli.plotting import figure
 from moevement_core.description.cluster import CLUSTERS, GB
 from moevement_core.errors import ConfigError
 from moevement_core.simulator import scenario
@@ -24,11 +26,55 @@ from moevement_core.simulator.advice import Advice, advise, reasons
 from moevement_core.simulator.experiment import Cell, run
 from moevement_core.simulator.iteration import IterationTime
 from moevement_core.simulator.scenario import Scenario
-from moevement_core.simulator.strategies import Gemini
+from moevement_core.simulator.strategies import STRATEGIES, Gemini
 
-SCENARIOS = PRESETS.parents[1] / "simulate"
+SCENARIOS = EXAMPLES / "simulate"
 INTERVALS = 40
 """Points of the plot of ETTR over the interval."""
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.allow_abbrev = False
+    parser.description = (
+        "Hours of a training with failures, drawn or recorded, under several ways of checkpointing: the "
+        "effective training time ratio by the formula and by simulation, and where the rest of the time went. WHAT is "
+        "a scenario file, which says everything, or a model as for moevement plan; several are compared. What stands "
+        "on the command line wins over the file. docs/simulator.md has every field, and says what is assumed."
+    )
+    add = parser.add_argument
+    add("what", nargs="+", metavar="WHAT",
+        help="a scenario (deepseek_671b, ..., or a .yaml with a job), or a model by Megatron's flags with --ranks, "
+        "--iteration-time and a cluster")  # fmt: skip
+    add("--ranks", type=int, nargs="+", metavar="N", help="GPUs of the job; several are compared")
+    add("--iteration-time", type=float, metavar="S", help="seconds of an iteration, if it is known")
+    add_machines(parser, has_defaults=False)
+    add("--mtbf", type=float, nargs="+", metavar="S",
+        help="mean seconds between failures of the job (default: the paper's 2 h to 10 min)")  # fmt: skip
+    add("--strategy", nargs="+", choices=list(STRATEGIES), metavar="NAME", help=f"any of {', '.join(STRATEGIES)}")
+    add("--hours", type=float, metavar="H", help="of wall time (default: 12)")
+    add("--seeds", type=int, metavar="N", help="trainings of each kind (default: 20)")
+    add("--first-seed", type=int, metavar="N", help="the others follow (default: 0)")
+    add("--weibull", type=float, metavar="K",
+        help="shape of the time between failures: 1 is a Poisson process, less gives bursts (default: 1)")  # fmt: skip
+    add("--together", type=float, metavar="P",
+        help="probability that a failing node takes the next one along (default: 0)")  # fmt: skip
+    add("--trace", type=Path, metavar="FILE",
+        help="recorded failures instead of drawn ones: lines of milliseconds,add|remove,NODE")  # fmt: skip
+    add("--speedup", type=float, metavar="X", help="let the trace run X times as fast (default: 1)")
+    add("--spares", type=int, metavar="N", help="spare nodes at the start (default: always one more)")
+    add("--repair", type=float, metavar="S",
+        help="seconds after which a failed node is a spare again (default: never)")  # fmt: skip
+    add("--detect", type=float, metavar="S", help="until a failure is noticed (default: 1)")
+    add("--regroup", type=float, metavar="S", help="until process groups are there again (default: 10)")
+    add("--interference", type=float, metavar="F",
+        help="share of the seconds of copies beside training by which they lengthen it (default: 0)")  # fmt: skip
+    add("--skew", type=float, metavar="S", help="of the popularity of experts, 0 to 1 (default: 0)")
+    add("--storage-bandwidth", type=float, metavar="GB/S", help="to durable storage, all nodes together")
+    add("--workers", type=int, default=1, metavar="N", help="processes; more pay from thousands of trainings on")
+    add("--best", action="store_true", help="propose strategy, window, replicas and interval, with reasons")
+    add("--plot", type=Path, metavar="FILE", help="ETTR over failure rate and interval, lost time, goodput")
+    parser.set_defaults(run=simulate, flags=[])
 
 
 def simulate(arguments: argparse.Namespace) -> int:

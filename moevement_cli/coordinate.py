@@ -1,0 +1,60 @@
+"""``moevement coordinate``: hold the store of a job over several hosts and give out its ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from moevement_core.errors import ConfigError
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "One for each job, where it outlives every rank: in the job script, beside srun. The tasks run "
+        "`moevement launch --spares S SCRIPT`, with MOEVEMENT_STORE=HOST:PORT of this one."
+    )
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks of the job, without spares")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, metavar="P", help="port (default: any that is free)")
+    parser.add_argument(
+        "--spare-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that the job waits for a spare where none is left (default: 600)",
+    )
+    parser.add_argument("--run-dir", type=_folder, metavar="DIR", help="the job's, in which ranks.json is kept")
+    parser.add_argument(
+        "--nodes", metavar="A,B,...", help="run COMMAND once for each of these nodes, {host} in it is the name of one"
+    )
+    parser.add_argument("--tasks-per-node", type=int, default=1, metavar="K", help="that COMMAND starts (default: 1)")
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="starts the tasks of a node (srun --nodes=1 --nodelist={host} ... moevement launch ...), with "
+        "MOEVEMENT_STORE set; again if they end before the job does",
+    )
+    parser.set_defaults(run=run)
+
+
+def _folder(text: str) -> Path:
+    """A path that is not empty: that would mean the current folder, and comes from a variable that is not set."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is an empty path; give a folder, or leave the option out")
+    return Path(text)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    from megatron.moevement.coordinate import Coordination, coordinate
+    from megatron.moevement.node_tasks import NodeCommand
+
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if words and not arguments.nodes:
+        raise ConfigError("a command without --nodes; say which nodes it is run for, as in --nodes n1,n2")
+    tasks = NodeCommand(arguments.nodes.split(","), arguments.tasks_per_node, words) if words else None
+    return coordinate(
+        Coordination(arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout, arguments.run_dir, tasks)
+    )

@@ -1,0 +1,92 @@
+"""``moevement launch``: start the ranks of a training script."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "Start SCRIPT on N ranks of this host with the fork active, or, under srun, as the one rank that "
+        "this task is. Everything after SCRIPT goes to the script, Megatron's flags and --config FILE, --run-dir DIR."
+    )
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks on this host; under srun processes of each task (default there: 1)",
+    )
+    parser.add_argument(
+        "--logs",
+        choices=("console", "files"),
+        help="ranks print here, or each to files in the run directory while progress is shown here "
+        "(default: files if the script gets --run-dir)",
+    )
+    parser.add_argument(
+        "--fresh-interpreters",
+        action="store_true",
+        help="start each rank as a new Python process (always so with a GPU; without one ranks are forked from a "
+        "process that has imported Megatron once)",
+    )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        metavar="S",
+        help="start S processes more, of which one takes the place of each rank that dies; the job goes on "
+        "(0: of those that are started anew then; without the option the first failure ends the job)",
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="K",
+        help="take every K processes for a node of its own, for trying failures of nodes on one host",
+    )
+    parser.add_argument(
+        "--spare-timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that the job waits for a spare where none is left (default: 600)",
+    )
+    parser.add_argument("script", metavar="SCRIPT", help="a training script, ours or Megatron-LM's own pretrain_gpt.py")
+    parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    if arguments.spares is not None:  # torch reads it once, at import; else each look into the store is a warning
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from megatron.moevement import launch, worker
+    from megatron.moevement.restart.environment import STORE_ENV
+    from moevement_core.persistence.lock import acquire
+
+    argv = [arguments.script, *arguments.arguments]
+    in_cluster = arguments.spares is not None and STORE_ENV in os.environ
+    if arguments.nproc is None or in_cluster:
+        environment = launch.slurm_environment(meets_at_master=arguments.spares is None)
+        if arguments.spares is not None:
+            from megatron.moevement.supervise import supervise, task_of
+
+            task = task_of(environment, arguments.nproc or 1)
+            return supervise(argv, task, arguments.spares, environment, fresh_interpreters=arguments.fresh_interpreters)
+        os.environ.update(environment)
+        worker.run_rank(argv)
+        worker.end_groups()
+        return 0
+    if (run_dir := launch.run_dir_of(argv)) is not None and run_dir.is_dir():
+        # Before the logs of a job that runs are overwritten by this one's; the ranks take the lock for their job.
+        acquire(run_dir, "launcher", "--run-dir", report=lambda text: print(f"moevement: {text}", flush=True)).release()
+    return launch.launch_on_this_host(
+        launch.Launch(
+            nproc=arguments.nproc,
+            argv=argv,
+            show_logs=arguments.logs == "console" or launch.run_dir_of(argv) is None,
+            fresh_interpreters=arguments.fresh_interpreters,
+            spares=arguments.spares,
+            ranks_per_node=arguments.ranks_per_node,
+            spare_timeout_s=arguments.spare_timeout,
+        )
+    )

@@ -1,0 +1,61 @@
+"""The `moevement` command line: one tool, a subcommand for each thing a user does, each in a file of its name.
+
+Every subcommand that reports takes ``--json`` and then prints one JSON object as its last line. A file here has
+``add_to(parser)``, which says what the subcommand takes and sets ``run(arguments)``, which returns the exit code. Only
+the file of the command that is asked for is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from moevement_core import __version__
+from moevement_core.exit_codes import USAGE_ERROR, exit_cleanly
+
+COMMANDS = {
+    "launch": "start the ranks of a training script",
+    "coordinate": "hold the store of a job over several hosts and give out its ranks",
+    "data": "make token files from text",
+    "plan": "what sparse checkpointing of a job will cost",
+    "simulate": "what a failure rate costs under each way of checkpointing",
+    "profile": "measure what an iteration of a real run is made of, for moevement simulate",
+    "bench": "measure on this machine",
+    "verify": "whether two runs are the same, bit for bit",
+    "report": "summary and plot of finished or running runs",
+}
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"moevement: {message}; {self.prog} --help says more", file=sys.stderr)
+        raise SystemExit(USAGE_ERROR)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the console script; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(words)
+    arguments, others = parser.parse_known_args(words)
+    if others and not hasattr(arguments, "flags"):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.flags = [word for word in others if word != "--"]
+    with exit_cleanly():
+        return int(arguments.run(arguments))
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = _OneLineParser(prog="moevement", description="Native fault tolerance for MoE training on Megatron-Core.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, purpose in COMMANDS.items():
+        command = commands.add_parser(name, help=purpose)
+        if name in words:
+            import_module(f"moevement_cli.{name}").add_to(command)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""``moevement verify``: whether two runs are the same, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from moevement_core.run_record import RunRecord
+from moevement_core.verify import compare
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "Compare two finished runs: losses and gradient norms of every iteration, and the digests of their "
+        "final states. Exits with 0 only if they are equal."
+    )
+    parser.add_argument("run_a", metavar="RUN_A", type=Path)
+    parser.add_argument("run_b", metavar="RUN_B", type=Path)
+    parser.add_argument(
+        "--common",
+        action="store_true",
+        help="compare only iterations that both recorded (a resumed run has no early ones)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    a, b = RunRecord(arguments.run_a), RunRecord(arguments.run_b)
+    verdict = compare(a, b, common_iterations=arguments.common)
+    if verdict.equal:
+        print(f"equal: {verdict.iterations_compared} iterations and the final state, bit for bit")
+    else:
+        print(f"DIFFERENT: {verdict.first_difference}")
+        differing = [part for part, same in verdict.parts.items() if not same]
+        print(f"parts of the final state that differ: {', '.join(differing) or 'none'}")
+    if arguments.json:
+        print(json.dumps(verdict.as_dict()))
+    return 0 if verdict.equal else 1

@@ -1,0 +1,105 @@
+"""Which rooms may know which, and that nothing within a room goes round in a circle; told from the sources alone."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = {
+    "moevement_kernels": ROOT / "kernels" / "moevement_kernels",
+    "moevement_core": ROOT / "moevement_core",
+    "megatron.moevement": ROOT / "megatron" / "moevement",
+    "moevement_cli": ROOT / "moevement_cli",
+}
+MAY_KNOW = {
+    "moevement_kernels": set(),
+    "moevement_core": set(),
+    "megatron.moevement": {"moevement_core", "moevement_kernels", "megatron"},
+    "moevement_cli": {"moevement_core", "megatron.moevement"},
+}
+"""Beside itself, of our rooms and of Megatron."""
+WITHOUT_CYCLES = ("moevement_kernels", "moevement_core", "moevement_cli")
+
+
+@cache
+def modules(room: str) -> dict[str, Path]:
+    """Every module of a room by its name."""
+    found = {}
+    for path in ROOMS[room].rglob("*.py"):
+        parts = path.relative_to(ROOMS[room]).with_suffix("").parts
+        name = ".".join([room, *(parts[:-1] if parts[-1] == "__init__" else parts)])
+        found[name] = path
+    return found
+
+
+def imported(path: Path) -> Iterator[str]:
+    """What a file imports anywhere, in functions too: ``a.b`` and, for ``from a import b``, both."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def room_of(name: str) -> str | None:
+    for room in (*ROOMS, "megatron"):
+        if name == room or name.startswith(f"{room}."):
+            return room
+    return None
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_knows_only_those_below_it(room: str) -> None:
+    wrong = {
+        f"{module} imports {name}"
+        for module, path in modules(room).items()
+        for name in imported(path)
+        if room_of(name) not in (None, room, *MAY_KNOW[room])
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", WITHOUT_CYCLES)
+def test_no_imports_go_round_in_a_circle(room: str) -> None:
+    known = modules(room)
+    graph = {name: {one for one in imported(path) if one in known} - {name} for name, path in known.items()}
+    # A package imports its modules to name them; that is no dependency of theirs on each other.
+    assert not list(cycles(graph))
+
+
+def cycles(graph: dict[str, set[str]]) -> Iterator[list[str]]:
+    """Groups of modules each of which reaches every other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> Iterator[list[str]]:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                yield from visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = []
+            while name not in group:
+                group.append(stack.pop())
+            if len(group) > 1:
+                yield sorted(group)
+
+    for name in sorted(graph):
+        if name not in index:
+            yield from visit(name)
+
+
+def test_circles_are_found() -> None:
+    assert list(cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})) == [["a", "b", "c"]]
+    assert not list(cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}))
