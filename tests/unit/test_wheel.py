@@ -19,18 +19,9 @@ ROOT = Path(__file__).parents[2]
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The Python of an environment that has the wheel and, from the one that tests run in, its dependencies."""
     folder = tmp_path_factory.mktemp("wheel")
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "--wheel-dir",
-        folder,
-    ]
-    subprocess.run([*build, _copy(folder / "source")], check=True)
+    source = _copy(folder / "source")
+    build = ("-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir")
+    subprocess.run([sys.executable, *build, str(folder), str(source)], check=True)
     (wheel,) = folder.glob("*.whl")
     python = folder / "environment" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "environment"], check=True)
