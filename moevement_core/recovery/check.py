@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from moevement_core.engine.layout import OperatorState
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.agreement import NONE
-from moevement_core.snapshot.checkpointer import OperatorState
 from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Snapshot, as_bytes, digest_of
 
 MOST_TOLD = 20

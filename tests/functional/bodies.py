@@ -66,7 +66,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
     ``live``: iteration -> tensor -> digest, of every operator's whole state when its snapshot began.
     ``own`` and ``kept``: (rank, iteration) -> tensor -> digest, from the snapshots' own bytes, with what they hold.
     """
-    from moevement_core.snapshot.checkpointer import Checkpointer
+    from moevement_core.engine.checkpointer import Checkpointer
     from moevement_core.snapshot.snapshot import Snapshot, digest_of
 
     live: dict[int, dict[tuple[str, str], str]] = {}
@@ -81,9 +81,9 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
             }
 
     def look(checkpointer: Checkpointer) -> None:
-        note("own", checkpointer.snapshots())
-        for keeper in checkpointer.keepers:
-            note("kept", keeper.snapshots())
+        note("own", checkpointer.own.snapshots())
+        for store in checkpointer.replicator.stores:
+            note("kept", store.snapshots())
 
     capture, wait = Checkpointer.capture, Checkpointer.wait
 
@@ -91,7 +91,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
         look(self)
         live[iteration] = {
             (tensor.operator, tensor.key): digest_of(tensor.tensor.clone())
-            for state in self._states.values()
+            for state in self.capturer._states.values()
             for tensor in (*state.compute, *state.full)
         }
         capture(self, iteration, record, **options)
@@ -111,7 +111,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
         look(checkpointer)
     finally:
         Checkpointer.capture, Checkpointer.wait = capture, wait  # type: ignore[method-assign]
-    return {"live": live, **saved, "schedules": schedules, "held": sorted(checkpointer._states)}
+    return {"live": live, **saved, "schedules": schedules, "held": sorted(checkpointer.capturer._states)}
 
 
 def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> dict[str, Any]:
@@ -145,8 +145,8 @@ def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> di
         failed = type(error).__name__
     time.sleep(1)  # let the background threads notice too
     checkpointer = current_job().sparse.checkpointer  # type: ignore[union-attr]
-    held = {**checkpointer.snapshots()}
-    kept = {keeper.source: keeper.snapshots() for keeper in checkpointer.keepers}
+    held = {**checkpointer.own.snapshots()}
+    kept = {store.source: store.snapshots() for store in checkpointer.replicator.stores}
     for snapshot in (*held.values(), *(s for snapshots in kept.values() for s in snapshots.values())):
         snapshot.check("after the death of a peer")
     return {
@@ -247,8 +247,8 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
     def wipe_and_damage(job: Any, views: Any) -> None:
         original(job, views)
         checkpointer = job.sparse.checkpointer
-        if checkpointer.rank == victim:
-            for snapshot in checkpointer.snapshots().values():
+        if job.sparse.wiring.rank == victim:
+            for snapshot in checkpointer.own.snapshots().values():
                 entry = snapshot.header.entries[0]
                 snapshot.bytes_of(entry)[entry.nbytes // 2] ^= 4
 
@@ -392,10 +392,10 @@ def with_peers_that_keep_nothing(argv: list[str]) -> None:
     """Peers take the memory for copies, and never answer to any."""
     import time
 
-    from moevement_core.replication.keeper import Keeper
+    from moevement_core.replication.receiver import Receiver
 
-    def silent(self: Keeper, message: Any) -> None:
+    def silent(self: Receiver, message: Any) -> None:
         time.sleep(1000)
 
-    Keeper._receive = silent  # type: ignore[method-assign]
+    Receiver._receive = silent  # type: ignore[method-assign]
     run_rank(argv)

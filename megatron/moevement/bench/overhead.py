@@ -65,7 +65,7 @@ class Observer(sparse.Observer):
         self._began_s = now_s
         mode = mode_of(committed, self._block)
         run.capturing = mode != "off"
-        run.checkpointer.replicating = mode == "replicate"
+        run.checkpointer.replicator.enabled = mode == "replicate"
 
 
 def main() -> None:

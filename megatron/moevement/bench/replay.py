@@ -55,7 +55,7 @@ class Observer(sparse.Observer):
         names = [run.table.names[place] for place in schedule.order]
         self.skewness = _skewness(run)
         trainer = MegatronTrainer(run.job, run.views, None)
-        run.checkpointer.settle()
+        run.checkpointer.capturer.settle()
         iteration = committed
         with run.replaying(), trainer.replaying():
             for number in range(self._rounds + 1):  # the first one warms up

@@ -16,10 +16,10 @@ import torch
 from megatron.moevement.operators import OperatorId, operators_of_chunk
 from megatron.moevement.optimizer.torch_adam import make_adam_state
 from megatron.moevement.state_digest import members
+from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import OperatorError
 from moevement_core.operators import Operator, StateBytes
 from moevement_core.policy.schedule import Saved
-from moevement_core.snapshot.checkpointer import OperatorState
 from moevement_core.snapshot.snapshot import StateTensor
 
 _QUANTISED = ("_data", "_rowwise_data")

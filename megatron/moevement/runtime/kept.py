@@ -75,11 +75,11 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
 
 def _compare(parts: Parts, until: int) -> _Compared:
     left = [f"{what} of the interrupted iteration" for what in leftovers.gradients(parts.job)]
-    snapshot = parts.checkpointer.snapshots().get(until)
+    snapshot = parts.checkpointer.own.snapshots().get(until)
     if snapshot is None or snapshot.header.state != until:
         return _Compared(True, False, False, left, [])
     states = {operator.name: state for operator, state in parts.views.states.items()}
-    check = StateCheck(states, parts.checkpointer.whole_now)
+    check = StateCheck(states, parts.checkpointer.capturer.whole_now)
     check.compare(snapshot, frozenset(states), frozenset())
     whole = bool(snapshot.header.whole)
     return _Compared(True, not whole, whole, [*left, *check.differences], [])

@@ -23,6 +23,7 @@ from megatron.moevement.runtime.replay import Alone, MegatronTrainer
 from megatron.moevement.runtime.replicas import Replicas, replica_digests, unequal_replicas
 from megatron.moevement.runtime.wiring import Wiring
 from moevement_core.boundary_log import Direction
+from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.errors import RecoveryError
 from moevement_core.operators import EMBEDDING
 from moevement_core.recovery.check import StateCheck
@@ -34,7 +35,6 @@ from moevement_core.recovery.replay import replay
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
 from moevement_core.snapshot.agreement import NONE
-from moevement_core.snapshot.checkpointer import Checkpointer
 from moevement_core.snapshot.snapshot import Snapshot
 
 
@@ -66,18 +66,20 @@ class MemoryShelf:
 
     def holdings(self) -> list[Holding]:
         """All that are whole: every byte of them is checked."""
-        own = [(Source.MEMORY, snapshot) for snapshot in self._checkpointer.snapshots().values()]
+        own = [(Source.MEMORY, snapshot) for snapshot in self._checkpointer.own.snapshots().values()]
         kept = [
-            (Source.PEER, snapshot) for keeper in self._checkpointer.keepers for snapshot in keeper.snapshots().values()
+            (Source.PEER, snapshot)
+            for store in self._checkpointer.replicator.stores
+            for snapshot in store.snapshots().values()
         ]
         return [holding_of(snapshot, source) for source, snapshot in own + kept if snapshot.damaged() is None]
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """One of them; nothing if it is gone meanwhile."""
         if source is Source.MEMORY:
-            return self._checkpointer.snapshots().get(iteration)
-        keepers = (keeper for keeper in self._checkpointer.keepers if keeper.source == owner)
-        return next((keeper.snapshots().get(iteration) for keeper in keepers), None)
+            return self._checkpointer.own.snapshots().get(iteration)
+        stores = (store for store in self._checkpointer.replicator.stores if store.source == owner)
+        return next((store.snapshots().get(iteration) for store in stores), None)
 
 
 def holding_of(snapshot: Snapshot, source: Source) -> Holding:
@@ -221,7 +223,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     plan = prepared.mine
     everywhere = len(prepared.plans) == 1 and set(prepared.plans[0].runs) == set(range(parts.wiring.pipeline.stages))
     shared_from = _shared_from(parts, plan)
-    check = StateCheck({o.name: s for o, s in parts.views.states.items()}, parts.checkpointer.whole_now)
+    check = StateCheck({o.name: s for o, s in parts.views.states.items()}, parts.checkpointer.capturer.whole_now)
     replayed: list[int] = []
 
     def tell(iteration: int, frozen: int) -> None:
@@ -234,7 +236,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     def keep(iteration: int, record: Mapping[str, Any]) -> None:
         """Take the snapshots again that died with a rank, and those of windows that were under way."""
         checkpointer = parts.checkpointer
-        if iteration in checkpointer.snapshots():
+        if iteration in checkpointer.own.snapshots():
             return
         if iteration in prepared.snapshots:
             checkpointer.adopt(prepared.snapshots[iteration])

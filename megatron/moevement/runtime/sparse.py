@@ -52,6 +52,8 @@ from megatron.moevement.sparse_config import SparseConfig, Verify
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.digest import digest
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.layout import buffer_bytes
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.persistence.lock import FolderLock, other_holder
@@ -61,11 +63,11 @@ from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.replication.allowance import Allowance
-from moevement_core.replication.keeper import Keeper
+from moevement_core.replication.receiver import Receiver
+from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.agreement import NONE, Writing
-from moevement_core.snapshot.checkpointer import Checkpointer, buffer_bytes
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 
 DISK_TIMEOUT_S = 600.0
@@ -252,7 +254,7 @@ class SparseRun:
     def _make_writer(self, place: Place) -> WindowWriter:
         from megatron.training import get_args
 
-        current = [keeper for keeper in self.checkpointer.keepers if keeper.source in self.wiring.sources]
+        current = [store for store in self.checkpointer.replicator.stores if store.source in self.wiring.sources]
         elsewhere = [] if place.is_shared_by_all else current
         lock = self._lock
         return WindowWriter(
@@ -292,7 +294,7 @@ class SparseRun:
         else:
             history = self.windows.first(self.job.iteration, bytes_of)
         own_bytes = max(map(self.windows.slots, history.all)) * max(map(bytes_of, history.all))
-        self._senders, keepers = self._connect(own_bytes, history.all, {})
+        self._senders, receivers = self._connect(own_bytes, history.all, {})
         return Checkpointer(
             self.wiring.rank,
             self._states,
@@ -300,7 +302,7 @@ class SparseRun:
             history,
             self._device,
             self._senders,
-            keepers,
+            receivers,
             self.wiring.agreement,
             self._record_bytes,
             self._report,
@@ -337,8 +339,8 @@ class SparseRun:
 
     def _snapshot_bytes(self) -> float:
         """Host memory that own snapshots take, and those of all sources once they have asked for it."""
-        own = self.checkpointer.memory_needed(self.checkpointer.history.newest)
-        return own + sum(keeper.memory_bytes for keeper in self.checkpointer.keepers)
+        own = self.checkpointer.capturer.memory_needed(self.checkpointer.history.newest)
+        return own + self.checkpointer.replicator.memory_bytes
 
     def _peers_have(self, kept: Sequence[Copies]) -> dict[int, Mapping[int, str]]:
         """By peer, the snapshots of this rank that it keeps, from what every rank said."""
@@ -346,29 +348,27 @@ class SparseRun:
         return {peer: kept[peer].get(rank, {}) for peer in self.wiring.peers[rank]} if kept else {}
 
     def _connect(
-        self, own_bytes: int, schedules: Sequence[Schedule], before: dict[int, Keeper]
-    ) -> tuple[list[Sender], list[Keeper]]:
+        self, own_bytes: int, schedules: Sequence[Schedule], before: Mapping[int, ReplicaStore]
+    ) -> tuple[list[Sender], list[Receiver]]:
         """Threads that bring snapshots to peers, and that keep those of others.
 
         Args:
             own_bytes: host memory that this rank's own snapshots take.
             schedules: those that snapshots and logs are of.
-            before: keepers of an earlier generation by source; what they have is taken over.
+            before: what was kept of other ranks in an earlier generation, by rank.
         """
         wiring, transport = self.wiring, self.wiring.snapshots
         if transport is None:
             return [], []
         logs_bytes = max(map(self.windows.log_bytes, schedules))
         allowance = Allowance(self.config.host_memory_bytes - own_bytes - logs_bytes)
-        keepers = [
-            Keeper(wiring.rank, one, transport, self._device, allowance, self._report, before.get(one))
-            for one in wiring.sources
-        ]
+        stores = [before.get(one) or ReplicaStore(one, self._device) for one in wiring.sources]
+        receivers = [Receiver(wiring.rank, store, transport, allowance, self._report) for store in stores]
         senders = [
             Sender(wiring.rank, peer, transport, self._kept, self._lost, self._report)
             for peer in wiring.peers[wiring.rank]
         ]
-        return senders, keepers
+        return senders, receivers
 
     # After a failure
 
@@ -377,8 +377,8 @@ class SparseRun:
         self._exit.forget()
         for sender in self._senders:
             sender.abandon()
-        for keeper in self.checkpointer.keepers:
-            keeper.ended.wait()
+        for receiver in self.checkpointer.replicator.receivers:
+            receiver.ended.wait()
         if self._writer is not None:
             self._writer.abandon()
             self._left_behind = [writer for writer in (*self._left_behind, self._writer) if writer.is_alive]
@@ -401,8 +401,8 @@ class SparseRun:
     def keeps(self) -> dict[int, dict[int, str]]:
         """The snapshots that are kept here for others, by their rank: the id of the schedule by iteration."""
         return {
-            keeper.source: {iteration: one.header.schedule for iteration, one in sorted(keeper.snapshots().items())}
-            for keeper in self.checkpointer.keepers
+            store.source: {iteration: one.header.schedule for iteration, one in sorted(store.snapshots().items())}
+            for store in self.checkpointer.replicator.stores
         }
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
@@ -418,12 +418,12 @@ class SparseRun:
         )
         self._warn_of_copies()
         self.checkpointer.make_room(*policy.schedules)
-        before = {keeper.source: keeper for keeper in self.checkpointer.keepers}
-        own_bytes = self.checkpointer.memory_needed(self.checkpointer.history.newest)
-        self._senders, keepers = self._connect(own_bytes, self.checkpointer.history.all, before)
-        others = [keeper for source, keeper in before.items() if source not in self.wiring.sources]
+        before = {store.source: store for store in self.checkpointer.replicator.stores}
+        own_bytes = self.checkpointer.capturer.memory_needed(self.checkpointer.history.newest)
+        self._senders, receivers = self._connect(own_bytes, self.checkpointer.history.all, before)
+        others = [store for source, store in before.items() if source not in self.wiring.sources]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
-        self.checkpointer.rewire(self._senders, keepers, self.wiring.agreement, self._peers_have(kept), former=others)
+        self.checkpointer.rewire(self._senders, receivers, self.wiring.agreement, self._peers_have(kept), former=others)
         self._silent.clear()
         self._start_clock()
 
@@ -461,7 +461,7 @@ class SparseRun:
         """Snapshots of this rank, each as often as a peer does not have it yet."""
         return sum(
             peer not in snapshot.acknowledged
-            for snapshot in self.checkpointer.snapshots().values()
+            for snapshot in self.checkpointer.own.snapshots().values()
             for peer in self.wiring.peers[self.wiring.rank]
         )
 
@@ -638,7 +638,7 @@ class SparseRun:
             outcomes=self._outcomes(until),
             replica=min(dist.get_process_group_ranks(_model_replica())),
         )
-        self.checkpointer.settle()
+        self.checkpointer.capturer.settle()
         try:
             return recovery.prepare(report, shelves, until, self.wiring.fetches, scope)
         except RecoveryError as gone:  # on every rank alike
@@ -703,7 +703,7 @@ class SparseRun:
 
     def _outcomes(self, until: int) -> dict[int, Any]:
         """What came of the iterations that this rank's snapshots have a record of, and of the last one."""
-        records = (snapshot.record()["iteration"] for snapshot in self.checkpointer.snapshots().values())
+        records = (snapshot.record()["iteration"] for snapshot in self.checkpointer.own.snapshots().values())
         outcomes = {record["iteration"]: {"step": record["step"]} for record in records if record}
         outcomes |= {iteration: {"step": outcome} for iteration, outcome in self._recent.items() if outcome}
         if last := self._outcome_of(until):
@@ -790,7 +790,7 @@ class SparseRun:
             where = "every rank" if stages is None else f"stage {', '.join(map(str, sorted(stages)))}"
             print(f"moevement: wiping the state of iteration {committed} on {where}, as was asked for", flush=True)
         self.checkpointer.wait()
-        self.checkpointer.settle()
+        self.checkpointer.capturer.settle()
         if stages is None or self.wiring.stage in stages:
             wipe.wipe(self.job, self.views)
         done = self.recover(committed, stages)
@@ -806,15 +806,15 @@ class SparseRun:
 
     def _everything_digest(self) -> dict[str, str]:
         boundary = boundary_state(self.job)
-        return self.checkpointer.whole_now() | {part: digest(value) for part, value in boundary.items()}
+        return self.checkpointer.capturer.whole_now() | {part: digest(value) for part, value in boundary.items()}
 
     # What an operator of the job sees
 
     def _kept(self, snapshot: Any, peer: int) -> None:
-        self.checkpointer.acknowledged(snapshot, peer)
+        self.checkpointer.own.acknowledged(snapshot, peer)
 
     def _lost(self, snapshot: Any) -> None:
-        self.checkpointer.undelivered(snapshot)
+        self.checkpointer.own.undelivered(snapshot)
 
     def _report(self, text: str) -> None:
         if threading.current_thread() is not threading.main_thread() and restart.is_fault_of_others():

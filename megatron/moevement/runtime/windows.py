@@ -20,12 +20,12 @@ from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.wiring import Wiring
 from megatron.moevement.sparse_config import MOST_ITERATIONS, SparseConfig
 from megatron.moevement.transformer.popularity import RouterCounts
+from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory
 from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
-from moevement_core.snapshot.checkpointer import Checkpointer
 from moevement_core.strategies import Measured, Strategy
 
 WARM_UP = 8
@@ -208,7 +208,7 @@ class WindowDecisions:
         """
         if math.isinf(self._config.host_memory_bytes):
             return [False] * len(schedules)
-        own = [checkpointer.memory_needed(schedule) for schedule in schedules]
+        own = [checkpointer.capturer.memory_needed(schedule) for schedule in schedules]
         mine = torch.tensor([own, [self.log_bytes(schedule) for schedule in schedules]])
         everyones = [torch.empty_like(mine) for _ in range(self.wiring.world)]
         dist.all_gather(everyones, mine, group=self.wiring.job_group)
@@ -234,4 +234,4 @@ class WindowDecisions:
         rates = [sender.sent_bytes / sender.send_s for sender in senders if sender.send_s > 0]
         # Without a measurement (peers that have acknowledged nothing yet) the network does not limit.
         network = self._config.network_bytes_per_s or (sum(rates) or float("inf"))
-        return self._config.d2h_bytes_per_s or checkpointer.copy_rate(), network
+        return self._config.d2h_bytes_per_s or checkpointer.capturer.copy_rate(), network

@@ -19,12 +19,12 @@ from megatron.moevement.runtime import wind_down
 from megatron.moevement.runtime.ranks import tell_all
 from megatron.moevement.runtime.replay import Neighbour, Neighbours
 from megatron.moevement.sparse_config import SparseConfig
+from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import OperatorTable
 from moevement_core.recovery.scope import Pipeline
 from moevement_core.replication.placement import Copies, Placement, allowed_copies, place, sources_of
 from moevement_core.replication.transport import GlooTransport, Transport
 from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
-from moevement_core.snapshot.checkpointer import OperatorState
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Wiring:
     snapshots: Transport | None
     """For copies of snapshots; nothing without peers."""
     fetches: Transport | None
-    """Of their own: senders and keepers go on using theirs."""
+    """Of their own: senders and receivers go on using theirs."""
     feeds: Transport | None
     """For what a stage that replays alone is fed; nothing where there is one stage."""
     pipeline: Pipeline

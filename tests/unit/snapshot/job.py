@@ -1,4 +1,4 @@
-"""A small job of several ranks in one process: real checkpointers, senders and keepers over a loopback wire."""
+"""A small job of several ranks in one process: real checkpointers, senders and receivers over a loopback wire."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import numpy as np
 import torch
 
 from moevement_core.device import CpuDevice
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.layout import OperatorState
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.recoverable import recoverable_runs
 from moevement_core.policy.schedule import Saved, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.allowance import Allowance
-from moevement_core.replication.keeper import Keeper
 from moevement_core.replication.placement import place, sources_of
+from moevement_core.replication.receiver import Receiver
+from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import NONE, Standing
-from moevement_core.snapshot.checkpointer import Checkpointer, OperatorState
 from moevement_core.snapshot.snapshot import Snapshot, StateTensor, digest_of
 from moevement_core.strategies import DenseToPeers, MoEvement, SparseSchedule, Strategy
 from tests.unit.snapshot.loopback import Loopback, SharedAgreement, Wire
@@ -51,18 +53,18 @@ class Rank:
             )
         transport = Loopback(job.wire, number)
         allowance = Allowance(job.allowance_bytes)
-        self.keepers = [
-            Keeper(number, source, transport, CpuDevice(), allowance, self.reports.append)
+        self.receivers = [
+            Receiver(number, ReplicaStore(source, CpuDevice()), transport, allowance, self.reports.append)
             for source in sources_of(job.placement, number)
         ]
         self.senders = [
-            Sender(number, peer, transport, lambda snapshot, peer: self.checkpointer.acknowledged(snapshot, peer),
-                   lambda snapshot: self.checkpointer.undelivered(snapshot), self.reports.append)
+            Sender(number, peer, transport, lambda snapshot, peer: self.checkpointer.own.acknowledged(snapshot, peer),
+                   lambda snapshot: self.checkpointer.own.undelivered(snapshot), self.reports.append)
             for peer in job.placement[number]
         ]  # fmt: skip
         agreement = SharedAgreement(job.ranks, job.board, number)
         self.checkpointer = Checkpointer(
-            number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.keepers, agreement,
+            number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.receivers, agreement,
             RECORD_BYTES, self.reports.append,
         )  # fmt: skip
 
@@ -142,27 +144,27 @@ class Job:
         """Wait until everything captured is acknowledged."""
         deadline = time.monotonic() + timeout_s
         for rank in self.members:
-            while rank.checkpointer.persisted().keys() != rank.checkpointer._held.keys():
+            while rank.checkpointer.persisted().keys() != rank.checkpointer.own._held.keys():
                 assert time.monotonic() < deadline, f"rank {rank.number}: {rank.reports}"
                 time.sleep(0.001)
 
     def check(self) -> None:
         """What the job agreed on as persisted is there, whole, on every rank and on every peer; memory is bounded."""
         for rank in self.members:
-            own = rank.checkpointer.snapshots()
+            own = rank.checkpointer.own.snapshots()
             persisted = rank.checkpointer.progress.persisted
             if persisted != NONE:
                 contents = {i: s.contents for i, s in own.items()}
                 (run,) = (run for run in recoverable_runs(contents) if run.first == persisted)
                 for peer in self.placement[rank.number]:
-                    (keeper,) = (k for k in self.members[peer].keepers if k.source == rank.number)
-                    kept = keeper.snapshots()
+                    (store,) = (one.store for one in self.members[peer].receivers if one.store.source == rank.number)
+                    kept = store.snapshots()
                     for iteration in range(run.first, run.last + 1):
                         self._is_what_was_live(rank, own[iteration])
                         self._is_what_was_live(rank, kept[iteration])
-            pool = rank.checkpointer._pool
-            assert len(rank.checkpointer._held) <= pool.count
-            assert all(len(k.snapshots()) <= pool.count + 1 for k in rank.keepers)
+            pool = rank.checkpointer.capturer.pool
+            assert len(rank.checkpointer.own._held) <= pool.count
+            assert all(len(one.store.snapshots()) <= pool.count + 1 for one in rank.receivers)
 
     def _is_what_was_live(self, rank: Rank, snapshot: Snapshot) -> None:
         snapshot.check(f"of rank {rank.number}")

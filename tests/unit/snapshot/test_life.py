@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from moevement_core.device import CpuDevice
+from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.agreement import NONE
-from moevement_core.snapshot.checkpointer import Checkpointer
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
 from moevement_core.strategies import SparseSchedule
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
@@ -53,9 +53,9 @@ def test_windows_follow_each_other_and_nothing_is_ever_missing(
             newest = made.iteration - 2 if kind is WindowKind.ROLLING else (made.iteration - 1) // size * size - 1
             assert progress.persisted == newest - size + 1
             assert progress.abandoned == 0
-            assert min(rank.checkpointer.snapshots()) == progress.persisted, "what is older is freed"
-            assert len(rank.checkpointer.snapshots()) <= made.history().newest.slots_kept(0, to_disk=False)
-            assert all(min(keeper.snapshots()) == progress.persisted for keeper in rank.keepers)
+            assert min(rank.checkpointer.own.snapshots()) == progress.persisted, "what is older is freed"
+            assert len(rank.checkpointer.own.snapshots()) <= made.history().newest.slots_kept(0, to_disk=False)
+            assert all(min(one.store.snapshots()) == progress.persisted for one in rank.receivers)
         assert not reports(made)
 
 
@@ -67,9 +67,11 @@ def test_another_strategy_has_the_same_life(interval: int) -> None:
             progress = rank.checkpointer.progress
             assert progress.persisted == (made.iteration - 2) // interval * interval
             assert progress.abandoned == 0
-            assert [one % interval for one in rank.checkpointer.snapshots()] == [0] * len(rank.checkpointer.snapshots())
-            assert min(rank.checkpointer.snapshots()) == progress.persisted, "what is older is freed"
-            assert len(rank.checkpointer.snapshots()) <= made.history().newest.slots_kept(0, to_disk=False)
+            assert [one % interval for one in rank.checkpointer.own.snapshots()] == [0] * len(
+                rank.checkpointer.own.snapshots()
+            )
+            assert min(rank.checkpointer.own.snapshots()) == progress.persisted, "what is older is freed"
+            assert len(rank.checkpointer.own.snapshots()) <= made.history().newest.slots_kept(0, to_disk=False)
         assert not reports(made)
 
 
@@ -82,8 +84,8 @@ def test_buffers_are_allocated_once() -> None:
 
 
 def _buffers(rank: Any) -> list[torch.Tensor]:
-    pool = rank.checkpointer._pool
-    return [*pool._free, *(held.buffer for held in rank.checkpointer._held.values())]
+    pool = rank.checkpointer.capturer.pool
+    return [*pool._free, *(held.buffer for held in rank.checkpointer.own._held.values())]
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
@@ -113,8 +115,8 @@ def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
         )
         assert joined.take(history.oldest.start, record_of(0))
         joined.wait()
-        joined.settle()
-        assert list(joined.snapshots()) == [history.oldest.start]
+        joined.capturer.settle()
+        assert list(joined.own.snapshots()) == [history.oldest.start]
         joined.close()
 
 
@@ -182,7 +184,7 @@ def test_a_source_that_asks_for_more_than_its_allowance_is_refused() -> None:
         assert "GB of host memory for its copies; 0.000 GB are allowed here" in reports(made)
         assert "it refuses the host memory" in reports(made)
         assert made.members[0].checkpointer.progress.persisted == NONE
-        assert all(keeper.memory_bytes == 0 for rank in made.members for keeper in rank.keepers)
+        assert all(one.store.memory_bytes == 0 for rank in made.members for one in rank.receivers)
 
 
 def stranger(made: Job) -> Loopback:
@@ -217,11 +219,11 @@ def offer(transport: Loopback, sent: Header, announced: Message) -> Kind:
 def test_a_foreign_or_torn_snapshot_never_becomes_state(sent: Header, payload_bytes: int, found: str) -> None:
     with job(ranks=2) as made:
         made.run(4)
-        before = made.members[1].keepers[0].snapshots().keys()
+        before = made.members[1].receivers[0].store.snapshots().keys()
         announced = Message(Kind.SNAPSHOT, 0, 50, len(sent.encode()), payload_bytes)
         assert offer(stranger(made), sent, announced) is Kind.REFUSED
         assert found in reports(made)
-        assert made.members[1].keepers[0].snapshots().keys() == before
+        assert made.members[1].receivers[0].store.snapshots().keys() == before
 
 
 def test_a_stale_snapshot_is_refused() -> None:
@@ -236,11 +238,11 @@ def test_a_stale_snapshot_is_refused() -> None:
 def test_bytes_of_no_message_end_the_connection_and_nothing_else() -> None:
     with job(ranks=2) as made:
         made.run(9)
-        kept = made.members[1].keepers[0].snapshots().keys()
+        kept = made.members[1].receivers[0].store.snapshots().keys()
         stranger(made).send(1, TO_PEER, torch.randint(256, (64,), dtype=torch.uint8))
-        assert made.members[1].keepers[0].ended.wait(5)
+        assert made.members[1].receivers[0].ended.wait(5)
         assert "copies of rank 0 are refused from now on: a message whose checksum is wrong" in reports(made)
-        assert made.members[1].keepers[0].snapshots().keys() == kept
+        assert made.members[1].receivers[0].store.snapshots().keys() == kept
 
 
 def test_a_record_that_outgrows_its_room_is_an_error_not_a_torn_snapshot() -> None:
@@ -259,7 +261,7 @@ def test_live_tensors_may_change_right_after_the_wait() -> None:
             expected = rank.live[iteration]
             rank.change_state(iteration + 1000)  # digests and sends may still be under way
             made.settle()
-            for entry in rank.checkpointer.snapshots()[iteration].header.entries:
+            for entry in rank.checkpointer.own.snapshots()[iteration].header.entries:
                 assert not entry.operator or entry.digest == expected[entry.operator, entry.key]
 
 
@@ -267,7 +269,7 @@ def test_a_failed_copy_shows_on_the_training_thread() -> None:
     with job(ranks=1, replicas=0) as made:
         rank = made.members[0]
         made.run(1)
-        with patch.object(rank.checkpointer._engine, "_complete", side_effect=OSError("no memory")):
+        with patch.object(rank.checkpointer.capturer._engine, "_complete", side_effect=OSError("no memory")):
             rank.checkpointer.capture(1, {})
             with pytest.raises(OSError, match="no memory"):
                 rank.checkpointer.wait()
@@ -317,11 +319,11 @@ def test_what_goes_wrong_behind_the_back_of_training_is_shown_at_the_next_snapsh
         with patch("moevement_core.snapshot.copies.digest_of", side_effect=OSError("no digest")):
             made.members[0].change_state(1)
             rank.capture(1, record_of(1))
-            assert rank._capture is not None
-            assert rank._capture.finished.wait(5)  # as if training had passed its wait long before
+            assert rank.capturer.last is not None
+            assert rank.capturer.last.finished.wait(5)  # as if training had passed its wait long before
         with pytest.raises(OSError, match="no digest"):
             rank.capture(2, record_of(2))
-        assert rank._pool.available == rank._pool.count - 1, "the buffer came back"
+        assert rank.capturer.pool.available == rank.capturer.pool.count - 1, "the buffer came back"
 
 
 @pytest.mark.parametrize("seed", range(8))

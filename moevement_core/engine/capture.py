@@ -1,0 +1,153 @@
+"""Copies of live state into host buffers, beside training: buffers for whatever a schedule holds, and what it cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moevement_core.device import Device
+from moevement_core.engine.layout import Layouts, OperatorState, buffer_bytes
+from moevement_core.engine.own import Held, OwnSnapshots
+from moevement_core.errors import SnapshotError
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule
+from moevement_core.snapshot import plain
+from moevement_core.snapshot.copies import Capture, copy_engine
+from moevement_core.snapshot.pool import BufferPool
+from moevement_core.snapshot.snapshot import (
+    BOUNDARY,
+    Entry,
+    Header,
+    Snapshot,
+    StateTensor,
+    aligned_bytes,
+    as_bytes,
+    contents_of,
+    contents_text,
+    offsets,
+)
+from moevement_core.snapshot.whole import begin_whole
+
+
+class Capturer:
+    """Of one rank; every method is for the training thread.
+
+    Args:
+        rank: this one.
+        states: live tensors of the operators that this rank holds; views that stay valid.
+        own: where snapshots go.
+        device: where the state lives.
+        record_bytes: the most that a boundary record's tensors take.
+        done: called with each snapshot that is captured, on the capture thread.
+        to_disk: whether there are to be buffers for windows that are being written to disk.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        states: Mapping[str, OperatorState],
+        own: OwnSnapshots,
+        device: Device,
+        record_bytes: int,
+        done: Callable[[Held, Snapshot], None],
+        *,
+        to_disk: bool,
+    ) -> None:
+        self.last: Capture | None = None
+        """Of the iteration that runs now; nothing if none is taken."""
+        self.pool = BufferPool(device, 0, 0)
+        self._rank, self._states, self._own, self._device = rank, states, own, device
+        self._record_bytes, self._done, self._to_disk = record_bytes, done, to_disk
+        self._layouts = Layouts(states)
+        self._engine = copy_engine(device)
+        self._copied_bytes, self._copy_s = 0, 0.0
+
+    def memory_needed(self, schedule: Schedule) -> int:
+        """Host memory of this rank's own buffers under ``schedule``; nothing that is allocated is given back."""
+        count = max(schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk), self.pool.count)
+        return count * max(buffer_bytes(schedule, self._states, self._record_bytes), self.pool.nbytes)
+
+    def make_room(self, *schedules: Schedule) -> bool:
+        """Allocate buffers for ``schedules`` if those that are there do not do; whether that was so."""
+        count = max(one.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk) for one in schedules)
+        nbytes = max(buffer_bytes(one, self._states, self._record_bytes) for one in schedules)
+        if count <= self.pool.count and nbytes <= self.pool.nbytes:
+            return False
+        self.pool = BufferPool(self._device, max(count, self.pool.count), max(nbytes, self.pool.nbytes))
+        return True
+
+    def take(self, iteration: int, schedule: Schedule, record: Any, *, state: int, whole: bool) -> bool:
+        """Begin ``SS_iteration``; whether a buffer was free. See :meth:`Checkpointer.capture`.
+
+        Raises:
+            SnapshotError: the record is larger than was said, or an earlier copy failed.
+        """
+        if (buffer := self.pool.acquire()) is None:
+            return False
+        slot = schedule.slot(iteration)
+        layout = self._layouts.of(schedule, slot)
+        marked, tensors = plain.flatten(record)
+        boundary = [StateTensor(BOUNDARY, Saved.FULL, str(number), t.contiguous()) for number, t in enumerate(tensors)]
+        if aligned_bytes(boundary) > self._record_bytes:
+            raise SnapshotError(
+                f"a boundary record of {aligned_bytes(boundary)} bytes; {self._record_bytes} were set aside for it"
+            )
+        placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
+        pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in placed]
+        everything = self._everything() if whole else {}
+        held = self._own.begin(iteration, buffer, self.pool, layout.contents)
+
+        def captured(done: Capture) -> None:
+            entries = tuple(
+                Entry(t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes, digest)
+                for (t, at, _), digest in zip(placed, done.digests, strict=True)
+            )
+            header = Header(
+                self._rank, iteration, schedule.id, slot, contents_text(layout.contents), entries, marked, state,
+                done.whole or None,
+            )  # fmt: skip
+            self._done(held, Snapshot(header, buffer))
+
+        count = len(layout.placed)
+        self.last = self._engine.start(
+            pairs[count:], pairs[:count], everything, captured, lambda: self._own.lose(iteration)
+        )
+        return True
+
+    def adopt(self, snapshot: Snapshot) -> bool:
+        """Keep a copy of ``snapshot``, which this rank's number took in another process; whether a buffer was free."""
+        if snapshot.buffer.numel() > self.pool.nbytes or (buffer := self.pool.acquire()) is None:
+            return False
+        buffer[: snapshot.buffer.numel()].copy_(snapshot.buffer)
+        held = self._own.begin(snapshot.iteration, buffer, self.pool, contents_of(snapshot.header.contents))
+        self._done(held, Snapshot(snapshot.header, buffer))
+        return True
+
+    def wait(self) -> float:
+        """Block until the snapshot has left the live tensors; returns seconds of stall."""
+        if self.last is None:
+            return 0.0
+        stall_s = self.last.wait_copied()
+        self._copied_bytes += self.last.nbytes
+        self._copy_s += self.last.copy_s
+        return stall_s
+
+    def copy_rate(self) -> float:
+        """Bytes per second that copies have reached so far; infinite before the first."""
+        return self._copied_bytes / self._copy_s if self._copy_s else float("inf")
+
+    def settle(self) -> None:
+        """Block until what is being captured is."""
+        self._engine.settle()
+
+    def close(self) -> None:
+        """Finish copies; nothing may be captured afterwards."""
+        self._engine.close()
+
+    def whole_now(self) -> dict[str, str]:
+        """The digest of every operator's whole live state, as a snapshot has it that was asked for it."""
+        return begin_whole(self._everything())()
+
+    def _everything(self) -> dict[str, list[Any]]:
+        """All live tensors of every operator that has some here."""
+        every = {name: [t.tensor for t in (*state.compute, *state.full)] for name, state in self._states.items()}
+        return {name: tensors for name, tensors in every.items() if tensors}

@@ -1,0 +1,307 @@
+"""Sparse checkpointing of one rank: a snapshot every iteration, from its capture to the end of its life.
+
+The parts know little of each other: what is copied (``capture.py``), whose buffer is in use (``own.py``), what has to
+be kept (``lifetime.py``), where copies go (``replicator.py``), windows on disk (``persistence/writer.py``). Here they
+are put together, once an iteration, in the order that makes them safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.device import Device
+from moevement_core.engine.capture import Capturer
+from moevement_core.engine.layout import OperatorState
+from moevement_core.engine.lifetime import Lifetime
+from moevement_core.engine.own import Copies, Held, OwnSnapshots
+from moevement_core.engine.replicator import Replicator
+from moevement_core.persistence.writer import WindowWriter
+from moevement_core.policy.schedule import Schedule, ScheduleHistory
+from moevement_core.replication.receiver import Receiver
+from moevement_core.replication.replica_store import ReplicaStore
+from moevement_core.replication.sender import Sender
+from moevement_core.snapshot.agreement import NONE, Agreement, Writing
+from moevement_core.snapshot.snapshot import Lent, Snapshot
+from moevement_core.strategies.strategy import Strategy
+
+Report = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Progress:
+    """What checkpointing did in the last iteration, and where it stands."""
+
+    copied_bytes: int = 0
+    stall_s: float = 0.0
+    copy_s: float = 0.0
+    copy_cpu_s: float = 0.0
+    digest_cpu_s: float = 0.0
+    """Processor time of the background thread: copies of this iteration, digests of the last one."""
+    replicated_bytes: int = 0
+    """Payload bytes that peers acknowledged in the last iteration, all peers together."""
+    lag: int = 0
+    """Iterations by which the newest snapshot that all peers have trails the newest captured one."""
+    whole_cpu_s: float = 0.0
+    """Likewise for digests of the whole state."""
+    persisted: int = NONE
+    """Where the newest run begins that is persisted on every rank; ``NONE`` if there is none."""
+    abandoned: int = 0
+    """Windows abandoned so far."""
+    memory_bytes: int = 0
+    """Host memory set aside for own snapshots and for those kept for others."""
+    is_winding_down: bool = False
+    """Whether all ranks know that the job is to end after the iteration that begins now."""
+
+
+class Checkpointer:
+    """Every method is for the training thread; each rank of the job calls :meth:`capture` once an iteration.
+
+    Args:
+        rank: this rank.
+        states: live tensors of the operators that this rank holds; views that stay valid.
+        strategy: what the run can come back from.
+        history: the schedules that it has made; the newest one decides on buffers.
+        device: where the state lives.
+        senders: one for each peer.
+        receivers: one for each rank whose snapshots are kept here.
+        agreement: how ranks learn what all of them have.
+        record_bytes: the most that a boundary record's tensors take.
+        report: told, in words, what an operator should know.
+        to_disk: whether there are to be buffers for windows that are being written to disk; see :meth:`write_to`.
+        has: by peer, the snapshots of this rank that it has from before, taken by another process: the id of the
+            schedule by iteration. One of another schedule holds other operators, and is sent anew.
+        needed: first and last snapshot of the run that is persisted on every rank, where the job has one already: peers
+            keep their copies of it until there is a newer one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        states: Mapping[str, OperatorState],
+        strategy: Strategy,
+        history: ScheduleHistory,
+        device: Device,
+        senders: Sequence[Sender],
+        receivers: Sequence[Receiver],
+        agreement: Agreement,
+        record_bytes: int,
+        report: Report,
+        *,
+        to_disk: bool = False,
+        has: Copies | None = None,
+        needed: tuple[int, int] = (NONE, NONE),
+    ) -> None:
+        self.history = history
+        self.own = OwnSnapshots()
+        self.replicator = Replicator(self.own, senders, receivers, has or {})
+        self.capturer = Capturer(rank, states, self.own, device, record_bytes, self._captured, to_disk=to_disk)
+        self.lifetime = Lifetime(strategy, needed)
+        self.progress = Progress(persisted=self.lifetime.persisted)
+        self._agreement = agreement
+        self._report = report
+        self._writer: WindowWriter | None = None
+        self._written_from = NONE
+        self._paused = False
+        """No snapshot is taken until there is room for a whole window."""
+        # A rank that joins takes, or is given, snapshots of schedules that were in force before, too.
+        self.make_room(*history.all)
+
+    # Once an iteration
+
+    def capture(self, iteration: int, record: Any, *, state: int | None = None, whole: bool = False) -> None:
+        """Begin ``SS_iteration``, if there is to be one, while ``state@iteration`` is live; frees what no plan needs.
+
+        Args:
+            iteration: the last one committed.
+            record: boundary state and iteration record, plain data with tensors; copied before this returns (or, on a
+                GPU, in the order of the current stream).
+            state: the iteration whose state is live, where that is another; see :class:`Header`.
+            whole: whether a digest of every operator's whole state is made, too.
+
+        Raises:
+            SnapshotError: the record is larger than was said, or an earlier copy failed.
+        """
+        self._learn(iteration)
+        self._measure()
+        self.capturer.last = None
+        if iteration in self.own:
+            return  # taken before a failure that the job has come back from to here
+        if not self.takes(iteration):
+            return
+        if self._paused and not self._has_room(iteration):
+            return
+        self._paused = False
+        if not self.take(iteration, record, state=state, whole=whole):
+            self._abandon(iteration)
+
+    def takes(self, iteration: int) -> bool:
+        """Whether there is to be an ``SS_iteration``."""
+        return iteration >= self.history.oldest.start and self.history.contents(iteration) is not None
+
+    def take(self, iteration: int, record: Any, *, state: int | None = None, whole: bool = False) -> bool:
+        """Begin ``SS_iteration``, which there is to be, and say nothing to other ranks; whether a buffer was free."""
+        schedule = self.history.at(iteration)
+        return self.capturer.take(
+            iteration, schedule, record, state=iteration if state is None else state, whole=whole
+        )  # fmt: skip
+
+    def pause(self, iteration: int) -> None:
+        """Take no ``SS_iteration``; only for measuring what snapshots cost. Replaces :meth:`capture`, on all ranks."""
+        self._learn(iteration)
+        self._measure()
+        self.capturer.last = None
+
+    def wait(self) -> float:
+        """Before the optimizer step: block until the snapshot has left the live tensors; returns seconds of stall."""
+        progress, capture = self.progress, self.capturer.last
+        progress.stall_s = self.capturer.wait()
+        progress.copied_bytes = capture.nbytes if capture else 0
+        progress.copy_s = capture.copy_s if capture else 0.0
+        progress.copy_cpu_s = capture.copy_cpu_s if capture else 0.0
+        return progress.stall_s
+
+    # What is kept, here and everywhere
+
+    @property
+    def needed(self) -> tuple[int, int]:
+        """First and last snapshot of the run that is persisted on every rank; ``NONE`` if there is none."""
+        return self.lifetime.persisted, self.lifetime.last_needed
+
+    @property
+    def oldest_needed(self) -> int:
+        """Where the run begins that the job falls back to; before there is one, this rank's oldest snapshot."""
+        return self.lifetime.persisted if self.lifetime.persisted != NONE else min(self.own, default=NONE)
+
+    def persisted(self) -> dict[int, Any]:
+        """What the snapshots hold that all peers have (with no peers: that are captured)."""
+        return self.own.had_by(self.replicator.peers)
+
+    def make_room(self, *schedules: Schedule) -> None:
+        """Allocate buffers for ``schedules`` if those that are there do not do; peers are asked for the same."""
+        if self.capturer.make_room(*schedules):
+            self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
+
+    def write_to(self, writer: WindowWriter | None, first: int) -> None:
+        """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.
+
+        Every rank calls it at the same point. Without a writer nothing is written from now on.
+        """
+        self._writer, self._written_from = writer, first
+
+    def lend(self, first: int, last: int, stores: Sequence[ReplicaStore]) -> list[Lent] | None:
+        """Snapshots ``first`` to ``last`` of this rank and those that ``stores`` have.
+
+        Nothing if one is gone, or if they are not enough: right after a reorder a run of this stage may be longer.
+        """
+        if self.lifetime.last_needed > last:
+            return None
+        lent: list[Lent | None] = [self.own.lend(iteration) for iteration in range(first, last + 1)]
+        lent += [store.lend(iteration) for store in stores for iteration in range(first, last + 1)]
+        whole = [one for one in lent if one is not None]
+        if len(whole) == len(lent):
+            return whole
+        for one in whole:
+            one.give_back()
+        return None
+
+    # After a failure
+
+    def adopt(self, snapshot: Snapshot) -> bool:
+        """Keep a copy of ``snapshot``, which this rank's number took in another process; whether a buffer was free."""
+        return snapshot.iteration in self.own or self.capturer.adopt(snapshot)
+
+    def rewire(
+        self,
+        senders: Sequence[Sender],
+        receivers: Sequence[Receiver],
+        agreement: Agreement,
+        has: Copies,
+        former: Collection[ReplicaStore] = (),
+    ) -> None:
+        """Go on with other peers, or the same ones over new connections; every snapshot that is whole stays.
+
+        Args:
+            senders: one for each peer; they are given what their peer does not have.
+            receivers: one for each rank whose snapshots are kept here; their stores may have some already.
+            agreement: how ranks learn what all of them have, from now on.
+            has: by peer, the snapshots of this rank that it has: the id of the schedule by iteration.
+            former: stores of ranks that have other peers now; they go when the next window is persisted.
+        """
+        self.capturer.settle()
+        self.capturer.last = None
+        kept = self.own.forget_peers(has)
+        self._agreement, self._paused = agreement, False
+        self.replicator.rewire(senders, receivers, has, former)
+        self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
+        for held in kept:
+            if held.snapshot is not None:
+                self.replicator.replicate(held)
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Finish copies and sends; whether all peers were done in time. Nothing may be captured afterwards."""
+        self._agreement.agreed()
+        self.capturer.close()
+        return self.replicator.close(timeout_s)
+
+    # Its parts
+
+    def _captured(self, held: Held, snapshot: Snapshot) -> None:
+        """On the capture thread: hand the snapshot to the senders."""
+        self.own.captured(held, snapshot, self.replicator.had_by(snapshot))
+        self.replicator.replicate(held)
+        self.own.end_use(held)
+
+    def _learn(self, iteration: int) -> None:
+        """Take in where the job's runs stood an iteration ago, free what none of them needs, say where ours stand."""
+        if agreed := self._agreement.agreed():
+            self.progress.is_winding_down = agreed.is_winding_down
+            unneeded = self.lifetime.learn(agreed, self.own)
+            self.progress.persisted = self.lifetime.persisted
+            if unneeded.is_newer:
+                self.replicator.free_before(self.lifetime.persisted)
+            self.own.free({*unneeded.old, *unneeded.lost})
+            if unneeded.lost:
+                self.replicator.drop(min(unneeded.lost), max(unneeded.lost))
+            if self._writer is not None:
+                self._writer.learn(agreed.writing)
+                if self.lifetime.persisted >= self._written_from:
+                    first = self.lifetime.persisted
+                    self._writer.begin(first, self.history.at(first).last_of_run(first))
+        standing = self.lifetime.standing(iteration, self.own.deliverable(), self.persisted())
+        self._agreement.propose(iteration, standing, self._writer.writing if self._writer else Writing.NOTHING)
+
+    def _has_room(self, iteration: int) -> bool:
+        """Whether a window that begins now could be captured whole."""
+        schedule = self.history.at(iteration)
+        return schedule.may_begin_at(iteration) and self.capturer.pool.available >= schedule.snapshots
+
+    def _abandon(self, iteration: int) -> None:
+        """No buffer is free: give up the window under way, and take no snapshot before a whole one has room again."""
+        under_way = self.lifetime.under_way(self.own.deliverable())
+        self.own.free(under_way)
+        if under_way:
+            self.replicator.drop(under_way[0], under_way[-1])
+        self._paused = True
+        self.progress.abandoned += 1
+        if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is told
+            return
+        lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"
+        self._report(
+            f"iteration {iteration}: no host buffer is free, so the window under way ({lost}) is abandoned; the "
+            f"persisted one stays. Abandoned so far: {self.progress.abandoned}. Peers that lag: "
+            f"{self.replicator.backlog()}. Snapshots go on when a whole window has room"
+        )
+
+    def _measure(self) -> None:
+        progress, capture = self.progress, self.capturer.last
+        progress.replicated_bytes = self.replicator.sent_since()
+        if capture is not None and capture.finished.is_set():
+            progress.digest_cpu_s = capture.digest_cpu_s
+            progress.whole_cpu_s = capture.whole_cpu_s
+        captured = self.own.snapshots()
+        if captured:
+            progress.lag = max(captured) - max(self.persisted(), default=min(captured) - 1)
+        pool = self.capturer.pool
+        progress.memory_bytes = pool.total_bytes + self.own.bytes_beside(pool) + self.replicator.memory_bytes

@@ -1,0 +1,158 @@
+"""This rank's own snapshots: each has a buffer from the beginning of its copy until nobody needs or reads it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.policy.schedule import Contents
+from moevement_core.snapshot.pool import BufferPool
+from moevement_core.snapshot.snapshot import Lent, Snapshot
+
+Copies = Mapping[int, Mapping[int, str]]
+"""By peer, the snapshots of this rank that it has: the id of the schedule by iteration."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A buffer with a snapshot in it or on its way into it."""
+
+    iteration: int
+    buffer: Any
+    pool: BufferPool
+    contents: Contents
+    users: int = 1
+    """Threads that read or write the buffer now; the capture is the first."""
+    freed: bool = False
+    snapshot: Snapshot | None = None
+    """There once it is captured."""
+    undeliverable: bool = False
+    """A peer will never have it, so no run that needs it will be persisted."""
+
+
+class OwnSnapshots:
+    """May be used from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: dict[int, Held] = {}
+
+    def __contains__(self, iteration: int) -> bool:
+        return iteration in self._held
+
+    def __iter__(self) -> Any:
+        with self._lock:
+            return iter(sorted(self._held))
+
+    def begin(self, iteration: int, buffer: Any, pool: BufferPool, contents: Contents) -> Held:
+        """A snapshot is on its way into ``buffer``, which has one user now: who copies."""
+        held = Held(iteration, buffer, pool, contents)
+        with self._lock:
+            self._held[iteration] = held
+        return held
+
+    def captured(self, held: Held, snapshot: Snapshot, had_by: Iterable[int]) -> None:
+        """It is there; some peers have it from before."""
+        snapshot.acknowledged.update(had_by)
+        with self._lock:
+            held.snapshot = snapshot
+
+    def lose(self, iteration: int) -> None:
+        """A capture failed: its buffer holds nothing."""
+        with self._lock:
+            held = self._held.pop(iteration)
+            held.freed = True
+        self.end_use(held)
+
+    def begin_use(self, held: Held) -> bool:
+        """Read the buffer from now on; False if it was freed meanwhile."""
+        with self._lock:
+            if held.freed:
+                return False
+            held.users += 1
+            return True
+
+    def end_use(self, held: Held) -> None:
+        """It is no longer read or written."""
+        with self._lock:
+            held.users -= 1
+            if held.freed and held.users == 0:
+                held.pool.release(held.buffer)
+
+    def free(self, iterations: Iterable[int]) -> None:
+        """Nobody needs these; their buffers go when nobody reads them."""
+        with self._lock:
+            for iteration in list(iterations):
+                held = self._held.pop(iteration)
+                held.freed = True
+                if held.users == 0:
+                    held.pool.release(held.buffer)
+
+    def lend(self, iteration: int) -> Lent | None:
+        """A snapshot whose buffer stays as it is until it is given back; nothing if there is none."""
+        with self._lock:
+            held = self._held.get(iteration)
+        if held is None or held.snapshot is None or not self.begin_use(held):
+            return None
+        return Lent(held.snapshot, lambda: self.end_use(held))
+
+    def acknowledged(self, snapshot: Snapshot, peer: int) -> None:
+        """A peer has all of ``snapshot``."""
+        with self._lock:
+            snapshot.acknowledged.add(peer)
+
+    def undelivered(self, snapshot: Snapshot) -> None:
+        """A peer will never have ``snapshot``."""
+        with self._lock:
+            if held := self._held.get(snapshot.iteration):
+                held.undeliverable = True
+
+    def snapshots(self) -> dict[int, Snapshot]:
+        """What is captured, by iteration."""
+        with self._lock:
+            return {iteration: held.snapshot for iteration, held in self._held.items() if held.snapshot}
+
+    def deliverable(self) -> dict[int, Contents]:
+        """What those hold, captured or on their way, that every peer may still have."""
+        with self._lock:
+            return {iteration: held.contents for iteration, held in self._held.items() if not held.undeliverable}
+
+    def had_by(self, peers: Collection[int]) -> dict[int, Contents]:
+        """What those hold that all ``peers`` have; with no peers, that are captured."""
+        wanted = set(peers)
+        with self._lock:
+            return {
+                iteration: held.contents
+                for iteration, held in self._held.items()
+                if held.snapshot and wanted <= held.snapshot.acknowledged
+            }
+
+    def forget_peers(self, has: Copies) -> list[Held]:
+        """Other peers are there from now on, which have these; returns what is captured, the oldest first.
+
+        What was interrupted between its buffer and the end of its copy is lost.
+        """
+        with self._lock:
+            broken = [iteration for iteration, held in self._held.items() if held.snapshot is None]
+        for iteration in broken:
+            self.lose(iteration)
+        with self._lock:
+            kept = [held for _, held in sorted(self._held.items())]
+            for held in kept:
+                held.undeliverable = False
+                if held.snapshot is not None:
+                    held.snapshot.acknowledged.clear()
+                    held.snapshot.acknowledged.update(peers_with(held.snapshot, has))
+        return kept
+
+    def bytes_beside(self, pool: BufferPool) -> int:
+        """Of buffers of an older pool, until they are freed."""
+        with self._lock:
+            return sum(held.pool.nbytes for held in self._held.values() if held.pool is not pool)
+
+
+def peers_with(snapshot: Snapshot, has: Copies) -> list[int]:
+    """Those that have ``snapshot``. One of another schedule holds other operators, and is sent anew."""
+    return [peer for peer, its in has.items() if its.get(snapshot.iteration) == snapshot.header.schedule]

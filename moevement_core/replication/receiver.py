@@ -1,0 +1,141 @@
+"""The receiving side of a connection: a thread that fills a store with copies of one rank's snapshots, each checked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from moevement_core.errors import SnapshotError
+from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.replica_store import ReplicaStore
+from moevement_core.replication.transport import Transport
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.snapshot.snapshot import Header, Snapshot
+
+Report = Callable[[str], None]
+
+
+class Receiver:
+    """Of the snapshots of one source, over one connection.
+
+    Args:
+        rank: this rank.
+        store: what comes goes here; no other receiver may use it any more.
+        transport: where snapshots come from.
+        allowance: host memory for the copies of all sources here; what goes beyond it is refused.
+        report: told, in words, what is refused and when the source is gone.
+    """
+
+    def __init__(
+        self, rank: int, store: ReplicaStore, transport: Transport, allowance: Allowance, report: Report
+    ) -> None:
+        self.store = store
+        self.ended = threading.Event()
+        """The source said goodbye or is gone."""
+        self._rank, self._transport, self._allowance, self._report = rank, transport, allowance, report
+        if store.memory_bytes:
+            allowance.keep(store.source, store.memory_bytes)
+        self._thread = threading.Thread(target=self._run, name=f"moevement-receive-{store.source}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while (message := self._next()).kind is not Kind.BYE:
+                self._answer_to(message)
+        except SnapshotError as error:
+            self._report(f"copies of rank {self.store.source} are refused from now on: {error}")
+        except Exception as error:  # whatever it is, training goes on and somebody must learn of it
+            self._report(f"rank {self.store.source}, whose snapshots are kept here, is gone: {_first_line(error)}")
+        finally:
+            self.ended.set()
+
+    def _next(self) -> Message:
+        data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        self._transport.receive(self.store.source, TO_PEER, data)
+        message = Message.decode(data)
+        if message.rank != self.store.source:
+            raise SnapshotError(f"a message of rank {message.rank} where rank {self.store.source} speaks")
+        return message
+
+    def _answer_to(self, message: Message) -> None:
+        match message.kind:
+            case Kind.OPEN:
+                self._say(self._open(message))
+            case Kind.DROP:
+                self.store.drop(message.iteration, message.count)
+            case Kind.SNAPSHOT:
+                self._receive(message)
+            case _:
+                raise SnapshotError(f"an unexpected {message.kind.name}")
+
+    def _open(self, message: Message) -> Kind:
+        store = self.store
+        if store.has_room_for(message.count, message.payload_bytes):
+            return Kind.GO  # asked anew after a failure
+        wanted = message.count * message.payload_bytes
+        if not self._allowance.take(store.source, wanted):
+            self._report(
+                f"rank {store.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
+                f"{self._allowance.left_for(store.source) / 1e9:.3f} GB are allowed here"
+            )
+            return Kind.REFUSED
+        try:
+            store.make_room(message.count, message.payload_bytes)
+        except RuntimeError as error:
+            self._allowance.keep(store.source, store.memory_bytes)
+            self._report(f"no host memory for the copies of rank {store.source}: {_first_line(error)}")
+            return Kind.REFUSED
+        return Kind.GO
+
+    def _receive(self, message: Message) -> None:
+        data = torch.empty(message.header_bytes, dtype=torch.uint8)
+        self._transport.receive(self.store.source, TO_PEER, data)
+        try:
+            header = self._checked(Header.decode(data.numpy().tobytes()), message)
+        except SnapshotError as error:
+            self._report(f"refused a snapshot of rank {self.store.source}: {error}")
+            self._say(Kind.REFUSED, message.iteration)
+            return
+        if (room := self.store.begin(message.iteration)) is None:
+            self._say(Kind.FULL, message.iteration)
+            return
+        try:
+            self._say(Kind.GO, message.iteration)
+            self._transport.receive(self.store.source, TO_PEER, room.buffer[: message.payload_bytes])
+        except Exception:  # the source is gone in the middle of it; another generation uses the buffer again
+            room.give_up()
+            raise
+        if damaged := Snapshot(header, room.buffer).damaged():
+            room.give_up()
+            self._report(
+                f"snapshot {header.iteration} of rank {self.store.source} arrived damaged ({damaged.key} of "
+                f"{damaged.operator or 'the boundary record'}); asked for it again"
+            )
+            self._say(Kind.DAMAGED, message.iteration)
+            return
+        self.store.add(header, room)
+        self._say(Kind.KEPT, message.iteration)
+
+    def _checked(self, header: Header, message: Message) -> Header:
+        store = self.store
+        if header.rank != store.source or header.iteration != message.iteration:
+            raise SnapshotError(
+                f"its header says rank {header.rank}, iteration {header.iteration}; rank {store.source}, iteration "
+                f"{message.iteration} was announced"
+            )
+        if header.iteration < store.floor:
+            raise SnapshotError(f"iteration {header.iteration} is stale; a window from {store.floor} on is persisted")
+        if header.payload_bytes != message.payload_bytes:
+            raise SnapshotError(f"its tensors take {header.payload_bytes} bytes; {message.payload_bytes} are announced")
+        if header.payload_bytes > store.largest_bytes:
+            raise SnapshotError(f"it has {header.payload_bytes} bytes; at most {store.largest_bytes} were agreed on")
+        return header
+
+    def _say(self, kind: Kind, iteration: int = 0) -> None:
+        self._transport.send(self.store.source, TO_SOURCE, Message(kind, self._rank, iteration).encode())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

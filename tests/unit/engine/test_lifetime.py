@@ -1,0 +1,114 @@
+"""What may go and what is said of runs, case by case; without a thread, a buffer or a process."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import pytest
+
+from moevement_core.engine.lifetime import Lifetime, Unneeded
+from moevement_core.policy.schedule import Contents, ScheduleHistory
+from moevement_core.policy.window import WindowKind
+from moevement_core.snapshot.agreement import NONE, Agreed, Standing
+from moevement_core.strategies import DenseToPeers, MoEvement, Strategy
+from tests.unit.policy.tables import equal_experts
+
+TABLE = equal_experts(6)
+OPEN, PERSISTED, NEVER = Standing.OPEN, Standing.PERSISTED, Standing.NEVER
+STRATEGIES: dict[str, Strategy] = {
+    "aligned": MoEvement(TABLE, WindowKind.ALIGNED, 3),
+    "rolling": MoEvement(TABLE, WindowKind.ROLLING, 3),
+    "dense": DenseToPeers(TABLE, 4),
+}
+# What they save of iterations 0 and later.
+HISTORIES = {
+    name: ScheduleHistory(one.first(0, len(TABLE)).starting_at(0)) for name, one in STRATEGIES.items()
+}  # fmt: skip
+
+
+def held(name: str, iterations: Collection[int]) -> dict[int, Contents]:
+    every = {iteration: HISTORIES[name].contents(iteration) for iteration in iterations}
+    return {iteration: contents for iteration, contents in every.items() if contents is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "captured", "acknowledged", "standing"),
+    [
+        ("aligned", range(0), range(0), {}),
+        ("aligned", range(1), range(0), {0: OPEN}),
+        ("aligned", range(3), range(3), {0: PERSISTED}),
+        ("aligned", range(5), range(3), {0: PERSISTED, 3: OPEN}),
+        ("aligned", range(6), range(3), {0: PERSISTED, 3: OPEN}),
+        ("aligned", range(6), range(6), {0: PERSISTED, 3: PERSISTED}),
+        ("rolling", range(4), range(3), {0: PERSISTED, 1: OPEN, 2: OPEN, 3: OPEN}),
+        ("rolling", range(4), range(4), {0: PERSISTED, 1: PERSISTED, 2: OPEN, 3: OPEN}),
+        ("dense", range(1), range(0), {0: OPEN}),
+        ("dense", range(7), range(4), {0: PERSISTED, 4: OPEN}),
+        ("dense", range(7), range(7), {0: PERSISTED, 4: PERSISTED}),
+    ],
+)
+def test_how_far_runs_are(name: str, captured: Any, acknowledged: Any, standing: Mapping[int, Standing]) -> None:
+    lifetime = Lifetime(STRATEGIES[name])
+    found = lifetime.standing(len(captured), held(name, captured), held(name, acknowledged))
+    assert {first: one for first, one in found.items() if one is not NEVER} == standing
+
+
+def test_no_run_reaches_over_a_snapshot_that_a_peer_will_never_have() -> None:
+    lifetime = Lifetime(STRATEGIES["aligned"])
+    assert lifetime.standing(5, held("aligned", [0, 1, 2, 4]), held("aligned", [0, 1, 2])) == {0: PERSISTED}
+    assert lifetime.standing(6, held("aligned", [0, 1, 2, 3]), held("aligned", [0, 1, 2])) == {0: PERSISTED}, (
+        "SS_5 was not taken"
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "has", "unneeded"),
+    [
+        ({0: OPEN}, range(3), Unneeded([], [], False)),
+        ({0: PERSISTED, 3: OPEN}, range(6), Unneeded([], [], True)),
+        ({0: PERSISTED, 3: PERSISTED, 6: OPEN}, range(8), Unneeded([0, 1, 2], [], True)),
+        # Some rank abandoned the window from 3 on, and the next that may come begins with 6.
+        ({0: PERSISTED, 6: OPEN}, range(8), Unneeded([], [3, 4, 5], True)),
+        # Of what begins after the iteration in which it was said nothing is known.
+        ({0: PERSISTED}, range(9), Unneeded([], [3, 4, 5, 6, 7], True)),
+    ],
+)
+def test_what_may_go(said: Mapping[int, Standing], has: range, unneeded: Unneeded) -> None:
+    lifetime = Lifetime(STRATEGIES["aligned"])
+    lifetime.standing(len(has), held("aligned", has), held("aligned", has))
+    assert lifetime.learn(Agreed(8, said), has) == unneeded
+
+
+def test_the_run_to_fall_back_to_stays_until_there_is_a_newer_one_on_all_ranks() -> None:
+    lifetime = Lifetime(STRATEGIES["aligned"], needed=(0, 2))
+    lifetime.standing(6, held("aligned", range(6)), held("aligned", range(6)))
+    assert lifetime.learn(Agreed(5, {0: PERSISTED, 3: OPEN}), range(6)) == Unneeded([], [], False)
+    assert (lifetime.persisted, lifetime.last_needed) == (0, 2)
+    assert lifetime.learn(Agreed(6, {0: PERSISTED, 3: PERSISTED}), range(6)).old == [0, 1, 2]
+    assert (lifetime.persisted, lifetime.last_needed) == (3, 5)
+    assert lifetime.learn(Agreed(7, {}), range(3, 7)).old == [], "a rank that joins knows of no run yet"
+    assert lifetime.persisted == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "acknowledged", "captured", "given_up"),
+    [
+        ("aligned", range(3), range(5), [3, 4]),
+        ("aligned", range(3), range(6), []),  # complete: its delivery is a matter of time
+        ("aligned", range(0), range(2), [0, 1]),
+        ("rolling", range(3), range(5), []),
+        ("dense", range(1), range(5), []),
+    ],
+)
+def test_only_the_window_under_way_is_given_up(
+    name: str, acknowledged: Any, captured: Any, given_up: list[int]
+) -> None:
+    lifetime = Lifetime(STRATEGIES[name])
+    lifetime.standing(len(captured), held(name, captured), held(name, acknowledged))
+    assert lifetime.under_way(held(name, captured)) == given_up
+
+
+def test_nothing_is_persisted_before_all_ranks_have_said_so() -> None:
+    lifetime = Lifetime(STRATEGIES["dense"])
+    assert (lifetime.persisted, lifetime.last_needed) == (NONE, NONE)
