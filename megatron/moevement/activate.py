@@ -51,7 +51,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement.data import loaders
     from megatron.moevement.pipeline_parallel import communicator
     from megatron.moevement.restart import comeback, in_process, injection, store
-    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, evaluation, recorder, sparse
+    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, evaluation, recorder, train_step
     from megatron.moevement.transformer import attention, experts, frozen, norm
     from moevement_core.injection import Phase
 
@@ -129,7 +129,7 @@ def points() -> tuple[Point, ...]:
         Point(
             (training,),
             "train_step",
-            lambda train_step: recorder.record_train_step(sparse.snapshot_every_iteration(train_step)),
+            lambda original: recorder.record_train_step(train_step.snapshot_every_iteration(original)),
             "duration of a step; a snapshot every iteration",
         ),
         Point(

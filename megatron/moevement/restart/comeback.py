@@ -196,7 +196,7 @@ def rejoin(job: Job, setup: Setup, groups: Any) -> bool:
     args.iteration, args.num_floating_point_operations_so_far = until, reference.flops
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
     recorder.go_on_with_record(job, args)
-    job.sparse.start_writer()
+    job.sparse.disk.start()
     prepared = None
     if point.lost_stages:
         try:

@@ -8,16 +8,12 @@ there, and one that nobody waits for each iteration (``GroupAgreement``).
 from __future__ import annotations
 
 import functools
-import inspect
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.moevement.optimizer.commit import CommitPoint, Mark
@@ -26,27 +22,18 @@ from megatron.moevement.optimizer.views import operator_views
 from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
 from megatron.moevement.restart import in_process as restart
 from megatron.moevement.restart import injection, places
-from megatron.moevement.restart.origin import newest_saved
 from megatron.moevement.runtime import recovery, wipe
 from megatron.moevement.runtime.boundary import advanced, boundary_after, boundary_copy, boundary_state
-from megatron.moevement.runtime.job import Job, current_job
+from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.kept import Kept, check_kept
-from megatron.moevement.runtime.persisted import (
-    RECOVERY_PATIENCE_S,
-    START_PATIENCE_S,
-    JobWindows,
-    Loaded,
-    Place,
-    find_place,
-    lock_place,
-    refuse_foreign_windows,
-    settings_of,
-    windows_of_all,
-)
+from megatron.moevement.runtime.persisted import Loaded
 from megatron.moevement.runtime.policy import Policy
+from megatron.moevement.runtime.progress_watch import ProgressWatch
 from megatron.moevement.runtime.ranks import tell_all
+from megatron.moevement.runtime.reports import Reports
 from megatron.moevement.runtime.wind_down import PlannedExit
 from megatron.moevement.runtime.windows import WindowDecisions
+from megatron.moevement.runtime.windows_on_disk import WindowsOnDisk
 from megatron.moevement.runtime.wiring import wire
 from megatron.moevement.sparse_config import SparseConfig, Verify
 from moevement_core.boundary_log import BoundaryLog
@@ -56,9 +43,7 @@ from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.layout import buffer_bytes
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.injection import Phase
-from moevement_core.persistence.lock import FolderLock, other_holder
-from moevement_core.persistence.writer import Folder, WindowWriter
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule, ScheduleHistory
+from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
 from moevement_core.rendezvous.status_page import own_page
@@ -67,11 +52,9 @@ from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.agreement import NONE, Writing
+from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 
-DISK_TIMEOUT_S = 600.0
-"""How long the end of a run waits for the window that is being written."""
 RECORD_SLACK_BYTES = 64 << 10
 """Room for a boundary record to grow."""
 
@@ -132,51 +115,35 @@ class SparseRun:
         chunks = unwrap_model(job.model or [])
         self.views = operator_views(chunks, job.optimizer)
         self.wiring = wire(config, self.views.states, job.optimizer, is_running=adopted is not None)
+        self.reports = Reports(job, self.wiring.rank)
         self._warn_of_copies()
         self.table = self.wiring.table
         sent_bytes = bytes_sent_per_iteration(get_args(), self.wiring.stage)
         strategy = config.strategy_of(self.table)
-        self.windows = WindowDecisions(strategy, chunks, self.wiring, config, self._report, sent_bytes)
-        self._announced = NONE
+        self.windows = WindowDecisions(strategy, chunks, self.wiring, config, self.reports.report, sent_bytes)
         self.began_at = job.iteration
-        self._silent: set[int] = set()
-        self.warnings: list[str] = []
-        """What an operator must not miss."""
-        self._left_behind: list[WindowWriter] = []
-        """Of earlier generations, that a stalled disk holds up."""
-        self._disk_misses = self._disk_wait = 0
-        """Tries in a row in which the folder could not be used; windows until the next one."""
-        self._is_without_disk = False
-        self._windows_failed = 0
-        self._place: Place | None = None
-        """The folder that windows are written to, while it can be used; the same on all ranks."""
-        self._lock: FolderLock | None = None
-        """Of the folder that windows are written to, on the first of the ranks that share it."""
-        self._disk_job = ""
-        """The name of this start of the job among those that wrote windows to the same folder."""
         self._states = {operator.name: state for operator, state in self.views.states.items()}
         self._record_bytes = self._measure_record()
         if adopted is not None:
             if not same_stage:
                 adopted = adopted.for_stage(strategy.first(0, self.wiring.most_operators), strategy.learned())
-            self._adopt(adopted)
+            self.windows.adopt(adopted)
+            self.began_at = adopted.began_at
         self.checkpointer = self._start_checkpointer(adopted, kept)
+        disk_job, announced = (adopted.disk_job, adopted.announced) if adopted is not None else ("", NONE)
+        self.disk = WindowsOnDisk(job, config, self.wiring, self.checkpointer, self.reports, disk_job)
+        self.watch = ProgressWatch(job, self.checkpointer, self.reports, config.peer_timeout_s, announced)
         self._settled = adopted or self._policy(job.iteration)
         """As of the last window whose decisions this rank has come to the end of: others may still be in the middle."""
         self._loaded = loaded
-        self._writer: WindowWriter | None = None
         if adopted is None:
             self._refuse_without_copies()
-            self.start_writer()
+            self.disk.start()
         if self.wiring.pipeline.stages > 1:
-            job.boundary_log = BoundaryLog(self._device, self._log_cap_bytes(), self._report)
+            job.boundary_log = BoundaryLog(self._device, self._log_cap_bytes(), self.reports.report)
         self._last_record: dict[str, Any] = {}
         self._recent: dict[int, Mapping[str, Any]] = {}
         """What came of the steps that a replay may come by; kept as long as logs are."""
-        self._persisted_since = (self.checkpointer.progress.persisted, job.iteration)
-        """Where the newest persisted run begins, and since which iteration it has been the newest."""
-        self._unpersisted = 0
-        """The most iterations in a row in which no newer run was persisted."""
         self.commit = CommitPoint(job.optimizer, lambda: boundary_after(job), advanced, restart.atomic, self._vote)
         self._exit = PlannedExit(get_args())
         self._is_first = adopted is None
@@ -188,101 +155,17 @@ class SparseRun:
 
     # Once
 
-    def start_writer(self) -> None:
-        """Write windows that begin with the next iteration or later, where that is wanted; every rank calls it.
-
-        A job that is just starting cannot do without the folder. Later on training does: that the folder cannot be
-        used is reported, and it is tried again after the next failure and, less and less often, with a new window.
-
-        Raises:
-            ConfigError: the job starts, and the folder cannot be used, or another job writes to it. On every rank.
-        """
-        if self.config.persist_dir is None:
-            return
-        is_start = not self._disk_job and self.job.start == self.job.name
-        try:
-            place = self._take_folder(self.config.persist_dir, is_start)
-        except ConfigError as error:
-            if is_start:
-                raise
-            self._go_without_disk(str(error))
-            return
-        self._disk_job, self._place = self._disk_job or self.job.start, place
-        if self._is_without_disk:
-            self._tell_all_is_well(f"windows are written to {place.folder} again")
-        self._is_without_disk, self._disk_misses = False, 0
-        self._writer = self._make_writer(place)
-        self.checkpointer.write_to(self._writer, self.job.iteration)
-
-    def _take_folder(self, template: str, is_start: bool) -> Place:
-        """Find the folder and lock it for the job; every rank calls it.
-
-        Raises:
-            ConfigError: that cannot be done. On every rank.
-        """
-        flag, node = "--moevement-persist-dir", self.config.node_of(self.wiring.rank)
-        patience_s = START_PATIENCE_S if is_start else RECOVERY_PATIENCE_S
-        place = find_place(flag, template, node, patience_s)
-        self._lock = lock_place(flag, place, self.job.name, self._lock, patience_s, may_wait=is_start)
-        if is_start:
-            refuse_foreign_windows(place, self.config.load, node)
-        return place
-
-    def _go_without_disk(self, why: str) -> None:
-        """Train on without writing windows; every rank calls it."""
-        self._disk_job = self._disk_job or self.job.start
-        self._writer = self._place = None
-        self.checkpointer.write_to(None, self.job.iteration)
-        self._disk_misses += 1
-        self._is_without_disk = True
-        if self._disk_misses == 1:
-            self._warn(
-                "windows_not_on_disk", f"no windows are written to disk for now: {why}. Training goes on, and the "
-                "folder is tried again after the next failure and with new windows"
-            )  # fmt: skip
-        # 1, 2, 4, 8, ... windows later: where the disk does not answer every try takes seconds.
-        self._disk_wait = 1 << min(self._disk_misses - 1, 6)
-
-    def _try_disk_again(self) -> None:
-        """At a window's beginning, on every rank alike."""
-        if self.config.persist_dir is None or self._writer is not None:
-            return
-        self._disk_wait -= 1
-        if self._disk_wait <= 0:
-            self.start_writer()
-
-    def _make_writer(self, place: Place) -> WindowWriter:
-        from megatron.training import get_args
-
-        current = [store for store in self.checkpointer.replicator.stores if store.source in self.wiring.sources]
-        elsewhere = [] if place.is_shared_by_all else current
-        lock = self._lock
-        return WindowWriter(
-            Folder(place.folder, place.is_first),
-            self._disk_job,
-            settings_of(get_args()),
-            lambda first, last: self.checkpointer.lend(first, last, elsewhere),
-            lambda snapshot: snapshot.record()["boundary"]["progress"],
-            self._report,
-            lambda: (lock.lost if lock is not None else None) or other_holder(place.folder, self.job.name),
-            self._left_behind,
-        )
-
-    def _adopt(self, policy: Policy) -> None:
-        self.windows.adopt(policy)
-        self._announced, self.began_at, self._disk_job = policy.announced, policy.began_at, policy.disk_job
-
     def policy(self) -> Policy:
         """What this rank has decided with the others of its stage; a decision that is under way is left out."""
         return replace(
-            self._settled, announced=self._announced, disk_job=self._disk_job, needed=self.checkpointer.needed
+            self._settled, announced=self.watch.announced, disk_job=self.disk.job_name, needed=self.checkpointer.needed
         )
 
     def _policy(self, window_start: int) -> Policy:
         windows = self.windows
         return Policy(
             window_start, self.checkpointer.history.all, windows.strategy.learned(), windows.strategy.settled,
-            self._announced, self.began_at, self._disk_job, self.checkpointer.needed,
+            self.watch.announced, self.began_at, self.disk.job_name, self.checkpointer.needed,
         )  # fmt: skip
 
     def _start_checkpointer(self, adopted: Policy | None, kept: Sequence[Copies]) -> Checkpointer:
@@ -305,7 +188,7 @@ class SparseRun:
             receivers,
             self.wiring.agreement,
             self._record_bytes,
-            self._report,
+            self.reports.report,
             to_disk=self.config.persist_dir is not None,
             has=self._peers_have(kept),
             needed=adopted.needed if adopted is not None else (NONE, NONE),
@@ -363,9 +246,9 @@ class SparseRun:
         logs_bytes = max(map(self.windows.log_bytes, schedules))
         allowance = Allowance(self.config.host_memory_bytes - own_bytes - logs_bytes)
         stores = [before.get(one) or ReplicaStore(one, self._device) for one in wiring.sources]
-        receivers = [Receiver(wiring.rank, store, transport, allowance, self._report) for store in stores]
+        receivers = [Receiver(wiring.rank, store, transport, allowance, self.reports.report) for store in stores]
         senders = [
-            Sender(wiring.rank, peer, transport, self._kept, self._lost, self._report)
+            Sender(wiring.rank, peer, transport, self._kept, self._lost, self.reports.report)
             for peer in wiring.peers[wiring.rank]
         ]
         return senders, receivers
@@ -379,11 +262,7 @@ class SparseRun:
             sender.abandon()
         for receiver in self.checkpointer.replicator.receivers:
             receiver.ended.wait()
-        if self._writer is not None:
-            self._writer.abandon()
-            self._left_behind = [writer for writer in (*self._left_behind, self._writer) if writer.is_alive]
-            self._writer = None
-        self._disk_misses = 0  # as on ranks that are new then: all try again at the same windows
+        self.disk.interrupted()
 
     def interrupted(self) -> None:
         """An exception from outside came at any moment; whoever would have restored something may not have."""
@@ -413,7 +292,7 @@ class SparseRun:
             kept: what :meth:`keeps` said, of every rank.
         """
         self._go_by(policy)
-        self.wiring = self.windows.wiring = wire(
+        self.wiring = self.windows.wiring = self.disk.wiring = wire(
             self.config, self.views.states, self.job.optimizer, self.wiring, is_running=True
         )
         self._warn_of_copies()
@@ -424,7 +303,7 @@ class SparseRun:
         others = [store for source, store in before.items() if source not in self.wiring.sources]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
         self.checkpointer.rewire(self._senders, receivers, self.wiring.agreement, self._peers_have(kept), former=others)
-        self._silent.clear()
+        self.watch.forget_peers()
         self._start_clock()
 
     def _start_clock(self) -> None:
@@ -513,7 +392,7 @@ class SparseRun:
         if window_start > self._settled.window_start:
             self.windows.decide(committed, self.checkpointer, self._senders)
             self._settled = self._policy(window_start)
-            self._try_disk_again()
+            self.disk.try_again()
         # Of an iteration that was left out there is no record.
         outcome = self._last_record if self._last_record.get("iteration") == committed else {}
         boundary = boundary_copy(self.job)
@@ -530,10 +409,8 @@ class SparseRun:
             self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))
         self._exit.plan(committed, winding_down=self.checkpointer.progress.is_winding_down)
         injection.at(Phase.SNAPSHOT)
-        self._watch_peers()
-        self._watch_disk()
-        self._watch_persistence(committed)
-        self._announce()
+        self.disk.watch()
+        self.watch.look(committed, self._senders)
         self.last_begin_s = time.perf_counter() - began
         self.totals.begin_s += self.last_begin_s
 
@@ -604,7 +481,7 @@ class SparseRun:
             "snapshot_memory_bytes": progress.memory_bytes,
             "log_bytes": self.job.boundary_log.bytes_of_last if self.job.boundary_log else 0,
             "log_memory_bytes": self.job.boundary_log.memory_bytes if self.job.boundary_log else 0,
-            "on_disk": self._on_disk(),
+            "on_disk": self.disk.newest,
         }
 
     # Coming back
@@ -642,29 +519,10 @@ class SparseRun:
         try:
             return recovery.prepare(report, shelves, until, self.wiring.fetches, scope)
         except RecoveryError as gone:  # on every rank alike
-            on_disk = self._windows_on_disk(until)
+            on_disk = self.disk.that_lead_to(until)
             if not on_disk.windows:
                 raise
             return self._prepare_from_disk(report, shelves | {Source.FILE: on_disk}, until, gone)
-
-    def _windows_on_disk(self, until: int) -> JobWindows:
-        """Those that this start of the job has written and that lead to ``until`` quicker than a restart would.
-
-        Every rank calls it. The disk is asked only here, when memory has no answer.
-        """
-        from megatron.training import get_args
-
-        if self._place is None:
-            return JobWindows(Place(Path(), ()), ())
-        newest_dense = [newest_saved(get_args().save, self.job.name) if self.wiring.rank == 0 else None]
-        dist.broadcast_object_list(newest_dense)
-        reached = newest_dense[0] if newest_dense[0] is not None else NONE
-        windows = [
-            manifest
-            for manifest in windows_of_all(self._place)
-            if manifest.job == self._disk_job and reached < manifest.reaches <= until
-        ]
-        return JobWindows(self._place, windows)
 
     def _prepare_from_disk(
         self, report: Report, shelves: Mapping[Source, recovery.Shelf], until: int, gone: RecoveryError
@@ -682,7 +540,7 @@ class SparseRun:
         first, sources = prepared.mine.first, prepared.mine.sources()
         windows = shelves[Source.FILE].windows  # type: ignore[attr-defined]
         name = next((one.name for one in windows if one.first <= first <= one.last), "a window")
-        self._warn(
+        self.reports.warn(
             "recovery_from_disk", f"memory and peers cannot bring iteration {until} back ({gone}). All ranks fall back "
             f"to {name} on disk and replay iterations {prepared.mine.begins + 1} to {until}; {sources[Source.FILE]} "
             "snapshots come from files", window=name, until=until,
@@ -698,7 +556,7 @@ class SparseRun:
             return tuple(log.iterations)
         damaged = log.damaged(log.iterations)
         if damaged:
-            self._report(f"what iterations {', '.join(map(str, damaged))} sent is damaged in host memory")
+            self.reports.report(f"what iterations {', '.join(map(str, damaged))} sent is damaged in host memory")
         return tuple(iteration for iteration in log.iterations if iteration not in damaged)
 
     def _outcomes(self, until: int) -> dict[int, Any]:
@@ -739,7 +597,9 @@ class SparseRun:
         args = get_args()
         if args.calculate_per_token_loss:
             if self.wiring.rank == 0:
-                self._report("all stages roll back: --calculate-per-token-loss needs the token count of the last stage")
+                self.reports.report(
+                    "all stages roll back: --calculate-per-token-loss needs the token count of the last stage"
+                )
             return None
         return recovery.Scope(self.wiring.pipeline, lost, args.iterations_to_skip)
 
@@ -816,105 +676,20 @@ class SparseRun:
     def _lost(self, snapshot: Any) -> None:
         self.checkpointer.own.undelivered(snapshot)
 
-    def _report(self, text: str) -> None:
-        if threading.current_thread() is not threading.main_thread() and restart.is_fault_of_others():
-            return  # what ends now ends because a rank died, which is told elsewhere
-        print(f"moevement: rank {self.wiring.rank}: {text}", flush=True)
-
     def _warn_of_copies(self) -> None:
         if self.wiring.rank == 0 and self.wiring.warning is not None:
-            self._report(self.wiring.warning)
-
-    def _warn(self, kind: str, text: str, **fields: Any) -> None:
-        """What an operator must not miss: in the launcher's output, as an event, and in the summary.
-
-        Every rank calls it alike. The launcher shows rank 0's lines.
-        """
-        self.warnings.append(text)
-        if self.wiring.rank == 0:
-            print(f"moevement: WARNING: {text}", flush=True)
-        self.job.event(kind, text=text, **fields)
-
-    def _tell_all_is_well(self, text: str) -> None:
-        if self.wiring.rank == 0:
-            print(f"moevement: {text}", flush=True)
-        self.job.event("windows_on_disk_again", text=text)
-
-    def _watch_persistence(self, committed: int) -> None:
-        """Nothing new is persisted for two windows: more and more work would be lost. On every rank alike."""
-        persisted = self.checkpointer.progress.persisted
-        if persisted != self._persisted_since[0]:
-            self._persisted_since = persisted, committed
-        since = committed - self._persisted_since[1]
-        self._unpersisted = max(self._unpersisted, since)
-        size = self.checkpointer.history.newest.size
-        limit = 2 * size + LAG_ALLOWANCE + 1
-        if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
-            return
-        newest = "no window at all" if persisted == NONE else f"no window newer than that from iteration {persisted} on"
-        self._warn(
-            "nothing_persisted", f"{since} iterations in a row have brought {newest} to all peers (a window has {size} "
-            "iterations); a failure now costs more than it should. The ranks' logs name peers that lag or refuse",
-            iterations=since, persisted_from=None if persisted == NONE else persisted,
-        )  # fmt: skip
-
-    def _watch_disk(self) -> None:
-        """Windows that could not be written on some rank, which all ranks have agreed on."""
-        failed = self._writer.failed if self._writer is not None else 0
-        if failed > self._windows_failed and failed & (failed - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
-            self._warn(
-                "windows_not_on_disk", f"{failed} windows could not be written to --moevement-persist-dir; the logs of "
-                "the ranks concerned say why. The next is tried", failed=failed,
-            )  # fmt: skip
-        self._windows_failed = failed
-
-    def _watch_peers(self) -> None:
-        for sender in self._senders:
-            silent = sender.silent_s > self.config.peer_timeout_s
-            if silent and sender.peer not in self._silent:
-                self._silent.add(sender.peer)
-                self._report(f"peer {sender.peer} has not answered for {sender.silent_s:.0f} s; training goes on")
-            elif not silent:
-                self._silent.discard(sender.peer)
-
-    def _announce(self) -> None:
-        """A line and an event for each window that is persisted on every rank."""
-        persisted = self.checkpointer.progress.persisted
-        if persisted <= self._announced or self.job.record is None:
-            return
-        schedule = self.checkpointer.history.at(persisted)
-        if schedule.slot(persisted) == 0 or self._announced == NONE:
-            self._announced = persisted
-            progress = self.checkpointer.progress
-            print(
-                f"moevement: window from iteration {persisted} on persisted on every rank ({schedule.snapshots} slots, "
-                f"{len(self.wiring.peers[self.wiring.rank])} peers; replication lags {progress.lag})",
-                flush=True,
-            )
-            self.job.event("window", first=persisted, size=schedule.size, schedule=schedule.id, lag=progress.lag)
-
-    def _on_disk(self) -> int | None:
-        """The iteration whose state the newest window on disk gives."""
-        return None if self._writer is None or self._writer.newest == NONE else self._writer.newest
+            self.reports.report(self.wiring.warning)
 
     # The end
-
-    def _least(self, writing: Writing) -> Writing:
-        return Writing(min(tell_all(writing)))
 
     def finish(self) -> dict[str, Any]:
         """Bring what is under way to the peers and say what checkpointing cost; every rank calls it."""
         injection.at(Phase.EXIT, self.job.iteration)
         if not self.checkpointer.close(timeout_s=self.config.peer_timeout_s):
-            self._report("not all peers took the last snapshots in time")
-        if self._writer is not None:
-            self._writer.close(self._least, DISK_TIMEOUT_S)
-        if self._lock is not None:
-            self._lock.release()
-        writer = self._writer
-        on_disk = (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
-        decided = (self.windows.windows, self.windows.reorders, self._unpersisted)
-        warnings = tell_all(self.warnings)
+            self.reports.report("not all peers took the last snapshots in time")
+        on_disk = self.disk.close()
+        decided = (self.windows.windows, self.windows.reorders, self.watch.longest_unpersisted)
+        warnings = tell_all(self.reports.warnings)
         told = tell_all((self.totals, self.checkpointer.progress, on_disk, decided))
         totals, progress, disk, decisions = ([one[part] for one in told] for part in range(4))
         newest_on_disk = min(one[0] for one in disk)
@@ -968,47 +743,3 @@ def start(job: Job, config: SparseConfig, loaded: Loaded | None, **joining: Any)
 
     job.optimizer.step = step_after_copy
     return run
-
-
-def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's schedule, whose losses a rank that is interrupted after its step would lose."""
-
-    def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
-        result = schedule(*args, **kwargs)
-        job.micro_batch_losses = (job.iteration + 1, result)
-        return result
-
-    return forward_backward_func
-
-
-def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``train_step`` between the beginning and the end of an iteration."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        job = current_job()
-        if job.sparse is None:
-            return original(*args, **kwargs)
-        # Megatron's own count: it moves over iterations that are left out, too.
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments.get("iteration")
-        bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
-        bound.arguments["forward_step_func"] = injection.forward_and_backward(bound.arguments["forward_step_func"])
-        committed = job.iteration = job.iteration if given is None else int(given)
-        job.sparse.begin_iteration(committed)
-        began = time.perf_counter()
-        if job.boundary_log is not None:
-            job.boundary_log.begin(committed + 1)
-        result = original(*bound.args, **bound.kwargs)
-        losses, skipped, grad_norm = result[0], result[1], result[5]
-        outcome = {
-            "skipped": bool(skipped),
-            "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
-            # Tensors stay where they are until the record is copied: to ask for numbers would wait for the device.
-            "losses": {name: torch.as_tensor(value).detach() for name, value in losses.items()},
-        }
-        job.sparse.end_iteration(committed + 1, time.perf_counter() - began, outcome)
-        return result
-
-    return train_step

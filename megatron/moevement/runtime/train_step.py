@@ -1,0 +1,58 @@
+"""Megatron's ``train_step`` between the beginning and the end of an iteration of sparse checkpointing."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.moevement.restart import injection
+from megatron.moevement.runtime.job import Job, current_job
+
+
+def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's schedule, whose losses a rank that is interrupted after its step would lose."""
+
+    def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        result = schedule(*args, **kwargs)
+        job.micro_batch_losses = (job.iteration + 1, result)
+        return result
+
+    return forward_backward_func
+
+
+def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``train_step`` between the beginning and the end of an iteration."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        job = current_job()
+        if job.sparse is None:
+            return original(*args, **kwargs)
+        # Megatron's own count: it moves over iterations that are left out, too.
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments.get("iteration")
+        bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
+        bound.arguments["forward_step_func"] = injection.forward_and_backward(bound.arguments["forward_step_func"])
+        committed = job.iteration = job.iteration if given is None else int(given)
+        job.sparse.begin_iteration(committed)
+        began = time.perf_counter()
+        if job.boundary_log is not None:
+            job.boundary_log.begin(committed + 1)
+        result = original(*bound.args, **bound.kwargs)
+        losses, skipped, grad_norm = result[0], result[1], result[5]
+        outcome = {
+            "skipped": bool(skipped),
+            "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
+            # Tensors stay where they are until the record is copied: to ask for numbers would wait for the device.
+            "losses": {name: torch.as_tensor(value).detach() for name, value in losses.items()},
+        }
+        job.sparse.end_iteration(committed + 1, time.perf_counter() - began, outcome)
+        return result
+
+    return train_step
