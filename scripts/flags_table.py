@@ -1,0 +1,58 @@
+"""Writes docs/flags.md: every flag that this project adds to Megatron's. ``python scripts/flags_table.py``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron.moevement.arguments import add_arguments
+
+OUTPUT = Path(__file__).parents[1] / "docs" / "flags.md"
+DRILLS = ("--moevement-inject", "--moevement-wipe")
+"""How flags begin that make failures happen."""
+
+
+def table() -> str:
+    """The whole file."""
+    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    flags = [action for action in parser._actions if action.option_strings]
+    drills = [action for action in flags if action.option_strings[0].startswith(DRILLS)]
+    used = [action for action in flags if action not in drills]
+    return "\n".join(
+        [
+            "# Flags",
+            "",
+            "What this project adds to Megatron's flags; `python scripts/flags_table.py` writes this page from the parser,",
+            "and a test compares. Without `--moevement-sparse-ckpt` nothing is saved, and the others change nothing.",
+            "",
+            *_rows(used),
+            "",
+            "## Drills",
+            "",
+            "They make failures happen, to try what the job does then.",
+            "",
+            *_rows(drills),
+            "",
+        ]
+    )
+
+
+def _rows(actions: list[argparse.Action]) -> list[str]:
+    rows = [f"| `{_usage(action)}` | {_escaped(action.help or '')} |" for action in actions]
+    return ["| flag | |", "|---|---|", *rows]
+
+
+def _usage(action: argparse.Action) -> str:
+    (flag,) = action.option_strings
+    if action.nargs == 0:
+        return flag
+    value = action.metavar or "|".join(map(str, action.choices or ())) or action.dest.upper()
+    return _escaped(f"{flag} {value}" + (" ..." if action.nargs == "+" else ""))
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(table(), encoding="utf-8")
