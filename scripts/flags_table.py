@@ -22,8 +22,9 @@ def table() -> str:
         [
             "# Flags",
             "",
-            "What this project adds to Megatron's flags; `python scripts/flags_table.py` writes this page from the parser,",
-            "and a test compares. Without `--moevement-sparse-ckpt` nothing is saved, and the others change nothing.",
+            "What this project adds to Megatron's flags; `python scripts/flags_table.py` writes this page from the",
+            "parser, and a test compares. Without `--moevement-sparse-ckpt` nothing is saved, and the others change",
+            "nothing.",
             "",
             *_rows(used),
             "",
