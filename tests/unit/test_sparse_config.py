@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.moevement.preflight import sparse_checkpoints
+from megatron.moevement.preflight.sparse import sparse_checkpoints
 from megatron.moevement.sparse_config import SparseConfig, add_sparse_arguments
 from moevement_core.errors import ConfigError
 from moevement_core.policy.popularity import Ordering

@@ -1,0 +1,75 @@
+"""What cannot work, said before anything is built: one line with the flag, the value found and what to do.
+
+Megatron answers most of these with an assertion from every rank, some of them after the model is built. Every rank
+runs the same checks on the same flags and comes to the same answer; rank 0 prints it.
+Each check is a small function from the parsed, not yet validated, namespace to complaints; the first one wins.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import traceback
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.moevement.preflight import files, machine, sizes, sparse
+from moevement_core.errors import ConfigError
+
+Check = Callable[[Namespace], Iterator[str]]
+CHECKS: tuple[Check, ...] = (
+    files.empty_paths, sizes.positive_sizes, sizes.world_size, sizes.experts, sizes.initialization, sizes.layers,
+    sizes.widths, sizes.lengths_and_batches, sizes.learning_rate, machine.without_gpu, machine.optimizer, files.data,
+    files.run_directory, files.checkpoints, sparse.sparse_checkpoints,
+)  # fmt: skip
+"""In the order in which they are made."""
+
+
+def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``validate_args`` that first runs :func:`check`, and whose own assertions become one line too."""
+
+    @functools.wraps(original)
+    def validate_args(args: Namespace, defaults: dict[str, Any] | None = None) -> Any:
+        from megatron.moevement.arguments import describe_filled_in
+
+        check(args)
+        if args.rank == 0:
+            for line in describe_filled_in(args):
+                print(f"moevement: {line}", flush=True)
+        try:
+            return original(args, defaults or {})
+        except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
+            raise ConfigError(_one_line(error)) from error
+
+    return validate_args
+
+
+def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes Megatron's configuration objects from flags, whose refusals become one line."""
+
+    @functools.wraps(original)
+    def from_args(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except (AssertionError, ValueError, NotImplementedError) as error:
+            raise ConfigError(_one_line(error)) from error
+
+    return from_args
+
+
+def check(args: Namespace) -> None:
+    """Raise the first complaint about ``args`` as a :class:`ConfigError`."""
+    for one in CHECKS:
+        for complaint in one(args):
+            raise ConfigError(complaint)
+
+
+def _one_line(error: Exception) -> str:
+    """Megatron's own words, or the condition that failed where it has none."""
+    if words := " ".join(str(error).split()):
+        return f"Megatron refuses these flags: {words}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    condition = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return f"Megatron refuses these flags: {condition} ({Path(frame.filename).name}:{frame.lineno})"

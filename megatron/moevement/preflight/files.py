@@ -1,0 +1,76 @@
+"""Files and folders that have to be there, or that can be made."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def empty_paths(args: Namespace) -> Iterator[str]:
+    """A path that is empty comes from a variable that was not set; as a path it would mean the current folder."""
+    for flag in ("run_dir", "moevement_persist_dir", "moevement_load", "moevement_inject_trace"):
+        value = getattr(args, flag, None)
+        if value is not None and not value.strip():
+            yield (
+                f"--{flag.replace('_', '-')} {value!r}: an empty path, as from a variable that is not set; give a "
+                "folder, or leave the flag out"
+            )
+
+
+def data(args: Namespace) -> Iterator[str]:
+    """Every named token file is there."""
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    for flag in ("data_path", "train_data_path", "valid_data_path", "test_data_path"):
+        blend = get_blend_from_list(getattr(args, flag))
+        for prefix in blend[0] if blend else []:
+            if "://" in prefix:
+                continue
+            missing = [suffix for suffix in (".bin", ".idx") if not Path(prefix + suffix).exists()]
+            if missing:
+                hint = "; leave the suffix out" if prefix.endswith((".bin", ".idx")) else ""
+                yield (
+                    f"--{flag.replace('_', '-')} {prefix}: no {prefix}{missing[0]}{hint}; "
+                    "moevement data build makes both files from text"
+                )
+    if args.data_path and args.split is not None:
+        yield from _split(args)
+    for flag in ("tokenizer_model", "vocab_file", "merge_file", "data_args_path", "per_split_data_args_path"):
+        path = getattr(args, flag, None) or ""
+        # A tokenizer may also be named by its repository on a hub, which looks like owner/name.
+        is_file = path and (flag != "tokenizer_model" or path.startswith(("/", ".")) or path.count("/") > 1)
+        if is_file and not Path(path).exists():
+            yield f"--{flag.replace('_', '-')} {path}: no such file"
+
+
+def _split(args: Namespace) -> Iterator[str]:
+    try:
+        shares = [float(share) for share in args.split.split(",")]
+    except ValueError:
+        shares = []
+    if len(shares) != 3 or min(shares) < 0 or sum(shares) <= 0:
+        yield f"--split {args.split}: needs the shares of training, validation and test data, as in 95,4,1"
+    elif not args.skip_train and shares[0] == 0:
+        yield f"--split {args.split}: no share for training; the first number must be positive"
+    elif args.eval_iters and shares[1] == 0:
+        yield f"--split {args.split}: no share for validation; make the second number positive, or give --eval-iters 0"
+
+
+def run_directory(args: Namespace) -> Iterator[str]:
+    """The run directory can be made."""
+    if args.run_dir:
+        try:
+            Path(args.run_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            yield f"--run-dir {args.run_dir}: {error.strerror}; give a folder that can be made"
+
+
+def checkpoints(args: Namespace) -> Iterator[str]:
+    """A dense checkpoint that is to be loaded is whole; a folder to save to can be made."""
+    from megatron.moevement.runtime import dense_checkpoint
+
+    if args.save and args.save_interval is None and not args.train_samples:
+        yield "--save-interval: missing; say after how many iterations --save saves"
+    if args.load:
+        yield from dense_checkpoint.complaints(Path(args.load), args.ckpt_step)

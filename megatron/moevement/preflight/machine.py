@@ -1,0 +1,73 @@
+"""What this machine does not have: a GPU, Transformer Engine, optimizers that come with packages."""
+
+from __future__ import annotations
+
+import importlib.util
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron.moevement import platform
+from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
+
+_KERNELS = "its kernels or its communication"
+NEEDS_GPU = (
+    Refusal("--fp8-format", beside("fp8", None), _KERNELS),
+    Refusal("--fp4-format", beside("fp4", None), _KERNELS),
+    Refusal("--cuda-graph-impl", beside("cuda_graph_impl", "none"), _KERNELS),
+    Refusal("--tp-comm-overlap", given("tp_comm_overlap"), _KERNELS),
+    Refusal("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex", _KERNELS),
+    Refusal("--use-precision-aware-optimizer", given("use_precision_aware_optimizer"), _KERNELS),
+    Refusal("--optimizer-cpu-offload", given("optimizer_cpu_offload"), _KERNELS),
+    Refusal("--use-torch-fsdp2", given("use_torch_fsdp2"), _KERNELS),
+    Refusal("--use-megatron-fsdp", given("use_megatron_fsdp"), _KERNELS),
+    Refusal("--moe-permute-fusion", given("moe_permute_fusion"), _KERNELS),
+    Refusal("--moe-router-fusion", given("moe_router_fusion"), _KERNELS),
+    Refusal("--overlap-moe-expert-parallel-comm", given("overlap_moe_expert_parallel_comm"), _KERNELS),
+)
+
+
+def optimizer(args: Namespace) -> Iterator[str]:
+    """The optimizer is one that this layout and this machine have."""
+    if args.use_distributed_optimizer and args.optimizer == "sgd":
+        yield f"--optimizer {args.optimizer}: the distributed optimizer has only Adam; do without it"
+    emerging = args.optimizer not in ("adam", "sgd")
+    if emerging and importlib.util.find_spec("emerging_optimizers") is None:
+        yield f"--optimizer {args.optimizer}: needs the package emerging_optimizers; install it or use adam"
+    kinds = args.moe_router_load_balancing_type
+    coefficients = args.moe_aux_loss_coeff
+    if (
+        args.num_experts
+        and "sinkhorn" in kinds
+        and any(coefficients if isinstance(coefficients, list) else [coefficients])
+    ):
+        yield "--moe-router-load-balancing-type sinkhorn: takes no auxiliary loss; give --moe-aux-loss-coeff 0"
+
+
+def without_gpu(args: Namespace) -> Iterator[str]:
+    """What a machine without a GPU, or gloo, cannot do."""
+    if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; "
+            "install it (NVIDIA's PyTorch container has it) or give --transformer-impl local"
+        )
+    if args.transformer_impl == "local" and args.context_parallel_size > 1:
+        yield (
+            f"--context-parallel-size {args.context_parallel_size}: Megatron's context parallelism is Transformer "
+            "Engine's attention, which needs a GPU; use 1 here"
+        )
+    if not platform.is_cpu():
+        return
+    if args.distributed_backend != "gloo":
+        yield f"--distributed-backend {args.distributed_backend}: no GPU here; leave the flag out or give gloo"
+    if args.transformer_impl != "local":
+        yield f"--transformer-impl {args.transformer_impl}: no GPU here; leave the flag out or give local"
+    text = "{flag}: needs a GPU ({reason}); leave it out on this machine"
+    yield from complaints(NEEDS_GPU, args, text)
+    expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    dropless = args.moe_expert_capacity_factor is None or not args.moe_pad_expert_input_to_capacity
+    if args.num_experts and expert_tp > 1 and args.moe_token_dispatcher_type == "alltoall" and dropless:
+        yield (
+            f"--expert-tensor-parallel-size {expert_tp}: gloo cannot gather uneven numbers of tokens over expert "
+            "tensor parallel ranks; give --expert-tensor-parallel-size 1, or --moe-expert-capacity-factor with "
+            "--moe-pad-expert-input-to-capacity, or --moe-token-dispatcher-type allgather"
+        )

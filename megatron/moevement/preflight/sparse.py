@@ -1,0 +1,97 @@
+"""What sparse snapshots cannot see or cannot keep apart, and what cannot be interrupted and entered again."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron.moevement.preflight.refusal import Refusal, complaints, given
+from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV
+from megatron.moevement.sparse_config import SparseConfig
+from moevement_core.injection import Fault
+
+_ELSEWHERE = "the optimizer's state is not where snapshots look for it"
+_WGRAD = "it computes weight gradients apart from backward, where a replay cannot leave out those of frozen weights"
+_BATCHES = "its batches cannot be asked for again"
+REFUSED = (
+    Refusal("--optimizer-cpu-offload", given("optimizer_cpu_offload"), _ELSEWHERE),
+    Refusal("--use-precision-aware-optimizer", given("use_precision_aware_optimizer"), _ELSEWHERE),
+    Refusal("--use-torch-fsdp2", given("use_torch_fsdp2"), _ELSEWHERE),
+    Refusal("--use-megatron-fsdp", given("use_megatron_fsdp"), _ELSEWHERE),
+    Refusal("--qk-clip", given("qk_clip"), "weights change once more after the optimizer step"),
+    Refusal("--skip-train", given("skip_train"), "nothing changes that could be lost"),
+    Refusal(
+        "--cuda-graph-impl", lambda args: args.cuda_graph_impl != "none",
+        "a captured graph cannot leave out what is frozen in a replay",
+    ),
+    Refusal("--overlap-moe-expert-parallel-comm", given("overlap_moe_expert_parallel_comm"), _WGRAD),
+    Refusal("--delay-wgrad-compute", given("delay_wgrad_compute"), _WGRAD),
+    Refusal("--defer-embedding-wgrad-compute", given("defer_embedding_wgrad_compute"), _WGRAD),
+    Refusal(
+        "--overlap-param-gather-with-optimizer-step", given("overlap_param_gather_with_optimizer_step"),
+        "the step of one optimizer waits for a gather of the other",
+    ),
+    Refusal(
+        "--moe-expert-rank-capacity-factor", lambda args: args.moe_expert_rank_capacity_factor is not None,
+        "it repeats steps on its own",
+    ),
+    Refusal("--perform-rl-step", given("perform_rl_step"), _BATCHES),
+    Refusal("--dataloader-type external", lambda args: args.dataloader_type == "external", _BATCHES),
+    Refusal(
+        "--fp8-recipe delayed", lambda args: args.fp8 is not None and args.fp8_recipe == "delayed",
+        "the history of its scales is not in a snapshot",
+    ),
+    Refusal(
+        "--fp8-recipe mxfp8",
+        lambda args: args.fp8 is not None and args.fp8_recipe == "mxfp8" and bool(args.fp8_param_gather),
+        "with --fp8-param-gather the column-wise copy of the weights is not in a snapshot",
+    ),
+)  # fmt: skip
+
+
+def sparse_checkpoints(args: Namespace) -> Iterator[str]:
+    """What sparse snapshots cannot see or cannot keep apart."""
+    if SparseConfig.from_args(args) is None:
+        for flag in ("persist_dir", "load", "wipe_at", "wipe_stages", "inject", "inject_mtbf", "inject_trace"):
+            if getattr(args, f"moevement_{flag}"):
+                yield f"--moevement-{flag.replace('_', '-')} without --moevement-sparse-ckpt; give both"
+        return
+    if args.optimizer != "adam":
+        yield f"--moevement-sparse-ckpt with --optimizer {args.optimizer}: its state is not known here; use adam"
+    yield from _with_spares(args)
+    yield from _copies(args)
+    pp = args.pipeline_model_parallel_size
+    if beyond := [stage for stage in args.moevement_wipe_stages or () if not 0 <= stage < pp]:
+        yield f"--moevement-wipe-stages {beyond[0]}: --pipeline-model-parallel-size {pp} has stages 0 to {pp - 1}"
+    yield from complaints(REFUSED, args, "--moevement-sparse-ckpt with {flag}: {reason}; leave one of them out")
+
+
+def _with_spares(args: Namespace) -> Iterator[str]:
+    """What cannot be interrupted and entered again."""
+    for text in args.moevement_inject:
+        if (rank := Fault.parse(text).rank) >= args.world_size:
+            yield f"--moevement-inject {text}: the job has ranks 0 to {args.world_size - 1}, not {rank}"
+    if MEMBER_ENV not in os.environ:
+        return
+    if args.log_num_zeros_in_grad:
+        yield (
+            "--log-num-zeros-in-grad with --spares: its reduction comes after gradients are clipped, where a failure "
+            "would leave a step half made; leave the flag out"
+        )
+    if args.inprocess_restart:
+        yield "--inprocess-restart with --spares: both would restart the job; leave the flag out"
+
+
+def _copies(args: Namespace) -> Iterator[str]:
+    """Copies that the nodes cannot keep, as far as that is known before ranks meet."""
+    wanted, world = args.moevement_replicas, args.world_size
+    if not wanted or args.moevement_replicas_on_same_node:
+        return
+    on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(world) and NODE_ENV not in os.environ
+    per_node = args.moevement_ranks_per_node or (world if on_one_host else None)
+    if per_node is not None and wanted >= (nodes := -(-world // per_node)):
+        yield (
+            f"--moevement-replicas {wanted}: needs as many nodes beside a rank's own, and there are {nodes - 1}; leave "
+            "the flag out for as many copies as the nodes allow, or add --moevement-replicas-on-same-node"
+        )
