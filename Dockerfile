@@ -19,5 +19,5 @@ RUN pip list --format=freeze > /tmp/before.txt \
         httpx setproctitle defusedxml psutil pyyaml rich tensorboard matplotlib pydantic regex six tokenizers \
         transformers sentencepiece xxhash \
     && pip install --no-cache-dir --no-deps --no-build-isolation --compile . \
-    && python -c 'import megatron.moevement, moevement_core, xxhash' \
+    && python -c 'import megatron.moevement, moevement_core, moevement_cli, xxhash' \
     && pip list --format=freeze | grep -i '^torch==' | diff - <(grep -i '^torch==' /tmp/before.txt)

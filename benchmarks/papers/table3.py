@@ -87,7 +87,7 @@ What cannot follow from what is published:
 - MoEvement's recovery seconds are a few for a failure, where 3/2 W iterations take 8 to 25; even one stage alone, without
   bubble and with fewer weight gradients, does not replay that fast. Detection and regrouping are not in them either.
 - MoC's ETTR falls to 0.13 because its overhead grows to 470%: saving all experts in every iteration, 4.7 iterations. At
-  the stated bandwidths a whole dense checkpoint hides behind one or two (benchmarks/papers/figure1.md has what the
+  the stated bandwidths a whole dense checkpoint hides behind one or two (benchmarks/papers/figures.md has what the
   published overheads imply). By its own definition of lost tokens an eighth of 64 experts in every iteration loses 3.5
   iterations' updates with each failure, 1.6% at a failure every 10 minutes: the budget of 3.75% is not used up.
 - Gemini with all state sharded over data-parallel ranks needs no interval at all at those bandwidths.

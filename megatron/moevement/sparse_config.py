@@ -358,8 +358,8 @@ def _window(strategy: str, text: str) -> int | None:
         return None
     if strategy != MoEvement.name:
         raise ConfigError(
-            f"--moevement-window {text} with --moevement-strategy {strategy}; needs --moevement-strategy "
-            f"{MoEvement.name}"
+            f"--moevement-window {text} with --moevement-strategy {strategy}; give --moevement-window {AUTO}, or "
+            f"--moevement-strategy {MoEvement.name}"
         )
     if not text.isdecimal() or not 1 <= int(text) <= MOST_ITERATIONS:
         raise ConfigError(f"--moevement-window {text}; needs auto or a number of iterations, 1 to {MOST_ITERATIONS}")

@@ -81,8 +81,6 @@ class Capturer:
         Raises:
             SnapshotError: the record is larger than was said, or an earlier copy failed.
         """
-        if (buffer := self.pool.acquire()) is None:
-            return False
         slot = schedule.slot(iteration)
         layout = self._layouts.of(schedule, slot)
         marked, tensors = plain.flatten(record)
@@ -92,9 +90,12 @@ class Capturer:
                 f"a boundary record of {aligned_bytes(boundary)} bytes; {self._record_bytes} were set aside for it"
             )
         placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
-        pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in placed]
         everything = self._everything() if whole else {}
+        # One right after the other: what interrupts between them leaves a buffer that nobody has.
+        if (buffer := self.pool.acquire()) is None:
+            return False
         held = self._own.begin(iteration, buffer, self.pool, layout.contents)
+        pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in placed]
 
         def captured(done: Capture) -> None:
             entries = tuple(

@@ -259,7 +259,7 @@ class Checkpointer:
             self.progress.is_winding_down = agreed.is_winding_down
             unneeded = self.lifetime.learn(agreed, self.own)
             self.progress.persisted = self.lifetime.persisted
-            if unneeded.is_newer:
+            if self.lifetime.persisted != NONE:  # each time: a failure may have interrupted the last
                 self.replicator.free_before(self.lifetime.persisted)
             self.own.free({*unneeded.old, *unneeded.lost})
             if unneeded.lost:

@@ -51,8 +51,9 @@ class Lifetime:
         """
         is_newer = agreed.newest_persisted > self.persisted
         if is_newer:
-            self.persisted = agreed.newest_persisted
+            # In this order: interrupted in between, the run that is persisted already is still kept.
             self.last_needed = self._runs[agreed.newest_persisted]
+            self.persisted = agreed.newest_persisted
         first_open = agreed.first_open(after=self.persisted)
         here = list(held)
         old = [one for one in here if one < self.persisted]

@@ -95,8 +95,8 @@ def replay(
             return
         if iteration >= run.last:
             dense(iteration, came_of if snapshot is None else snapshot.record()[ITERATION])
-        if snapshot is not None and snapshot.header.state > iteration:
-            continue  # taken before the run began: nothing was run from here to the next
+        if iteration < plan.begins:
+            continue  # snapshots from before the run began: nothing was run from here to the next
         frozen = frozenset(_chosen(names, ~run.active_in(iteration + 1)))
         trainer.freeze(iteration + 1, frozen)
         tell(iteration + 1, len(frozen))

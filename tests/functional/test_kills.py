@@ -142,6 +142,22 @@ def test_another_strategy_recovers_with_the_same_engine(tmp_path: Path) -> None:
     assert {line["window"] for line in survived.record.metrics() if "window" in line} == {4}
 
 
+@pytest.mark.parametrize("strategy", ["dense", "moevement"])
+def test_a_rank_of_a_job_without_a_pipeline_is_killed(tmp_path: Path, strategy: str) -> None:
+    """Of its model replica nobody is left who remembers a step, so all ranks work all of them out again."""
+    flags_ = SPARSE | {
+        "expert_model_parallel_size": 2, "use_distributed_optimizer": True, "moevement_replicas": 1, "bf16": True,
+    }  # fmt: skip
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    if strategy == "dense":
+        flags_ |= {"moevement_window": False, "moevement_strategy": "dense", "moevement_dense_interval": 4}
+    faults = ("rank=1,iteration=4,phase=forward", "rank=0,iteration=8,phase=step", "rank=1,iteration=15,phase=backward")
+    survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    assert len(survived.failures()) == len(faults)
+
+
 @pytest.mark.full
 def test_a_rank_that_predicts_ahead_is_killed(tmp_path: Path) -> None:
     """Untied, and yet its embedding is a copy: both stages roll back together."""

@@ -90,7 +90,7 @@ def test_defaults_are_the_papers() -> None:
         (["--moevement-window", "many"], "--moevement-window many"),
         (
             ["--moevement-strategy", "dense", "--moevement-window", "3"],
-            "--moevement-window 3 with --moevement-strategy dense",
+            "--moevement-window 3 with --moevement-strategy dense; give --moevement-window auto",
         ),
         (["--moevement-dense-interval", "3"], "--moevement-dense-interval 3 with --moevement-strategy moevement"),
         (["--moevement-strategy", "dense", "--moevement-dense-interval", "0"], "--moevement-dense-interval 0; needs"),

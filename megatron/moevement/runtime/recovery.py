@@ -155,7 +155,7 @@ def prepare(
         failed = {one for its in tell_all(missing) for one in its}
         if not failed:
             mine = next((plan for plan in plans if report.stage in plan.runs), None)
-            return Prepared(plans, mine, snapshots, _outcomes(reports, report), time.perf_counter() - began)
+            return Prepared(plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began)
         if report.rank == 0:
             print(f"moevement: {len(failed)} snapshots could not be had where they were said to be; planning again")
         reports = [_without(one, failed) for one in reports]
@@ -202,6 +202,19 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
             )
 
 
+def _agreed_outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
+    """What this rank's replica remembers of iterations that every replica remembers.
+
+    The others are worked out again by all ranks: one that took a norm from a record would not take part in the
+    reduction by which the rest works it out. Without a pipeline a replica that is lost has nobody who remembers.
+    """
+    known: dict[int, set[int]] = {}
+    for report in reports:
+        known.setdefault(report.replica, set()).update(report.outcomes)
+    common = set.intersection(*known.values())
+    return {iteration: outcome for iteration, outcome in _outcomes(reports, mine).items() if iteration in common}
+
+
 def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
     """What ranks of this rank's model replica remember: they clipped by the same norm."""
     found: dict[int, Any] = {}
@@ -245,8 +258,11 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
             checkpointer.wait()
 
     if plan is not None:
+        checkpointer = parts.checkpointer
         for iteration in range(plan.first, plan.runs[parts.wiring.stage].last):
-            parts.checkpointer.adopt(prepared.snapshots[iteration])
+            # A window of another strategy, from disk, does not fit into the few buffers of dense snapshots.
+            if checkpointer.takes(iteration) or not checkpointer.history.oldest.is_dense:
+                checkpointer.adopt(prepared.snapshots[iteration])
     feeders = [] if everywhere else _start_feeders(parts, prepared)
     if plan is not None:
         alone = None if everywhere else Alone(parts.wiring.neighbours, frozenset(plan.runs), parts.wiring.feeds)

@@ -325,7 +325,7 @@ class SparseRun:
         So a rank that dies before anything of it has reached a peer is recovered like any other.
         """
         schedule = self.checkpointer.history.oldest
-        if schedule.start >= self.began_at or self.began_at > 0:
+        if schedule.start > self.began_at or self.began_at > 0:
             return  # windows have been persisted since; or the state was loaded, and is not what was built
         # Peers have dropped what no way back begins with any more, and would not take it.
         first = max(schedule.start, self.checkpointer.oldest_needed)

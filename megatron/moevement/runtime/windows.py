@@ -148,7 +148,7 @@ class WindowDecisions:
                 f"--moevement-host-memory-gb {self._config.host_memory_bytes / 1e9:g}: rank {-rank} needs "
                 f"{math.ceil(needed / 1e6) / 1e3:.3f} GB ({own / 1e9:.3f} for its own snapshots, {kept / 1e9:.3f} for "
                 f"those of {sources_} peers, {logs / 1e9:.3f} for logs, at W = {schedule.size}), and no rank more; "
-                "give that much, or fewer replicas, or another window"
+                "give that much, or fewer replicas, or another window or strategy"
             )
 
     # Those after it
