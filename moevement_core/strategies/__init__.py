@@ -1,4 +1,4 @@
-"""Ways of checkpointing: what is saved of the state when, and from what it comes back. Pure; live and simulated alike.
+"""Ways of checkpointing: what is saved of the state when, and from what it comes back. Pure.
 
 A new one is one file here and its test: a :class:`~moevement_core.policy.schedule.Schedule`, which says what each
 snapshot holds, and a :class:`Strategy`, which makes schedules.
@@ -7,8 +7,8 @@ snapshot holds, and a :class:`Strategy`, which makes schedules.
 from moevement_core.strategies.dense import DenseSchedule, DenseToPeers
 from moevement_core.strategies.moevement import MoEvement
 from moevement_core.strategies.sparse import SparseSchedule
-from moevement_core.strategies.strategy import Gap, Measured, Proposal, Sink, Strategy
+from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 __all__ = [
-    "DenseSchedule", "DenseToPeers", "Gap", "Measured", "MoEvement", "Proposal", "Sink", "SparseSchedule", "Strategy",
+    "DenseSchedule", "DenseToPeers", "Measured", "MoEvement", "Proposal", "SparseSchedule", "Strategy",
 ]  # fmt: skip

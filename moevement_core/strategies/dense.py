@@ -1,6 +1,6 @@
 """Everything at once, every k iterations: what other systems' checkpoints in the memory of peers are (Gemini's).
 
-The smallest strategy there is, and the measure of the seam: nothing else of the engine knows of it.
+The smallest strategy there is, and the measure of the seam: the engine knows schedules, and not this one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a way of checkpointing has to say of itself; the engine, the binding and the simulator ask nothing else of it.
+"""What a way of checkpointing has to say of itself, to the engine and to the binding.
 
 A strategy is pure: it sees counts, measurements and what snapshots hold, and answers with schedules and restore points.
 Every rank of a pipeline stage has an equal one, told the same, so all come to the same without asking each other.
@@ -9,28 +9,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, ClassVar
 
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun, open_starts, recoverable_runs
 from moevement_core.policy.schedule import Contents, Schedule
-
-
-class Sink(StrEnum):
-    """Where snapshots go."""
-
-    PEERS = "peers"
-    DISK = "disk"
-
-
-class Gap(StrEnum):
-    """How the job comes from a restored state to the iteration in which it failed."""
-
-    REPLAY_STAGE = "replay of the stages that lost it"
-    RETRAIN_ALL = "all ranks train again"
-    NONE = "none: updates are lost, and counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +49,6 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    sinks: ClassVar[frozenset[Sink]] = frozenset(Sink)
-    closes_gap: ClassVar[Gap] = Gap.REPLAY_STAGE
     counts: Ordering | None = None
     """What routers are to count of the tokens of each expert; nothing if it is of no use here."""
 
