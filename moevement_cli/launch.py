@@ -60,8 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.spares is not None:  # torch reads it once, at import; else each look into the store is a warning
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron.moevement import launch, worker
-    from megatron.moevement.restart.environment import STORE_ENV
     from moevement_core.persistence.lock import acquire
+    from moevement_core.restart.environment import STORE_ENV
 
     argv = [arguments.script, *arguments.arguments]
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ

@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement.restart.environment import STORE_ENV
 from moevement_core.errors import ProcessGroupError
+from moevement_core.restart.environment import STORE_ENV
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement import platform
-from megatron.moevement.platform.patches import replace
+from megatron.moevement.patches import replace
+from megatron.moevement.runtime.job import Process
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -31,8 +32,17 @@ class Point:
     reason: str
 
 
+_process = Process()
+"""What the replaced functions share. Megatron hands them nothing, so there is one in a process."""
+
+
+def process() -> Process:
+    """What the replaced functions of this process share."""
+    return _process
+
+
 def activate() -> None:
-    """Make this process run the fork; idempotent. To be called before a training script imports Megatron."""
+    """Make this process fault tolerant; idempotent. To be called before a training script imports Megatron."""
     platform.install()
     for point in points():
         owners = [_resolve(path) for path in point.modules]
@@ -50,8 +60,8 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
     from megatron.moevement.pipeline_parallel import communicator
-    from megatron.moevement.restart import comeback, in_process, injection, store
-    from megatron.moevement.runtime import checkpoint_rng, dense_checkpoint, evaluation, recorder, train_step
+    from megatron.moevement.restart import entry, in_process, launcher_store, places
+    from megatron.moevement.runtime import checkpoint_rng, dense_save, evaluation, recorder, train_step
     from megatron.moevement.transformer import attention, experts, frozen, norm
     from moevement_core.injection import Phase
 
@@ -109,57 +119,62 @@ def points() -> tuple[Point, ...]:
         Point(
             (training, "megatron.training"),
             "pretrain",
-            lambda pretrain: in_process.restart_in_process(
-                recorder.record_pretrain(store.meet_in_launcher_store(pretrain))
+            lambda pretrain: in_process.restart_in_process(_process)(
+                recorder.record_pretrain(_process)(launcher_store.meet_in_launcher_store(pretrain))
             ),
             "the launcher's store, a run's summary, and to be entered again after a failure",
         ),
         Point(
             ("megatron.training.inprocess_restart",),
             "maybe_force_nccl_backend_init",
-            store.force_nccl_init,
+            launcher_store.force_nccl_init,
             "communicators that an abort can end have to be there before subgroups are",
         ),
         Point(
             (training,),
             "setup_model_and_optimizer",
-            lambda setup: comeback.record_setup(setup, recorder.begin_job),
+            entry.enter_setup(_process),
             "model and optimizer are handed to nobody, and after a failure they are there",
         ),
         Point(
             (training,),
             "train_step",
-            lambda original: recorder.record_train_step(train_step.snapshot_every_iteration(original)),
+            lambda original: recorder.record_train_step(_process)(
+                train_step.snapshot_every_iteration(_process)(original)
+            ),
             "duration of a step; a snapshot every iteration",
         ),
         Point(
             (training,),
             "train",
-            comeback.enter_loop,
+            entry.enter_loop(_process),
             "state comes back here; what it is replayed with is handed to nobody",
         ),
         Point(
             ("megatron.core.pipeline_parallel.p2p_communication", "megatron.core.pipeline_parallel.schedules"),
             "P2PCommunicator",
-            communicator.logging_communicator,
+            communicator.logging_communicator(_process),
             "schedules make their own; what crosses a stage boundary is logged, and fed to a stage that replays alone",
         ),
-        Point((training,), "finalize_model_grads", injection.around(Phase.REDUCE), "a fault may be injected here"),
-        Point((training,), "training_log", recorder.record_iteration, "one metrics line per committed iteration"),
+        Point((training,), "finalize_model_grads", places.around(Phase.REDUCE), "a fault may be injected here"),
+        Point((training,), "training_log", recorder.record_iteration(_process), "a metrics line for each iteration"),
         Point(
             (training,),
             "evaluate_and_print_results",
-            lambda evaluate: evaluation.leaving_generators(recorder.record_evaluation(evaluate)),
+            lambda evaluate: evaluation.leaving_generators(recorder.record_evaluation(_process)(evaluate)),
             "which set is evaluated; what an evaluation draws must not move what training draws",
         ),
-        Point((training,), "evaluate", recorder.record_evaluated, "held-out losses are printed and dropped"),
+        Point((training,), "evaluate", recorder.record_evaluated(_process), "held-out losses are printed and dropped"),
         Point(
-            (training,), "build_train_valid_test_datasets", recorder.retain_datasets, "batches can be asked for again"
+            (training,),
+            "build_train_valid_test_datasets",
+            loaders.retain_datasets(_process),
+            "batches can be asked for again",
         ),
         Point(
             (training,),
             "build_train_valid_test_data_loaders",
-            loaders.from_known_samples,
+            loaders.from_known_samples(_process),
             "guesses a number of consumed samples that is zero",
         ),
         Point(
@@ -172,7 +187,7 @@ def points() -> tuple[Point, ...]:
         Point(
             ("megatron.training.checkpointing",),
             "get_rng_state",
-            checkpoint_rng.states_of_every_rank,
+            checkpoint_rng.states_of_every_rank(_process),
             "expert-parallel ranks would all resume with the first one's random states",
         ),
         Point(
@@ -181,11 +196,11 @@ def points() -> tuple[Point, ...]:
             checkpoint_rng.states_of_this_rank,
             "expert-parallel ranks would all resume with the first one's random states",
         ),
-        Point((training,), "save_checkpoint", dense_checkpoint.save_or_report, "a failed save must not end the job"),
+        Point((training,), "save_checkpoint", dense_save.save_or_report(_process), "a failed save ends no job"),
         Point(
             (training,),
             "maybe_finalize_async_save",
-            dense_checkpoint.finalize_or_report,
+            dense_save.finalize_or_report(_process),
             "an asynchronous save shows its failure here",
         ),
     )

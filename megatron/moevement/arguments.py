@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.moevement import platform
-from megatron.moevement.restart.environment import MEMBER_ENV
-from megatron.moevement.sparse_config import LEASES_TO_HANG, SparseConfig, add_sparse_arguments
 from megatron.moevement.transformer.kernel_choice import FrozenKernels
 from moevement_core.errors import ConfigError
+from moevement_core.restart.environment import MEMBER_ENV
+from moevement_core.session.config import LEASES_TO_HANG, SessionConfig, add_session_flags
 
 Parser = argparse.ArgumentParser
 
@@ -30,15 +30,22 @@ class RunConfig:
 
     run_dir: Path | None = None
     """Where the run writes its metrics, events and summary; nothing is written without it."""
-    sparse: SparseConfig | None = None
+    session: SessionConfig | None = None
     """How its state is saved every iteration; it is not without ``--moevement-sparse-ckpt``."""
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> RunConfig:
         """The flags of :func:`add_arguments`, from the parsed namespace."""
-        return RunConfig(
-            run_dir=Path(args.run_dir).absolute() if args.run_dir else None, sparse=SparseConfig.from_args(args)
-        )
+        return RunConfig(Path(args.run_dir).absolute() if args.run_dir else None, session_config(args))
+
+
+def session_config(args: argparse.Namespace) -> SessionConfig | None:
+    """Returns the flags of sparse checkpointing; None without ``--moevement-sparse-ckpt``.
+
+    Raises:
+        ConfigError: a flag's value cannot be.
+    """
+    return SessionConfig.from_args(args, has_experts=bool(args.num_experts)) if args.moevement_sparse_ckpt else None
 
 
 def add_arguments(parser: Parser) -> Parser:
@@ -57,7 +64,7 @@ def add_arguments(parser: Parser) -> Parser:
         "for active ones. auto: triton where a GPU is and the experts allow it; cuda: with the input gradient in "
         "CUDA C++ (compute capability 9.0); off: Megatron's own (default: off, until they have run on a GPU)",
     )
-    add_sparse_arguments(group)
+    add_session_flags(group)
     return parser
 
 

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import psutil
 
-from megatron.moevement.restart.environment import PARENT_ENV
+from moevement_core.restart.environment import PARENT_ENV
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that ask a process to end, at once or by and by; none of them may end it and leave its children."""

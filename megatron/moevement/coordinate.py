@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement.node_tasks import NodeCommand, NodeTasks
-from megatron.moevement.restart.environment import STORE_ENV
 from megatron.moevement.signals import Signals, Stopped
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease import ADDRESS, LeaseServer
 from moevement_core.rendezvous.roster import RANKS, STOP
+from moevement_core.restart.environment import STORE_ENV
 from moevement_core.run_record import RunRecord
 
 POLL_S = 0.05
@@ -78,7 +78,7 @@ class _Coordination:
     def __init__(self, what: Coordination) -> None:
         import torch
 
-        from megatron.moevement.restart.store import interrupt_in
+        from moevement_core.restart.store import interrupt_in
 
         self._what = what
         listener, leases = _listen(what, what.port), _listen(what, 0)

@@ -23,14 +23,14 @@ from typing import Any
 
 from megatron.moevement import config_file
 from megatron.moevement.children import Child, Program, end_all, nothing_left_behind
-from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
 from megatron.moevement.signals import Signals, Stopped
-from megatron.moevement.sparse_config import lease_seconds
 from megatron.moevement.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.errors import ConfigError
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import LEASE_S
+from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
 from moevement_core.run_record import RunRecord
+from moevement_core.session.config import lease_seconds
 
 POLL_S = 0.02
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.moevement.restart.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
 from moevement_core.errors import ConfigError
+from moevement_core.restart.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
 
 HOST = "{host}"
 """Stands in a command for the name of the node; {node} in a path is for the ranks to replace."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from megatron.moevement.optimizer.torch_adam import make_adam_state
-from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.live import Live
 from moevement_core.digest import digest
 
 PARTS = (
@@ -23,30 +23,30 @@ PARTS = (
 )  # fmt: skip
 
 
-def rank_digests(job: Job) -> dict[str, str]:
+def rank_digests(live: Live) -> dict[str, str]:
     """Digest of each part of this rank's state. No communication; reads, never moves, the random generators."""
     parts: dict[str, Callable[[], Any]] = {
-        "weights": lambda: named_tensors(job, "named_parameters", lambda name: True),
-        "master_weights": lambda: [_master_weights(member) for member in members(job.optimizer)],
-        "optimizer_state": lambda: [_optimizer_state(member) for member in members(job.optimizer)],
-        "router_buffers": lambda: named_tensors(job, "named_buffers", _is_router),
-        "other_buffers": lambda: named_tensors(job, "named_buffers", lambda name: not _is_router(name)),
-        "loss_scalers": lambda: [loss_scaler(member) for member in members(job.optimizer)],
-        "scheduler": lambda: job.scheduler.state_dict() if job.scheduler is not None else None,
+        "weights": lambda: named_tensors(live, "named_parameters", lambda name: True),
+        "master_weights": lambda: [_master_weights(member) for member in members(live.optimizer)],
+        "optimizer_state": lambda: [_optimizer_state(member) for member in members(live.optimizer)],
+        "router_buffers": lambda: named_tensors(live, "named_buffers", _is_router),
+        "other_buffers": lambda: named_tensors(live, "named_buffers", lambda name: not _is_router(name)),
+        "loss_scalers": lambda: [loss_scaler(member) for member in members(live.optimizer)],
+        "scheduler": lambda: live.scheduler.state_dict() if live.scheduler is not None else None,
         "rng": random_states,
-        "progress": lambda: progress(job),
+        "progress": lambda: progress(live),
     }
     assert tuple(parts) == PARTS
     return {part: digest(state()) for part, state in parts.items()}
 
 
-def job_digest(job: Job) -> dict[str, Any]:
+def job_digest(live: Live) -> dict[str, Any]:
     """The digest of the whole job: one string, one per part, and one per part and rank.
 
     Every rank calls it at the same point; every rank gets the same answer.
     """
     ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, rank_digests(job))
+    torch.distributed.all_gather_object(ranks, rank_digests(live))
     parts = {part: digest([rank[part] for rank in ranks]) for part in PARTS}
     return {"all": digest(parts), "parts": parts, "ranks": ranks}
 
@@ -62,10 +62,10 @@ def _is_router(name: str) -> bool:
     return ".router." in name
 
 
-def named_tensors(job: Job, kind: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
+def named_tensors(live: Live, kind: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     """Parameters or buffers of each model chunk by name, as they are stored (quantised ones by their raw bytes)."""
     return [
-        {name: _raw(tensor) for name, tensor in getattr(chunk, kind)() if wanted(name)} for chunk in job.model or []
+        {name: _raw(tensor) for name, tensor in getattr(chunk, kind)() if wanted(name)} for chunk in live.model or []
     ]
 
 
@@ -129,13 +129,13 @@ def _tracker_states(states: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]
         yield name, state.get_state() if isinstance(state, torch.Generator) else state
 
 
-def progress(job: Job) -> dict[str, int]:
+def progress(live: Live) -> dict[str, int]:
     """Where the job stands: iteration and consumed samples."""
     from megatron.training import get_args
 
     args = get_args()
     return {
-        "iteration": job.iteration,
+        "iteration": live.iteration,
         "consumed_train_samples": args.consumed_train_samples,
         "consumed_valid_samples": args.consumed_valid_samples,
         "skipped_train_samples": args.skipped_train_samples,

@@ -20,7 +20,6 @@ from typing import Any
 
 from megatron.moevement import config_file, launch
 from megatron.moevement.children import Child, nothing_left_behind
-from megatron.moevement.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV
 from megatron.moevement.signals import Signals, Stopped
 from megatron.moevement.supervisor import Supervisor, is_mistake
 from moevement_core.errors import ConfigError
@@ -28,6 +27,7 @@ from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.rendezvous.lease import ADDRESS, LeaseClient
 from moevement_core.rendezvous.roster import LATE_TASKS, RANKS, TASK
 from moevement_core.rendezvous.status_page import boot_time_s
+from moevement_core.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV
 
 POLL_S = 0.05
 GRACE_S = 30.0
@@ -211,7 +211,7 @@ def _ask_slurm_to_requeue() -> None:
 
 def _store() -> Any:
     """A client of the job's store; waits for the coordinator to be there."""
-    from megatron.moevement.restart.store import connect, store_address
+    from moevement_core.restart.store import connect, store_address
 
     if (address := store_address()) is None:
         raise ConfigError(

@@ -123,7 +123,7 @@ class ReplaceWhoDies(Watch):
         progress: Progress,
         children: list[Child],
     ) -> None:
-        from megatron.moevement.restart.store import interrupt_in
+        from moevement_core.restart.store import interrupt_in
 
         self._store, self._record, self._progress = store, record, progress
         self._coordinator = Coordinator(

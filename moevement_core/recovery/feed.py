@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -72,3 +73,56 @@ class Feed:
         self._order += 1
         self.received_bytes += payload.numel()
         return payload.view(getattr(torch, about["dtype"])).view(about["shape"])
+
+
+class Feeds:
+    """What a rank that replays gets from healthy neighbours; it sends them nothing."""
+
+    def __init__(self, before: Feed | None, after: Feed | None) -> None:
+        self.before, self.after = before, after
+        """Of the stage before and of the one after; None where that stage replays too, or there is none."""
+
+    def begin(self, iteration: int) -> None:
+        """What is received from now on is of ``iteration``."""
+        for feed in (self.before, self.after):
+            if feed is not None:
+                feed.begin(iteration)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """The rank that this one exchanges tensors with on another stage."""
+
+    rank: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbours:
+    """Of the stage before and the one after; the ends of a pipeline have one, those of a ring both."""
+
+    before: Neighbour | None
+    after: Neighbour | None
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A replay by some stages, while the others feed them and wait."""
+
+    neighbours: Neighbours
+    stages: frozenset[int]
+    """Those that replay together with this one."""
+    transport: Transport | None
+
+    def feeds(self) -> Feeds:
+        """From the neighbours that do not replay."""
+        before, after = (
+            Feed(one.rank, direction, self.transport)
+            if one is not None and self.transport is not None and one.stage not in self.stages
+            else None
+            for one, direction in (
+                (self.neighbours.before, Direction.FORWARD),
+                (self.neighbours.after, Direction.BACKWARD),
+            )
+        )
+        return Feeds(before, after)

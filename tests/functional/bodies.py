@@ -7,14 +7,14 @@ from unittest.mock import Mock, patch
 
 import numpy as np
 
-from megatron.moevement.runtime.job import current_job
+from megatron.moevement.activate import process
 from megatron.moevement.worker import run_rank
 
 
 def _weights(wanted: Any) -> dict[str, np.ndarray]:
     return {
         name: param.detach().float().numpy().copy()
-        for chunk in current_job().model or []
+        for chunk in process().job.live.model or []
         for name, param in chunk.named_parameters()
         if wanted(name, param)
     }
@@ -53,7 +53,7 @@ def operators_held(argv: list[str]) -> dict[str, tuple[str, list[int]]]:
 
     run_rank(argv)
     held: dict[str, tuple[str, list[int]]] = {}
-    for chunk in unwrap_model(current_job().model or []):
+    for chunk in unwrap_model(process().job.live.model or []):
         for operator, _, parameter in operators_of_chunk(chunk, parallel_state.get_expert_model_parallel_rank()):
             held.setdefault(operator.name, (str(operator.kind), []))[1].append(parameter.numel())
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
@@ -107,7 +107,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
     Checkpointer.capture, Checkpointer.wait = capture_and_note, wait_and_note  # type: ignore[method-assign]
     try:
         run_rank(argv)
-        checkpointer = current_job().sparse.checkpointer  # type: ignore[union-attr]
+        checkpointer = process().job.session.checkpointer  # type: ignore[union-attr]
         look(checkpointer)
     finally:
         Checkpointer.capture, Checkpointer.wait = capture, wait  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> di
     except (Exception, SystemExit) as error:
         failed = type(error).__name__
     time.sleep(1)  # let the background threads notice too
-    checkpointer = current_job().sparse.checkpointer  # type: ignore[union-attr]
+    checkpointer = process().job.session.checkpointer  # type: ignore[union-attr]
     held = {**checkpointer.own.snapshots()}
     kept = {store.source: store.snapshots() for store in checkpointer.replicator.stores}
     for snapshot in (*held.values(), *(s for snapshots in kept.values() for s in snapshots.values())):
@@ -166,23 +166,23 @@ def work_of_frozen_operators(argv: list[str]) -> dict[str, dict[str, Any]]:
     import torch
     from megatron.core.utils import unwrap_model
 
-    from megatron.moevement.data.loaders import train_batches_from
+    from megatron.moevement.data.batches import train_batches_from
     from megatron.moevement.transformer.frozen import FrozenMode
 
     run_rank(argv)
-    job = current_job()
-    assert job.sparse is not None
-    assert job.loop is not None
-    assert job.model is not None
-    trained = job.sparse.views.trained
-    chunk = job.model[0]
+    job = process().job
+    assert job.session is not None
+    assert job.live.loop is not None
+    assert job.live.model is not None
+    trained = job.binding.views.trained
+    chunk = job.live.model[0]
     everything = frozenset(trained)
     cases = {"nothing": frozenset[str](), "everything": everything, "one expert": frozenset({"layers.1.experts.2"})}
     cases |= {
         kind: frozenset(name for name in everything if name.endswith(kind)) for kind in ("gate", "non_expert")
     } | {"experts": frozenset(name for name in everything if ".experts." in name)}
     cases |= {name: frozenset({name}) for name in ("embedding", "head")}
-    mode, found = FrozenMode(unwrap_model(job.model), trained), {}
+    mode, found = FrozenMode(unwrap_model(job.live.model), trained), {}
     for case, frozen in cases.items():
         chunk.zero_grad_buffer()
         mode.freeze(frozen)
@@ -194,9 +194,9 @@ def work_of_frozen_operators(argv: list[str]) -> dict[str, dict[str, Any]]:
             for one in its
             if one.parameter.requires_grad
         ]
-        (batches, *_) = train_batches_from(job, 0)
+        (batches, *_) = train_batches_from(job.live, 0)
         with torch.random.fork_rng(), _Products() as products:
-            output, _ = job.loop.forward_step_func(batches, chunk)
+            output, _ = job.live.loop.forward_step_func(batches, chunk)
             output.float().sum().backward()
         for hook in hooks:
             hook.remove()
@@ -240,41 +240,40 @@ class _Products:
 
 def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
     """Train; when state is wiped, ``victim`` finds a bit flipped in each of its own snapshots."""
-    from megatron.moevement.runtime import wipe
+    from megatron.moevement.binding import MegatronBinding
 
-    original = wipe.wipe
+    original = MegatronBinding.wipe
 
-    def wipe_and_damage(job: Any, views: Any) -> None:
-        original(job, views)
-        checkpointer = job.sparse.checkpointer
-        if job.sparse.wiring.rank == victim:
-            for snapshot in checkpointer.own.snapshots().values():
+    def wipe_and_damage(self: MegatronBinding) -> None:
+        original(self)
+        session = process().job.session
+        assert session is not None
+        if session.topology.rank == victim:
+            for snapshot in session.checkpointer.own.snapshots().values():
                 entry = snapshot.header.entries[0]
                 snapshot.bytes_of(entry)[entry.nbytes // 2] ^= 4
 
-    wipe.wipe = wipe_and_damage
-    try:
+    with patch.object(MegatronBinding, "wipe", wipe_and_damage):
         run_rank(argv)
-    finally:
-        wipe.wipe = original
 
 
 def wiped_with_a_damaged_log(argv: list[str], victim: int) -> None:
     """Train; before ranks plan a recovery, a bit of what ``victim`` sent has flipped in its host memory."""
-    from megatron.moevement.runtime.sparse import SparseRun
     from moevement_core.boundary_log import Direction
+    from moevement_core.session.recoverer import Recoverer
 
-    original = SparseRun.prepare
+    original = Recoverer.prepare
 
-    def damage_and_prepare(self: SparseRun, until: int, lost: Any) -> Any:
-        log = self.job.boundary_log
-        if self.wiring.rank == victim and log is not None:
+    def damage_and_prepare(self: Recoverer, until: int, lost: Any) -> Any:
+        parts = self._parts()
+        log = parts.binding.boundary_log
+        if parts.topology.rank == victim and log is not None:
             (first, *_) = log.sent(until, Direction.FORWARD) or []
             assert first.digest, "it was made when the tensor was sent"
             first.buffer[3] ^= 8
         return original(self, until, lost)
 
-    with patch.object(SparseRun, "prepare", damage_and_prepare):
+    with patch.object(Recoverer, "prepare", damage_and_prepare):
         run_rank(argv)
 
 
@@ -304,26 +303,27 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
     import torch
     from megatron.core import tensor_parallel
 
+    from megatron.moevement.optimizer.committed import CommittedOptimizer
+    from megatron.moevement.optimizer.modes import Replay, Train
     from megatron.moevement.restart import leftovers
 
     run_rank(argv)
-    job = current_job()
-    assert job.model is not None
-    assert job.sparse is not None
-    assert job.boundary_log is None
-    job.config = dict.fromkeys(leftovers._CONFIG)
-    (chunk,) = job.model
+    job = process().job
+    assert job.live.model is not None
+    assert job.session is not None
+    assert job.live.boundary_log is None
+    (chunk,) = job.live.model
     groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
     for parameter in chunk.parameters():
         parameter.grad = torch.ones_like(parameter)
         parameter.main_grad.fill_(3)
         parameter.grad_added_to_main_grad = True
-    for member in job.optimizer.chained_optimizers:
+    for member in job.live.optimizer.chained_optimizers:
         for group in member.optimizer.param_groups:
             for master in group["params"]:
                 master.grad = torch.ones_like(master)
         member._defer_param_sync = True
-    left = leftovers.gradients(job)
+    left = leftovers.gradients(job.live)
     for group in groups:
         group.per_param_grad_ready_counts = {next(iter(group.params)): 1}
         group.is_last_microbatch, group.param_gather_dispatched = False, True
@@ -334,32 +334,37 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
     chunk.eval()
     tracker = tensor_parallel.get_cuda_rng_tracker()
     tracker._current_state_name = "model-parallel-rng"
-    job.sparse.commit._section = job.sparse.commit._told = "open"  # type: ignore[assignment]
-    counts = job.sparse.windows._counts
+    commit = job.session.commit
+    assert isinstance(commit, CommittedOptimizer)
+    commit._section = "open"  # type: ignore[assignment]
+    commit.mode = Replay(job.live.optimizer, {})
+    counts = job.session.windows._counts
     assert counts is not None
-    job.sparse._replaying = counts.paused = True
+    job.session.recoverer.is_replaying = counts.paused = True
     torch.set_grad_enabled(False)
     torch.autocast("cpu").__enter__()
     torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__enter__()
-    leftovers.clear(job)
-    still_there = leftovers.gradients(job)
-    leftovers.clear_gradients(job)
-    assert job.sparse.commit._section is None
-    assert job.sparse.commit._told is None
+    leftovers.clear_thread()
+    job.session.interrupted()
+    leftovers.clear(job.live, dict.fromkeys(leftovers._CONFIG))
+    still_there = leftovers.gradients(job.live)
+    leftovers.clear_gradients(job.live)
+    assert commit._section is None
+    assert type(commit.mode) is Train
     return {
         "left": left,
         "kept for those who follow": still_there,
-        "after": leftovers.gradients(job),
+        "after": leftovers.gradients(job.live),
         "masters": sum(
             master.grad is not None
-            for member in job.optimizer.chained_optimizers
+            for member in job.live.optimizer.chained_optimizers
             for group in member.optimizer.param_groups
             for master in group["params"]
         ),
         "thread": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _hooks_of_saved_tensors()),
         "switches": (
-            job.sparse._replaying, counts.paused, tracker._current_state_name,
-            any(member._defer_param_sync for member in job.optimizer.chained_optimizers), chunk.training,
+            job.session.recoverer.is_replaying, counts.paused, tracker._current_state_name,
+            any(member._defer_param_sync for member in job.live.optimizer.chained_optimizers), chunk.training,
         ),
         "groups": [
             (g.per_param_grad_ready_counts, g.is_last_microbatch, g.param_gather_dispatched, g.param_gather_handle,

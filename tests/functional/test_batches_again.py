@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.moevement.data.loaders import train_batches_from
-from megatron.moevement.runtime.job import current_job
+from megatron.moevement.activate import process
+from megatron.moevement.data.batches import train_batches_from
 from megatron.moevement.worker import run_rank
 from moevement_core.digest import digest
 from tests.harness import run_ranks
@@ -40,12 +40,12 @@ def _train_and_ask_again(argv: list[str], micro_batches: int) -> dict[str, Any]:
     training.build_pretraining_data_loader = spying
     run_rank(argv)
     training.build_pretraining_data_loader = original
-    args, job = get_args(), current_job()
-    assert len(job.datasets) == (args.virtual_pipeline_model_parallel_size or 1)
+    args, live = get_args(), process().job.live
+    assert len(live.datasets) == (args.virtual_pipeline_model_parallel_size or 1)
     before = torch.get_rng_state()
     again = {}
     for iteration in (3, 1, 4):
-        (batches, *_) = train_batches_from(job, (iteration - 1) * args.global_batch_size)
+        (batches, *_) = train_batches_from(live, (iteration - 1) * args.global_batch_size)
         if batches is not None:
             again[iteration] = [digest(next(batches)) for _ in range(micro_batches)]
     first = [digest(batch) for batch in seen]

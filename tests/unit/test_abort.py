@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.moevement.restart.abort import shut_down_connections
 from moevement_core.replication import transport
+from moevement_core.restart.abort import shut_down_connections
 from tests.harness import run_ranks
 
 

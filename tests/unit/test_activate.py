@@ -6,11 +6,12 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from megatron.moevement import platform
 from megatron.moevement.activate import _resolve, activate, points
-from megatron.moevement.platform.patches import replaced
+from megatron.moevement.patches import DECLARED, PatchError, replace_on, replaced
 
 PINNED = Path(__file__).with_name("replaced_signatures.yaml")
 
@@ -20,14 +21,12 @@ def _original(function: Any) -> Any:
 
 
 def _signatures() -> dict[str, str]:
+    points_ = {f"{point.modules[0]}.{point.name}": (point.modules[0], point.name) for point in points()}
+    places = points_ | {f"{one.owner}.{one.name}": (one.owner, one.name) for one in DECLARED}
     found = {}
-    for point in points():
-        function = _original(getattr(_resolve(point.modules[0]), point.name))
-        names = [
-            str(parameter.replace(annotation=inspect.Parameter.empty))
-            for parameter in inspect.signature(function).parameters.values()
-        ]
-        found[f"{point.modules[0]}.{point.name}"] = ", ".join(names)
+    for name, (owner, attribute) in places.items():
+        parameters = inspect.signature(_original(getattr(_resolve(owner), attribute))).parameters.values()
+        found[name] = ", ".join(str(one.replace(annotation=inspect.Parameter.empty)) for one in parameters)
     return found
 
 
@@ -44,6 +43,17 @@ def test_every_point_has_a_reason_and_an_existing_function() -> None:
         assert len(point.reason) > 10
         for module in point.modules:
             assert callable(getattr(_resolve(module), point.name))
+
+
+def test_what_is_replaced_on_an_object_is_declared_and_exists() -> None:
+    with pytest.raises(PatchError, match="other of Thing is replaced and not declared"):
+        replace_on(Thing(), "other", lambda original: original)
+    with pytest.raises(PatchError, match=r"Thing has no get_grad_norm, .*has renamed it"):
+        replace_on(Thing(), "get_grad_norm", lambda original: original)
+
+
+class Thing:
+    def other(self) -> None: ...
 
 
 def test_activation_is_idempotent() -> None:

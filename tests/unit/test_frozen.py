@@ -8,18 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.moevement.optimizer.frozen_step import (
-    FrozenStep,
-    Reduced,
-    check_supported,
-    outcome_of,
-    put_step_counts,
-    step_counts,
-)
+from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported
+from megatron.moevement.optimizer.modes import Replay
+from megatron.moevement.optimizer.outcome import Reduced, outcome_of, put_step_counts, step_counts
 from megatron.moevement.optimizer.views import OperatorViews, Trained
-from megatron.moevement.runtime.rooms import Rooms
 from megatron.moevement.transformer.frozen import FrozenMode, gating_without_weight_gradient
 from moevement_core.errors import ConfigError
+from moevement_core.undo import UndoStack
 
 
 def trained(parameter: Any, master: torch.Tensor | None = None) -> Trained:
@@ -170,23 +165,29 @@ def chained() -> tuple[Chained, dict[str, torch.nn.Parameter], OperatorViews]:
     return optimizer, parameters, views
 
 
+def committed(optimizer: Chained, views: OperatorViews) -> tuple[CommittedOptimizer, Replay]:
+    """Its commit point, and how steps of a replay are made."""
+    point = CommittedOptimizer(optimizer, dict, lambda boundary: {}, lambda: None, lambda: point.step(1))
+    return point, Replay(optimizer, views.trained)
+
+
 def test_zero_gradients_move_weights_and_none_do_not() -> None:
     optimizer, parameters, views = chained()
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     states = {name: _state(optimizer, parameter) for name, parameter in parameters.items()}
-    step = FrozenStep(optimizer, views)
-    rooms = Rooms()
-    step.install(rooms)
+    point, step = committed(optimizer, views)
+    undo = UndoStack()
+    undo.set(point, "mode", step)
     step.frozen = frozenset({"a"})
     optimizer.step()
-    rooms.close()
+    undo.close()
     assert torch.equal(parameters["a"], before["a"])
     assert _state(optimizer, parameters["a"]) == states["a"], "neither moments nor the step count"
     assert not torch.equal(parameters["b"], before["b"]), "momentum and decay move a weight without a gradient"
     assert _state(optimizer, parameters["b"])["step"] == 2.0
     optimizer.step()
     assert not torch.equal(parameters["a"], before["a"]), "everything is as it was"
-    assert not any(name in vars(optimizer) for name in ("prepare_grads", "get_grad_norm"))
+    assert point.mark is not None, "and steps are committed again"
 
 
 def _state(optimizer: Chained, parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -198,8 +199,8 @@ def _state(optimizer: Chained, parameter: torch.nn.Parameter) -> dict[str, Any]:
 def test_the_recorded_verdict_and_norms_win() -> None:
     optimizer, parameters, views = chained()
     before = parameters["b"].detach().clone()
-    step = FrozenStep(optimizer, views)
-    step.install(Rooms())
+    point, step = committed(optimizer, views)
+    point.mode = step
     step.outcome = {"overflow": True, "found_inf": [None, None], "clip_norm": None, "clip_norms_by_group": {}}
     assert optimizer.step() == (False, None, None)
     assert torch.equal(parameters["b"], before), "an overflow that only a frozen operator's gradient would show"

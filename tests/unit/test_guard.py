@@ -10,9 +10,9 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
-from megatron.moevement.restart import megatron_state
-from megatron.moevement.restart.guard import Guard, Outcome
-from megatron.moevement.restart.store import GenerationStore
+from moevement_core.restart.groups import forget_groups
+from moevement_core.restart.guard import Guard, Outcome
+from moevement_core.restart.store import GenerationStore
 
 
 class _Free(Abort):
@@ -49,10 +49,10 @@ def test_groups_are_named_from_the_beginning_after_an_interruption() -> None:
             "gloo", store=dist.HashStore(), rank=0, world_size=2, timeout=timedelta(milliseconds=100)
         )
     assert not dist.is_initialized()
-    megatron_state.forget_groups()
+    forget_groups()
     assert dist.distributed_c10d._world.group_count == 0
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.new_group([0])
-    megatron_state.forget_groups()
+    forget_groups()
     assert not dist.is_initialized()
     assert dist.distributed_c10d._world.group_count == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.moevement.optimizer import commit
+from megatron.moevement.optimizer import committed
 from megatron.moevement.optimizer.norms import as_clipped_by, as_logged, recorded
 from moevement_core.snapshot import plain
 
@@ -92,42 +92,49 @@ class Optimizer:
         return True, norm, None
 
 
-def commit_point(events: list[str]) -> tuple[Optimizer, commit.CommitPoint]:
-    optimizer = Optimizer(events)
+@pytest.fixture(autouse=True)
+def sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sections that nothing interrupts note when they begin and end."""
 
     @contextmanager
     def atomic() -> Iterator[None]:
-        events.append("atomic")
+        EVENTS.append("atomic")
         yield
-        events.append("over")
+        EVENTS.append("over")
 
-    def vote() -> None:
-        events.append("vote")
+    monkeypatch.setattr(committed, "atomic", atomic)
 
-    return optimizer, commit.CommitPoint(optimizer, lambda: {"n": 1}, lambda boundary: {}, atomic, vote)
+
+EVENTS: list[str] = []
+
+
+def commit_point() -> tuple[Optimizer, committed.CommittedOptimizer]:
+    EVENTS.clear()
+    optimizer = Optimizer(EVENTS)
+    point = committed.CommittedOptimizer(
+        optimizer, lambda: {"n": 1}, lambda boundary: {}, lambda: EVENTS.append("vote"), lambda: point.step(4)
+    )
+    return optimizer, point
 
 
 def test_norms_are_on_the_host_before_nothing_may_wait_any_more_and_followers_clip_by_them() -> None:
-    events: list[str] = []
-    optimizer, point = commit_point(events)
-    point.step(4)
-    assert events == [
+    optimizer, point = commit_point()
+    optimizer.step()
+    assert EVENTS == [
         "norm", "to the host", "norms by group", "to the host", "vote", "atomic", "update", "over",
     ]  # fmt: skip
     assert point.mark is not None
-    later: list[str] = []
-    follower, behind = commit_point(later)
-    behind.follow(4, point.mark.outcome, [None])
+    follower, behind = commit_point()
+    behind.follow(4, point.mark.outcome, {"loss_scalers": [None]})
     assert [torch.equal(a, b) for a, b in zip(optimizer.coefficients, follower.coefficients, strict=True)] == [True] * 2
     assert [coefficient.dtype for coefficient in follower.coefficients] == [torch.float32] * 2
-    assert later == ["atomic", "update", "over"]
+    assert [event for event in EVENTS if event != "to the host"] == ["atomic", "update", "over"]
     assert behind.mark is not None
     assert as_logged(behind.mark.outcome["clip_norm"]) == as_logged(point.mark.outcome["clip_norm"])
 
 
 def test_an_interrupted_step_leaves_no_section_open() -> None:
-    events: list[str] = []
-    optimizer, point = commit_point(events)
+    optimizer, point = commit_point()
     optimizer.chained_optimizers[0].start_param_sync_for_bucket_group_subset = None
 
     def interrupted() -> Any:
@@ -138,23 +145,23 @@ def test_an_interrupted_step_leaves_no_section_open() -> None:
         point.step(4)
     optimizer.chained_optimizers[0]._defer_param_sync = True  # its way out was interrupted, too
     point.interrupted()
-    events.clear()
+    EVENTS.clear()
     optimizer._compute_grad_norms_by_group()  # as in a replay
-    assert events == ["norms by group", "to the host"], "no vote, and no section that nobody leaves"
+    assert EVENTS == ["norms by group", "to the host"], "no vote, and no section that nobody leaves"
     assert optimizer.chained_optimizers[0]._defer_param_sync is False
     assert point.mark is None
 
 
 def test_a_norm_spans_the_job_if_all_groups_do_that_it_is_summed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit.dist, "get_world_size", lambda group: group)  # a group is its size here
+    monkeypatch.setattr(committed.dist, "get_world_size", lambda group: group)  # a group is its size here
 
     def chain(*groups: int | None) -> Any:
         return SimpleNamespace(
             chained_optimizers=[SimpleNamespace(get_grad_stats_parallel_group=lambda g=group: g) for group in groups]
         )
 
-    assert commit.norm_spans_job(chain(8, 8), 8)
-    assert commit.norm_spans_job(chain(None), 8), "no group is the group of all ranks"
-    assert not commit.norm_spans_job(chain(4, 4), 8), "two instances of the distributed optimizer"
-    assert not commit.norm_spans_job(chain(8, 4), 8), "experts' norms over fewer ranks"
-    assert not commit.norm_spans_job(chain(), 8), "nothing to train here"
+    assert committed.norm_spans_job(chain(8, 8), 8)
+    assert committed.norm_spans_job(chain(None), 8), "no group is the group of all ranks"
+    assert not committed.norm_spans_job(chain(4, 4), 8), "two instances of the distributed optimizer"
+    assert not committed.norm_spans_job(chain(8, 4), 8), "experts' norms over fewer ranks"
+    assert not committed.norm_spans_job(chain(), 8), "nothing to train here"

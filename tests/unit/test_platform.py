@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.moevement import platform
-from megatron.moevement.platform import patches
+from megatron.moevement import patches, platform
 from tests.training import ROOT
 
 

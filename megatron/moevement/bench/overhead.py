@@ -11,7 +11,8 @@ import time
 from dataclasses import asdict, dataclass
 
 from megatron.moevement.bench.observed import run_observed
-from megatron.moevement.runtime import sparse
+from moevement_core.session import observer as observers
+from moevement_core.session.session import Session
 
 MODES = ("off", "capture", "replicate")
 BLOCK_ENV = "MOEVEMENT_BENCH_BLOCK"
@@ -42,7 +43,7 @@ def mode_of(iteration: int, block: int) -> str:
     return MODES[iteration // block % len(MODES)]
 
 
-class Observer(sparse.Observer):
+class Observer(observers.Observer):
     """Sets the mode of every iteration and keeps what it took."""
 
     def __init__(self, block: int) -> None:
@@ -50,22 +51,22 @@ class Observer(sparse.Observer):
         self._block = block
         self._began_s: float | None = None
 
-    def before_iteration(self, run: sparse.SparseRun, committed: int) -> None:
+    def before_iteration(self, session: Session, committed: int) -> None:
         """Note the iteration that has just ended and choose the mode of the next."""
         now_s = time.perf_counter()
         if self._began_s is not None:
-            last, progress = committed - 1, run.checkpointer.progress
+            last, progress = committed - 1, session.checkpointer.progress
             self.samples.append(
                 Sample(
                     last, mode_of(last, self._block), last % self._block == 0, now_s - self._began_s,
-                    progress.stall_s, run.last_begin_s, progress.copied_bytes, progress.copy_cpu_s,
+                    progress.stall_s, session.totals.last_begin_s, progress.copied_bytes, progress.copy_cpu_s,
                     progress.digest_cpu_s, progress.whole_cpu_s, progress.replicated_bytes,
                 )
             )  # fmt: skip
         self._began_s = now_s
         mode = mode_of(committed, self._block)
-        run.capturing = mode != "off"
-        run.checkpointer.replicator.enabled = mode == "replicate"
+        self.is_capturing = mode != "off"
+        session.checkpointer.replicator.enabled = mode == "replicate"
 
 
 def main() -> None:

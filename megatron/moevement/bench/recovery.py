@@ -13,7 +13,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.bench.observed import run_observed
-from megatron.moevement.runtime import sparse
+from moevement_core.session import observer as observers
+from moevement_core.session.drill import wipe_and_recover
+from moevement_core.session.session import Session
 
 STAGE_ENV, EVERY_ENV = "MOEVEMENT_BENCH_STAGE", "MOEVEMENT_BENCH_EVERY"
 BEGIN = 6
@@ -35,7 +37,7 @@ class Sample:
     fed_bytes: int
 
 
-class Observer(sparse.Observer):
+class Observer(observers.Observer):
     """Notes every iteration, and makes ranks lose their memory after every few of them."""
 
     def __init__(self, stage: int, every: int) -> None:
@@ -44,13 +46,13 @@ class Observer(sparse.Observer):
         self._began: tuple[float, float] | None = None
         self._next_is_stage = True
 
-    def before_iteration(self, run: sparse.SparseRun, committed: int) -> None:
+    def before_iteration(self, session: Session, committed: int) -> None:
         """Note the iteration that has just ended, and recover where it is time."""
         if self._began is not None and committed > 2:
             self._note(*self._began)
         if committed >= BEGIN and committed % self._every == 0:
             stages = frozenset({self._stage}) if self._next_is_stage else None
-            done = run.wipe_and_recover(committed, stages)
+            done = wipe_and_recover(session.parts, session.recoverer, committed, stages)
             self.samples.append(
                 Sample(
                     "stage" if stages else "all", done.replay_s, done.replay_cpu_s, done.replayed, done.fetch_s,

@@ -17,10 +17,10 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron.moevement.bench.observed import run_observed
-from megatron.moevement.runtime import sparse
-from megatron.moevement.runtime.replay import MegatronTrainer
 from moevement_core.operators import OperatorKind
 from moevement_core.policy.skew import skewness
+from moevement_core.session import observer as observers
+from moevement_core.session.session import Session
 from moevement_core.strategies import MoEvement, SparseSchedule
 
 SHARES_ENV, ROUNDS_ENV = "MOEVEMENT_BENCH_SHARES", "MOEVEMENT_BENCH_ROUNDS"
@@ -38,7 +38,7 @@ class Sample:
     seconds: float
 
 
-class Observer(sparse.Observer):
+class Observer(observers.Observer):
     """Measures when the time has come."""
 
     def __init__(self, shares: Sequence[float], rounds: int) -> None:
@@ -46,18 +46,17 @@ class Observer(sparse.Observer):
         self.skewness = float("nan")
         self._shares, self._rounds = shares, rounds
 
-    def before_iteration(self, run: sparse.SparseRun, committed: int) -> None:
+    def before_iteration(self, session: Session, committed: int) -> None:
         """Replay every share in every round."""
         if committed != AT:
             return
-        schedule = run.checkpointer.history.newest
+        schedule = session.checkpointer.history.newest
         assert isinstance(schedule, SparseSchedule)
-        names = [run.table.names[place] for place in schedule.order]
-        self.skewness = _skewness(run)
-        trainer = MegatronTrainer(run.job, run.views, None)
-        run.checkpointer.capturer.settle()
+        names = [session.topology.table.names[place] for place in schedule.order]
+        self.skewness = _skewness(session)
+        session.checkpointer.capturer.settle()
         iteration = committed
-        with run.replaying(), trainer.replaying():
+        with session.recoverer.replaying(), session.binding.replaying(None, None) as trainer:
             for number in range(self._rounds + 1):  # the first one warms up
                 # Boustrophedon: a drift within a round meets both ends alike.
                 for share in self._shares if number % 2 else reversed(self._shares):
@@ -72,11 +71,13 @@ class Observer(sparse.Observer):
                         self.samples.append(Sample(number, share, time.perf_counter() - began_s))
 
 
-def _skewness(run: sparse.SparseRun) -> float:
+def _skewness(session: Session) -> float:
     """S of the counted routing, mean over layers (MoEvement appendix D)."""
-    strategy, layers = run.windows.strategy, dict[str, list[float]]()
+    strategy, layers = session.windows.strategy, dict[str, list[float]]()
     assert isinstance(strategy, MoEvement)
-    for name, kind, score in zip(run.table.names, run.table.kinds, strategy.popularity.scores, strict=True):
+    for name, kind, score in zip(
+        session.topology.table.names, session.topology.table.kinds, strategy.popularity.scores, strict=True
+    ):
         if kind is OperatorKind.EXPERT:
             layers.setdefault(name.rsplit(".", 1)[0], []).append(float(score))
     return float(np.mean([skewness(scores) for scores in layers.values()]))

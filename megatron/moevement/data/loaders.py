@@ -1,18 +1,15 @@
-"""Megatron's data loaders: their own random generator, and batches that can be asked for again.
-
-The batch of an iteration is a pure function of the samples consumed before it; a loader opened at that number gives
-the same batches again.
-"""
+"""Megatron's data loaders and data sets: a random generator of their own, kept through failures."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron.moevement.runtime.job import Job, current_job
+from megatron.moevement.restart.alone import without_barrier
+from megatron.moevement.runtime.job import Process
 
 
 def with_own_generator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,37 +31,47 @@ def with_own_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     return build_pretraining_data_loader
 
 
-def from_known_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+def from_known_samples(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """``build_train_valid_test_data_loaders`` that begins where the job says.
 
     In a job that goes on and has consumed no validation samples Megatron takes the number for one that an old
     checkpoint did not have, and guesses it.
     """
 
-    @functools.wraps(original)
-    def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build_train_valid_test_data_loaders(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
 
-        settings = get_args()
-        with current_job().rooms.aside() as room:
-            if current_job().samples_are_known and not settings.phase_transition_iterations:
-                room.put(settings, "iteration", 0)
-            return original(*args, **kwargs)
+            settings, live = get_args(), process.job.live
+            with live.undo.nested() as inner:
+                if live.samples_are_known and not settings.phase_transition_iterations:
+                    inner.set(settings, "iteration", 0)
+                return original(*args, **kwargs)
 
-    return build_train_valid_test_data_loaders
+        return build_train_valid_test_data_loaders
+
+    return wrapper
 
 
-def train_batches_from(job: Job, consumed_train_samples: int) -> list[Iterator[dict[str, torch.Tensor]] | None]:
-    """Iterators over this rank's training micro-batches, from the one after ``consumed_train_samples`` samples on.
+def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``build_train_valid_test_datasets`` that keeps the training set, to ask it for batches again."""
 
-    One for each virtual pipeline chunk; None where this rank reads no data. No communication, and no generator that
-    training draws from is moved. Needs ``--dataloader-type single`` or ``cyclic``.
-    """
-    from megatron.training import get_args, training
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
+            job = process.job
+            live, is_rejoining = job.live, job.rejoined is not None
+            if is_rejoining and len(live.datasets) >= len(live.model or []):  # after a failure, in the order of then
+                live.datasets.append(live.datasets.pop(0))
+                return live.datasets[-1]
+            with live.undo.nested() as inner:
+                if is_rejoining:
+                    without_barrier(inner)
+                datasets = original(*args, **kwargs)
+            live.datasets.append(datasets)
+            return datasets
 
-    # Megatron's cyclic loaders begin anew at the end of the data, in another order.
-    endless = training.cyclic_iter if get_args().dataloader_type == "cyclic" else iter
-    loaders = [
-        training.build_pretraining_data_loader(train_set, consumed_train_samples) for train_set, *_ in job.datasets
-    ]
-    return [None if loader is None else endless(loader) for loader in loaders]
+        return build_train_valid_test_datasets
+
+    return wrapper

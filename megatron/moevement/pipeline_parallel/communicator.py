@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from megatron.moevement.runtime.job import current_job
+from megatron.moevement.runtime.job import Process
 from moevement_core.boundary_log import Direction
-from moevement_core.recovery.feed import Feed
+from moevement_core.recovery.feed import Feeds
 
 
 class Done:
@@ -18,67 +19,56 @@ class Done:
         """Nothing to wait for."""
 
 
-class Feeds:
-    """What a rank that replays gets from healthy neighbours; it sends them nothing."""
-
-    def __init__(self, before: Feed | None, after: Feed | None) -> None:
-        self.before, self.after = before, after
-        """Of the stage before and of the one after; None where that stage replays too, or there is none."""
-
-    def begin(self, iteration: int) -> None:
-        """What is received from now on is of ``iteration``."""
-        for feed in (self.before, self.after):
-            if feed is not None:
-                feed.begin(iteration)
-
-
-def logging_communicator(original: Any) -> Any:
+def logging_communicator(process: Process) -> Callable[[Any], Any]:
     """``P2PCommunicator``; its nine ways to send and receive all go through one method."""
 
-    class LoggingCommunicator(original):
-        """See the module."""
+    def wrapper(original: Any) -> Any:
+        class LoggingCommunicator(original):
+            """See the module."""
 
-        def _communicate(
-            self,
-            *,
-            tensor_send_next: torch.Tensor | None,
-            tensor_send_prev: torch.Tensor | None,
-            recv_prev: bool,
-            recv_next: bool,
-            tensor_shape: Any,
-            wait_on_reqs: bool = True,
-        ) -> tuple[Any, Any, Any]:
-            job = current_job()
-            if job.boundary_log is not None:
-                for direction, tensor in (
-                    (Direction.FORWARD, tensor_send_next),
-                    (Direction.BACKWARD, tensor_send_prev),
-                ):
-                    if tensor is not None:
-                        job.boundary_log.note(direction, tensor)
-            feeds = job.feeds or Feeds(None, None)
-            # Only what goes to, and comes from, stages that replay as well is live.
-            live_next = tensor_send_next if feeds.after is None else None
-            live_prev = tensor_send_prev if feeds.before is None else None
-            from_prev, from_next = recv_prev and feeds.before is None, recv_next and feeds.after is None
-            received_prev = received_next = None
-            requests: Any = None if wait_on_reqs else {}
-            if live_next is not None or live_prev is not None or from_prev or from_next:
-                received_prev, received_next, requests = super()._communicate(
-                    tensor_send_next=live_next, tensor_send_prev=live_prev, recv_prev=from_prev, recv_next=from_next,
-                    tensor_shape=tensor_shape, wait_on_reqs=wait_on_reqs,
-                )  # fmt: skip
-            if recv_prev and feeds.before is not None:
-                received_prev = _on_device(feeds.before.next())
-                if not wait_on_reqs:
-                    requests["recv_prev"] = Done()
-            if recv_next and feeds.after is not None:
-                received_next = _on_device(feeds.after.next())
-                if not wait_on_reqs:
-                    requests["recv_next"] = Done()
-            return received_prev, received_next, requests
+            def _communicate(
+                self,
+                *,
+                tensor_send_next: torch.Tensor | None,
+                tensor_send_prev: torch.Tensor | None,
+                recv_prev: bool,
+                recv_next: bool,
+                tensor_shape: Any,
+                wait_on_reqs: bool = True,
+            ) -> tuple[Any, Any, Any]:
+                live = process.job.live
+                if live.boundary_log is not None:
+                    for direction, tensor in (
+                        (Direction.FORWARD, tensor_send_next),
+                        (Direction.BACKWARD, tensor_send_prev),
+                    ):
+                        if tensor is not None:
+                            live.boundary_log.note(direction, tensor)
+                feeds = live.feeds or Feeds(None, None)
+                # Only what goes to, and comes from, stages that replay as well is live.
+                live_next = tensor_send_next if feeds.after is None else None
+                live_prev = tensor_send_prev if feeds.before is None else None
+                from_prev, from_next = recv_prev and feeds.before is None, recv_next and feeds.after is None
+                received_prev = received_next = None
+                requests: Any = None if wait_on_reqs else {}
+                if live_next is not None or live_prev is not None or from_prev or from_next:
+                    received_prev, received_next, requests = super()._communicate(
+                        tensor_send_next=live_next, tensor_send_prev=live_prev, recv_prev=from_prev,
+                        recv_next=from_next, tensor_shape=tensor_shape, wait_on_reqs=wait_on_reqs,
+                    )  # fmt: skip
+                if recv_prev and feeds.before is not None:
+                    received_prev = _on_device(feeds.before.next())
+                    if not wait_on_reqs:
+                        requests["recv_prev"] = Done()
+                if recv_next and feeds.after is not None:
+                    received_next = _on_device(feeds.after.next())
+                    if not wait_on_reqs:
+                        requests["recv_next"] = Done()
+                return received_prev, received_next, requests
 
-    return LoggingCommunicator
+        return LoggingCommunicator
+
+    return wrapper
 
 
 def _on_device(tensor: torch.Tensor) -> torch.Tensor:

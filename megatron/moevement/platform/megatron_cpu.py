@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.platform.patches import replace, wrap
+from megatron.moevement.patches import replace, wrap
 
 
 def install() -> None:

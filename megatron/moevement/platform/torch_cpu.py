@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import torch
 
-from megatron.moevement.platform.patches import replace, wrap
+from megatron.moevement.patches import replace, wrap
 from moevement_core.device import CpuDevice
 
 _CPU = torch.device("cpu")

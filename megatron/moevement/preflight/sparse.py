@@ -6,10 +6,10 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 
+from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, complaints, given
-from megatron.moevement.restart.environment import MEMBER_ENV, NODE_ENV
-from megatron.moevement.sparse_config import SparseConfig
 from moevement_core.injection import Fault
+from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
 
 _ELSEWHERE = "the optimizer's state is not where snapshots look for it"
 _WGRAD = "it computes weight gradients apart from backward, where a replay cannot leave out those of frozen weights"
@@ -52,7 +52,7 @@ REFUSED = (
 
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     """What sparse snapshots cannot see or cannot keep apart."""
-    if SparseConfig.from_args(args) is None:
+    if session_config(args) is None:
         for flag in ("persist_dir", "load", "wipe_at", "wipe_stages", "inject", "inject_mtbf", "inject_trace"):
             if getattr(args, f"moevement_{flag}"):
                 yield f"--moevement-{flag.replace('_', '-')} without --moevement-sparse-ckpt; give both"

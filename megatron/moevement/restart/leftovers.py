@@ -12,18 +12,18 @@ Not here:
 - what is put back from a boundary record afterwards (``runtime/boundary.py``): random states, router buffers, loss
   scalers, the schedule, consumed samples;
 - what a step writes before it reads it: ``found_inf``, the scales of auxiliary losses, inputs of pipeline stages;
-- what this package itself puts aside for a while: it is in ``job.rooms``, which are closed before.
+- what this package itself puts aside for a while: it is in ``live.undo``, which are closed before.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
@@ -31,60 +31,66 @@ _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_
 _SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 
-def config_of(job: Job) -> dict[str, Any]:
+def config_of(live: Live) -> dict[str, Any]:
     """What the configuration of the model holds before ``train`` puts its own into it."""
     from megatron.core.utils import get_model_config
 
-    config = get_model_config((job.model or [])[0])
+    config = get_model_config((live.model or [])[0])
     return {name: getattr(config, name) for name in _CONFIG}
 
 
-def clear(job: Job) -> None:
-    """Everything but gradients; right after the interruption, before ranks meet. Gradients may still be needed: a rank
-    that had contributed to every reduction of a step follows those that have made it.
-    """
+def clear_thread() -> None:
+    """What is the thread's, not the model's; right after the interruption, before ranks meet."""
     _finish_context_managers()
     _reset_thread()
     _reset_random_tracker()
-    if job.sparse is not None:
-        job.sparse.interrupted()
-    if job.boundary_log is not None:
-        job.boundary_log.interrupted()
-    if job.model is not None:
-        _reset_configuration(job)
-        _reset_metrics(job)
-        _reset_modules(job)
-        for chunk in job.model:
+
+
+def clear(live: Live, config: Mapping[str, Any]) -> None:
+    """Everything of the model but gradients; after :func:`clear_thread`. Gradients may still be needed: a rank that had
+    contributed to every reduction of a step follows those that have made it.
+
+    Args:
+        live: of this rank.
+        config: what :func:`config_of` gave.
+    """
+    if live.boundary_log is not None:
+        live.boundary_log.interrupted()
+    if live.model is not None:
+        _reset_configuration(live, config)
+        _reset_metrics(live)
+        _reset_modules(live)
+        for chunk in live.model:
             _reset_reductions(chunk)
             _reset_gathers(chunk)
 
 
-def clear_gradients(job: Job) -> None:
+def clear_gradients(live: Live) -> None:
     """All gradients and gradient buffers, when no rank follows a step any more.
 
     Megatron's hook adds ``param.grad`` to the buffer and drops it; what is there when the hook is interrupted is added
     to the next gradient. ``DistributedOptimizer.zero_grad`` drops those of this rank's shard alone.
     """
-    for chunk in job.model or []:
+    for chunk in live.model or []:
         for parameter in chunk.parameters():
             _drop_gradient(parameter)
         _reset_reductions(chunk)  # else an incomplete count of the first iteration is refused
         chunk.zero_grad_buffer()
-    for member in members(job.optimizer):
+    for member in members(live.optimizer):
         for group in getattr(getattr(member, "optimizer", None), "param_groups", ()):
             for master in group["params"]:
                 _drop_gradient(master)
-    if job.optimizer is not None:
-        job.optimizer.zero_grad()
+    if live.optimizer is not None:
+        live.optimizer.zero_grad()
 
 
-def gradients(job: Job) -> list[str]:
+def gradients(live: Live) -> list[str]:
     """Gradients that are there and should not be, in words. Reads every gradient buffer and waits for the device."""
-    return [*_parameters_with_gradients(job), *_buffers_with_gradients(job)]
+    return [*_parameters_with_gradients(live), *_buffers_with_gradients(live)]
 
 
-def _parameters_with_gradients(job: Job) -> Iterator[str]:
-    for chunk in job.model or []:
+def _parameters_with_gradients(live: Live) -> Iterator[str]:
+    for chunk in live.model or []:
         for name, parameter in chunk.named_parameters():
             if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
                 yield f"a gradient of {name}"
@@ -92,8 +98,8 @@ def _parameters_with_gradients(job: Job) -> Iterator[str]:
                 yield f"a gradient of {name} that counts as added"
 
 
-def _buffers_with_gradients(job: Job) -> Iterator[str]:
-    for chunk in job.model or []:
+def _buffers_with_gradients(live: Live) -> Iterator[str]:
+    for chunk in live.model or []:
         for number, buffer in enumerate((*chunk.buffers, *chunk.expert_parallel_buffers)):
             if any(bool(grad.count_nonzero()) for grad in (buffer.grad_data, *buffer.extra_main_grads)):
                 yield f"gradients in buffer {number}"
@@ -143,18 +149,18 @@ def _reset_random_tracker() -> None:
         states.reset()
 
 
-def _reset_configuration(job: Job) -> None:
+def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
     """``train`` asserts that nobody has set what it sets; an evaluation puts the timers aside."""
     from megatron.core.utils import get_model_config
     from megatron.training import get_timers
 
-    config = get_model_config((job.model or [])[0])
-    for name, value in job.config.items():
+    config = get_model_config((live.model or [])[0])
+    for name, value in before.items():
         setattr(config, name, value)
     config.timers = get_timers()
 
 
-def _reset_metrics(job: Job) -> None:
+def _reset_metrics(live: Live) -> None:
     """Sums of half an iteration, which the next line of the log would count; and what ranks ask each other once and
     remember: one that is new would ask alone.
     """
@@ -165,17 +171,17 @@ def _reset_metrics(job: Job) -> None:
     get_moe_metrics_tracker().clear()
     MTPLossLoggingHelper.tracker.clear()
     DSAIndexerLossLoggingHelper.tracker.clear()
-    for optimizer in (job.optimizer, *members(job.optimizer)):
+    for optimizer in (live.optimizer, *members(live.optimizer)):
         optimizer._has_grad_norm_group_cache = None
 
 
-def _reset_modules(job: Job) -> None:
+def _reset_modules(live: Live) -> None:
     """An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are
     called in five parts, and refuse the first where another one comes next.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 
-    for chunk in job.model or []:
+    for chunk in live.model or []:
         chunk.train()
         for module in chunk.modules():
             if isinstance(module, SharedExpertMLP) and hasattr(module, "_overlap_state"):

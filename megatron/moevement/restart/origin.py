@@ -3,7 +3,7 @@
 The flags that load (``--load``, ``--finetune``, ``--no-load-optim``, ...) say how the job was to begin. A checkpoint
 that the job has saved itself is loaded in full, whatever they leave out: half of it would be another training. Without
 one the job begins as it did the first time, from the same checkpoint, though newer ones may be in that folder by now.
-Windows on disk come on top of either (:mod:`megatron.moevement.runtime.persisted`).
+Windows on disk come on top of either (:mod:`moevement_core.session.window_start`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.runtime.dense_checkpoint import TRACKER, torn
-from megatron.moevement.runtime.identity import remember
-from megatron.moevement.runtime.job import Job
 from moevement_core.errors import RecoveryError
+from moevement_core.session.identity import JobNames, remember
 
 MARKER = ".moevement-job"
 """In the folder of a checkpoint: the job that saved it, and whether it is all of its state."""
@@ -39,11 +38,6 @@ class Origin:
     """Of Megatron, that differ from the user's while it loads."""
     is_resumed: bool = False
     """Whether it is a checkpoint that the job has saved itself."""
-
-
-def is_restart(job: Job) -> bool:
-    """Whether the job has started before."""
-    return job.start != job.name
 
 
 def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
@@ -123,7 +117,7 @@ def as_at_first(args: Namespace, first: str) -> Origin:
 
 
 @contextmanager
-def loading(job: Job, args: Namespace) -> Iterator[Origin]:
+def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
     """While Megatron sets up its model and loads; every rank calls it.
 
     Raises:
@@ -133,7 +127,7 @@ def loading(job: Job, args: Namespace) -> Iterator[Origin]:
     if dist.get_rank() == 0:
         first = remember(_FIRST, checkpoint_meant(args))
         try:
-            decided = [_decide(job, args, first)]
+            decided = [_decide(names, args, first)]
         except RecoveryError as error:
             decided = [error]
     dist.broadcast_object_list(decided)
@@ -148,10 +142,10 @@ def loading(job: Job, args: Namespace) -> Iterator[Origin]:
         vars(args).update(before)
 
 
-def _decide(job: Job, args: Namespace, first: str) -> Origin:
-    if not is_restart(job):
+def _decide(names: JobNames, args: Namespace, first: str) -> Origin:
+    if not names.is_restart:
         return Origin("what its flags say")
-    if args.save and (step := newest_saved(args.save, job.name)) is not None:
+    if args.save and (step := newest_saved(args.save, names.name)) is not None:
         return resumed(args.save, step)
     return as_at_first(args, first)
 

@@ -9,30 +9,33 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron.moevement.restart import injection
-from megatron.moevement.runtime.job import Job
+import torch
+
+from megatron.moevement.patches import replace_on, wrap
+from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 from moevement_core.injection import Phase
+from moevement_core.restart import injection
 
 
-def watch(job: Job) -> None:
+def watch(live: Live) -> None:
     """Watch the places that faults of this process name; to be called with every model that is built."""
     named = injection.phases()
     if Phase.ACCUMULATE in named:
-        _watch_accumulation(job)
+        _watch_accumulation(live)
     if Phase.READY in named:
-        for group in (group for chunk in job.model or [] for group in _bucket_groups(chunk)):
-            _before(group, "register_grad_ready", Phase.READY)
+        for group in (group for chunk in live.model or [] for group in _bucket_groups(chunk)):
+            replace_on(group, "register_grad_ready", around(Phase.READY))
     if Phase.FORK in named:
         _watch_forks()
     if Phase.COPY in named:
-        for member in members(job.optimizer):
-            _after(member, "_copy_model_grads_to_main_grads", Phase.COPY)
+        for member in members(live.optimizer):
+            replace_on(member, "_copy_model_grads_to_main_grads", _after(Phase.COPY))
 
 
-def _watch_accumulation(job: Job) -> None:
+def _watch_accumulation(live: Live) -> None:
     """Autograd calls these hooks when it has accumulated, before those of Megatron's DDP."""
-    for parameter in (parameter for chunk in job.model or [] for parameter in chunk.parameters()):
+    for parameter in (parameter for chunk in live.model or [] for parameter in chunk.parameters()):
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _: injection.at(Phase.ACCUMULATE))
 
@@ -44,38 +47,57 @@ def _bucket_groups(chunk: Any) -> list[Any]:
 def _watch_forks() -> None:
     from megatron.core.tensor_parallel import random
 
-    original = random._set_cuda_rng_state
-    if getattr(original, "_watched", False):
-        return
+    def watching(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def set_state(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # so this is the way out
+                injection.at(Phase.FORK)
 
-    @functools.wraps(original)
-    def set_state(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # so this is the way out
-            injection.at(Phase.FORK)
+        return set_state
 
-    set_state._watched = True  # type: ignore[attr-defined]
-    random._set_cuda_rng_state = set_state
+    wrap(random, "_set_cuda_rng_state", watching, "a drill interrupts a rank on its way out of another random state")
 
 
-def _before(owner: Any, name: str, phase: Phase) -> None:
-    original: Callable[..., Any] = getattr(owner, name)
+def _after(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            injection.at(phase)
+            return result
 
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        injection.at(phase)
-        return original(*args, **kwargs)
+        return watched
 
-    setattr(owner, name, watched)
+    return wrapper
 
 
-def _after(owner: Any, name: str, phase: Phase) -> None:
-    original: Callable[..., Any] = getattr(owner, name)
+def around(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A wrapper of one of Megatron's functions, before which ``phase`` is."""
 
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        injection.at(phase)
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def injected(*args: Any, **kwargs: Any) -> Any:
+            injection.at(phase)
+            return original(*args, **kwargs)
+
+        return injected
+
+    return wrapper
+
+
+def forward_and_backward(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward step function in which, and in whose backward pass, faults may happen."""
+    if not injection.is_armed():
+        return forward_step
+
+    @functools.wraps(forward_step)
+    def injected(*args: Any, **kwargs: Any) -> Any:
+        injection.at(Phase.FORWARD)
+        result = forward_step(*args, **kwargs)
+        output = result[0]
+        if torch.is_tensor(output) and output.requires_grad:
+            output.register_hook(lambda gradient: injection.at(Phase.BACKWARD))
         return result
 
-    setattr(owner, name, watched)
+    return injected

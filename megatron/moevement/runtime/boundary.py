@@ -9,37 +9,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.moevement.optimizer.frozen_step import put_step_counts, step_counts
-from megatron.moevement.runtime.job import Job
+from megatron.moevement.optimizer.outcome import put_step_counts, step_counts
+from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import loss_scaler, members, named_tensors, progress, random_states
 from moevement_core.errors import RecoveryError
 
 
-def boundary_state(job: Job) -> dict[str, Any]:
+def boundary_state(live: Live) -> dict[str, Any]:
     """Plain data and live tensors: random states, router buffers, loss scalers, scheduler, consumed samples.
 
     The tensors are to be copied before the next iteration begins; router buffers move in its forward pass already.
     """
     return {
         "rng": _compact(random_states()),
-        "router_buffers": _router_buffers(job),
-        "loss_scalers": [loss_scaler(member) for member in members(job.optimizer)],
-        "scheduler": job.scheduler.state_dict() if job.scheduler is not None else None,
-        "group_steps": step_counts(job.optimizer),
-        "progress": progress(job),
+        "router_buffers": _router_buffers(live),
+        "loss_scalers": [loss_scaler(member) for member in members(live.optimizer)],
+        "scheduler": live.scheduler.state_dict() if live.scheduler is not None else None,
+        "group_steps": step_counts(live.optimizer),
+        "progress": progress(live),
     }
 
 
-def boundary_copy(job: Job) -> dict[str, Any]:
+def boundary_copy(live: Live) -> dict[str, Any]:
     """:func:`boundary_state` whose tensors stay as they are."""
-    state = boundary_state(job)
+    state = boundary_state(live)
     state["router_buffers"] = [
         {name: tensor.clone() for name, tensor in chunk.items()} for chunk in state["router_buffers"]
     ]
     return state
 
 
-def boundary_after(job: Job) -> dict[str, Any]:
+def boundary_after(live: Live) -> dict[str, Any]:
     """:func:`boundary_state` after the iteration that is under way, told before its optimizer step; copies.
 
     What the step itself moves (loss scalers, step counts, the schedule) is as it is now.
@@ -53,7 +53,7 @@ def boundary_after(job: Job) -> dict[str, Any]:
     from megatron.training import get_args
 
     args = get_args()
-    state = boundary_copy(job)
+    state = boundary_copy(live)
     samples = parallel_state.get_data_parallel_world_size() * args.micro_batch_size * get_num_microbatches()
     left_out = get_current_global_batch_size() - get_current_running_global_batch_size()
     done = state["progress"]
@@ -74,7 +74,7 @@ def advanced(boundary: Mapping[str, Any]) -> dict[str, Any]:
     return schedule
 
 
-def put_boundary_state(job: Job, boundary: Mapping[str, Any]) -> None:
+def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
     """The inverse of :func:`boundary_state`; random states last, because anything before may draw from them.
 
     Every loss scaler of the chained optimizers gets its own state: they may have moved apart.
@@ -82,27 +82,27 @@ def put_boundary_state(job: Job, boundary: Mapping[str, Any]) -> None:
     Raises:
         RecoveryError: it is the boundary of another job.
     """
-    _put_buffers(_router_buffers(job), boundary["router_buffers"])
-    for member, state in zip(members(job.optimizer), boundary["loss_scalers"], strict=True):
+    _put_buffers(_router_buffers(live), boundary["router_buffers"])
+    for member, state in zip(members(live.optimizer), boundary["loss_scalers"], strict=True):
         if state:
             copied = {name: value.clone() if torch.is_tensor(value) else value for name, value in state.items()}
             member.grad_scaler.load_state_dict(copied)
-    if job.scheduler is not None:
-        put_schedule(job.scheduler, boundary["scheduler"])
-    put_step_counts(job.optimizer, boundary["group_steps"])
-    put_progress(job, boundary["progress"])
+    if live.scheduler is not None:
+        put_schedule(live.scheduler, boundary["scheduler"])
+    put_step_counts(live.optimizer, boundary["group_steps"])
+    put_progress(live, boundary["progress"])
     put_random_states(boundary["rng"])
 
 
-def put_progress(job: Job, state: Mapping[str, int]) -> None:
+def put_progress(live: Live, state: Mapping[str, int]) -> None:
     """The inverse of :func:`megatron.moevement.state_digest.progress`."""
     from megatron.training import get_args
 
     args = get_args()
-    job.samples_are_known = True
+    live.samples_are_known = True
     for name, value in state.items():
         if name == "iteration":
-            job.iteration = value
+            live.iteration = value
         else:
             setattr(args, name, value)
 
@@ -126,8 +126,8 @@ def put_random_states(states: Mapping[str, Any]) -> None:
     tracker.set_states(live)
 
 
-def _router_buffers(job: Job) -> list[dict[str, Any]]:
-    return named_tensors(job, "named_buffers", lambda name: ".router." in name)
+def _router_buffers(live: Live) -> list[dict[str, Any]]:
+    return named_tensors(live, "named_buffers", lambda name: ".router." in name)
 
 
 def _put_buffers(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:

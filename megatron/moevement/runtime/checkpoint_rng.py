@@ -13,23 +13,26 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron.moevement.runtime.job import current_job
+from megatron.moevement.runtime.job import Process
 
 
-def states_of_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+def states_of_every_rank(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """``get_rng_state`` that collects the states of all data-parallel ranks where experts are spread over them."""
 
-    @functools.wraps(original)
-    def get_rng_state(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def get_rng_state(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
 
-        megatron_args = get_args()
-        wanted = megatron_args.data_parallel_random_init or megatron_args.expert_model_parallel_size > 1
-        with current_job().rooms.aside() as room:
-            room.put(megatron_args, "data_parallel_random_init", wanted)
-            return original(*args, **kwargs)
+            megatron_args = get_args()
+            wanted = megatron_args.data_parallel_random_init or megatron_args.expert_model_parallel_size > 1
+            with process.job.live.undo.nested() as inner:
+                inner.set(megatron_args, "data_parallel_random_init", wanted)
+                return original(*args, **kwargs)
 
-    return get_rng_state
+        return get_rng_state
+
+    return wrapper
 
 
 def states_of_this_rank(original: Callable[..., Any]) -> Callable[..., Any]:

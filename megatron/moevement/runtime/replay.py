@@ -4,101 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, override
 
-from megatron.moevement.data.loaders import train_batches_from
-from megatron.moevement.optimizer.frozen_step import FrozenStep
+from megatron.moevement.data.batches import train_batches_from
+from megatron.moevement.optimizer.committed import CommittedOptimizer
+from megatron.moevement.optimizer.modes import Replay
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.views import OperatorViews
-from megatron.moevement.pipeline_parallel.communicator import Feeds
-from megatron.moevement.restart import injection
 from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
-from megatron.moevement.runtime.job import Job
-from megatron.moevement.runtime.rooms import Rooms
+from megatron.moevement.runtime.ledger import Ledger
+from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members, progress
 from megatron.moevement.transformer.frozen import FrozenMode
-from moevement_core.boundary_log import Direction
 from moevement_core.injection import Phase
 from moevement_core.operators import EMBEDDING
 from moevement_core.policy.schedule import Saved
-from moevement_core.recovery.feed import Feed
+from moevement_core.recovery.feed import Alone
 from moevement_core.recovery.replay import Trainer
-from moevement_core.replication.transport import Transport
+from moevement_core.restart import injection
 from moevement_core.snapshot.snapshot import Snapshot
-
-
-@dataclass(frozen=True, slots=True)
-class TrainLoop:
-    """What Megatron's ``train`` was called with, and its steps are."""
-
-    forward_step_func: Any
-    config: Any
-    p2p_communicator: Any
-    pg_collection: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbour:
-    """The rank that this one exchanges tensors with on another stage."""
-
-    rank: int
-    stage: int
-
-
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """Of the stage before and the one after; the ends of a pipeline have one, those of a ring both."""
-
-    before: Neighbour | None
-    after: Neighbour | None
-
-
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """A replay by some stages, while the others feed them and wait."""
-
-    neighbours: Neighbours
-    stages: frozenset[int]
-    """Those that replay together with this one."""
-    transport: Transport | None
-
-    def feeds(self) -> Feeds:
-        """From the neighbours that do not replay."""
-        before, after = (
-            Feed(one.rank, direction, self.transport)
-            if one is not None and self.transport is not None and one.stage not in self.stages
-            else None
-            for one, direction in (
-                (self.neighbours.before, Direction.FORWARD),
-                (self.neighbours.after, Direction.BACKWARD),
-            )
-        )
-        return Feeds(before, after)
+from moevement_core.undo import UndoStack
 
 
 class MegatronTrainer(Trainer):
     """One rank's part of a replay; to be used inside :meth:`replaying`.
 
     Args:
-        job: this rank's.
+        live: this rank's.
+        ledger: gets the metric line of every iteration that is replayed.
         views: of its operators.
+        commit: the commit point of its optimizer, whose steps are repeated ones meanwhile.
         shared_from: the first iteration in which a copy of a tied embedding is active on any stage. From then on all
             copies compute gradients, of which the active one's is a sum.
         alone: if other stages keep their state.
     """
 
-    def __init__(self, job: Job, views: OperatorViews, shared_from: int | None, alone: Alone | None = None) -> None:
+    def __init__(
+        self,
+        live: Live,
+        ledger: Ledger,
+        views: OperatorViews,
+        commit: CommittedOptimizer,
+        shared_from: int | None,
+        alone: Alone | None = None,
+    ) -> None:
         from megatron.core.utils import unwrap_model
 
-        assert job.loop is not None, "recovery begins inside Megatron's train()"
-        assert job.model is not None
-        self._job = job
-        self._loop = job.loop
-        self._chunks = job.model
-        self._mode = FrozenMode(unwrap_model(job.model), views.trained)
-        self._step = FrozenStep(job.optimizer, views)
-        self._restore = Restore(job.model, job.optimizer, views)
+        assert live.loop is not None, "recovery begins inside Megatron's train()"
+        assert live.model is not None
+        self._live, self._ledger = live, ledger
+        self._loop = live.loop
+        self._chunks = live.model
+        self._mode = FrozenMode(unwrap_model(live.model), views.trained)
+        self._commit = commit
+        self._step = Replay(live.optimizer, views.trained)
+        self._restore = Restore(live.model, live.optimizer, views)
         self._shared_from = shared_from
         self._alone = alone
         self._batches: Any = None
@@ -112,7 +72,7 @@ class MegatronTrainer(Trainer):
 
     @override
     def put_boundary(self, boundary: Any) -> None:
-        put_boundary_state(self._job, boundary)
+        put_boundary_state(self._live, boundary)
 
     @override
     def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
@@ -138,22 +98,22 @@ class MegatronTrainer(Trainer):
             self._begin_log(iteration)
             losses = self._train_step(iteration, self._batches_from(args.consumed_train_samples))
             self._batches_at = args.consumed_train_samples + samples
-            if self._job.boundary_log is not None:
-                self._job.boundary_log.end()
+            if self._live.boundary_log is not None:
+                self._live.boundary_log.end()
         args.consumed_train_samples += samples
-        self._job.iteration = iteration
+        self._live.iteration = iteration
         return losses
 
     @override
     def sent(self, iteration: int) -> str | None:
-        return None if self._job.boundary_log is None else self._job.boundary_log.digest(iteration)
+        return None if self._live.boundary_log is None else self._live.boundary_log.digest(iteration)
 
     def _begin_log(self, iteration: int) -> None:
         """What is sent is logged again: the log of then may be gone."""
-        if self._job.boundary_log is not None:
-            self._job.boundary_log.begin(iteration)
-        if self._job.feeds is not None:
-            self._job.feeds.begin(iteration)
+        if self._live.boundary_log is not None:
+            self._live.boundary_log.begin(iteration)
+        if self._live.feeds is not None:
+            self._live.feeds.begin(iteration)
 
     def _train_step(self, iteration: int, batches: Any) -> Mapping[str, Any]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -162,11 +122,11 @@ class MegatronTrainer(Trainer):
         loop = self._loop
         schedule = get_forward_backward_func(schedule_pg_collection=loop.pg_collection)
         losses, skipped, *_, grad_norm, _, _ = megatrons_own(training.train_step)(
-            loop.forward_step_func, batches, self._chunks, self._job.optimizer, self._job.scheduler, loop.config,
+            loop.forward_step_func, batches, self._chunks, self._live.optimizer, self._live.scheduler, loop.config,
             schedule, iteration=iteration - 1, pg_collection=loop.pg_collection,
             p2p_communicator=loop.p2p_communicator,
         )  # fmt: skip
-        self._job.replayed_lines[iteration] = line_of(self._job, losses, skipped, grad_norm)
+        self._ledger.replayed(iteration, losses, skipped, grad_norm)
         return dict(losses)
 
     def _batches_from(self, consumed: int) -> Any:
@@ -175,7 +135,7 @@ class MegatronTrainer(Trainer):
 
         if self._batches is None or self._batches_at != consumed:
             opened = [
-                None if one is None else RerunDataIterator(one) for one in train_batches_from(self._job, consumed)
+                None if one is None else RerunDataIterator(one) for one in train_batches_from(self._live, consumed)
             ]
             self._batches = opened if len(self._chunks) > 1 else opened[0]
         return self._batches
@@ -185,61 +145,61 @@ class MegatronTrainer(Trainer):
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Everything that a replay must not touch, or that must not touch it, is put aside and back."""
-        rooms = self._job.rooms
+        undo = self._live.undo
         try:
-            for aside in (
+            for put_aside in (
                 self._own_progress, self._own_schedule, self._own_metrics, self._without_reruns, self._without_overlap,
                 self._training_config, self._without_other_stages,
             ):  # fmt: skip
-                aside(rooms)
-            self._step.install(rooms)
-            rooms.enter(self._mode.end)
+                put_aside(undo)
+            undo.set(self._commit, "mode", self._step)
+            undo.push(self._mode.end)
             self._mode.begin()
             yield
         finally:
-            rooms.close()
+            undo.close()
 
-    def _own_progress(self, rooms: Rooms) -> None:
+    def _own_progress(self, undo: UndoStack) -> None:
         """Where the job stands is known; what evaluations added since is not in a replay."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training import get_args
 
-        args, reruns, before = get_args(), get_rerun_state_machine(), progress(self._job)
+        args, reruns, before = get_args(), get_rerun_state_machine(), progress(self._live)
         iteration = getattr(args, "curr_iteration", None)
         rerun_iteration = reruns.current_iteration
 
         def back() -> None:
-            put_progress(self._job, before)
+            put_progress(self._live, before)
             args.curr_iteration = iteration
             reruns.current_iteration = rerun_iteration
             update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
-        rooms.enter(back)
+        undo.push(back)
 
-    def _own_schedule(self, rooms: Rooms) -> None:
+    def _own_schedule(self, undo: UndoStack) -> None:
         """A replay has the learning rates of then; a job that goes on for longer than it was planned has its own."""
-        scheduler = self._job.scheduler
+        scheduler = self._live.scheduler
         planned = {name: value for name, value in scheduler.state_dict().items() if name != "num_steps"}
-        rooms.enter(lambda: put_schedule(scheduler, planned))
+        undo.push(lambda: put_schedule(scheduler, planned))
 
-    def _own_metrics(self, rooms: Rooms) -> None:
+    def _own_metrics(self, undo: UndoStack) -> None:
         """Losses of the routers, and of tokens predicted ahead, that are gathered for the log."""
         from megatron.core.transformer.moe import moe_logging
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         before = moe_logging.get_moe_metrics_tracker()
-        rooms.enter(lambda: moe_logging.set_moe_metrics_tracker(before))
+        undo.push(lambda: moe_logging.set_moe_metrics_tracker(before))
         moe_logging.set_moe_metrics_tracker(moe_logging.MoEMetricsTracker())
-        rooms.put(MTPLossLoggingHelper, "tracker", {})
+        undo.set(MTPLossLoggingHelper, "tracker", {})
 
-    def _without_reruns(self, rooms: Rooms) -> None:
+    def _without_reruns(self, undo: UndoStack) -> None:
         """Megatron's check for results that do not repeat asks all ranks of the job after every step."""
         from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 
-        rooms.put(get_rerun_state_machine(), "mode", RerunMode.DISABLED)
+        undo.set(get_rerun_state_machine(), "mode", RerunMode.DISABLED)
 
-    def _without_other_stages(self, rooms: Rooms) -> None:
+    def _without_other_stages(self, undo: UndoStack) -> None:
         """Everything that asks other stages, which wait: tensors come from their logs, numbers from the records."""
         if self._alone is None:
             return
@@ -254,15 +214,15 @@ class MegatronTrainer(Trainer):
             if dist.is_initialized() and single in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(single)
 
-        rooms.enter(end_group)
-        rooms.put(get_attr_wrapped_model(self._chunks[0], "pg_collection"), "mp", single)
+        undo.push(end_group)
+        undo.set(get_attr_wrapped_model(self._chunks[0], "pg_collection"), "mp", single)
         for config in (get_args(), self._loop.config):
-            rooms.put(config, "barrier_with_L1_time", False)
-        for member in members(self._job.optimizer):
-            rooms.put(member, "grad_stats_parallel_group", single)
-        rooms.put(self._job, "feeds", self._alone.feeds())
+            undo.set(config, "barrier_with_L1_time", False)
+        for member in members(self._live.optimizer):
+            undo.set(member, "grad_stats_parallel_group", single)
+        undo.set(self._live, "feeds", self._alone.feeds())
 
-    def _without_overlap(self, rooms: Rooms) -> None:
+    def _without_overlap(self, undo: UndoStack) -> None:
         """Overlapped reductions and gathers count the gradients of all parameters, and frozen ones never come."""
         hooked = [chunk for chunk in self._chunks if chunk.remove_forward_pre_hook_handles]
 
@@ -271,18 +231,18 @@ class MegatronTrainer(Trainer):
                 if not chunk.remove_forward_pre_hook_handles:
                     chunk.enable_forward_pre_hook()
 
-        rooms.enter(hook_again)
+        undo.push(hook_again)
         for chunk in hooked:
             chunk.disable_forward_pre_hook(param_sync=False)
         for config in {id(chunk.ddp_config): chunk.ddp_config for chunk in self._chunks}.values():
             for name in ("overlap_grad_reduce", "overlap_param_gather", "align_param_gather"):
-                rooms.put(config, name, False)
+                undo.set(config, name, False)
 
-    def _training_config(self, rooms: Rooms) -> None:
+    def _training_config(self, undo: UndoStack) -> None:
         """What ``train`` puts into the model's configuration before its first step, without what overlaps."""
         from megatron.core.distributed import finalize_model_grads
 
-        config, optimizer = self._loop.config, self._job.optimizer
+        config, optimizer = self._loop.config, self._live.optimizer
         finalize = config.finalize_model_grads_func or finalize_model_grads
 
         def finalize_as_ever(*args: Any, **kwargs: Any) -> Any:
@@ -300,21 +260,7 @@ class MegatronTrainer(Trainer):
             "grad_sync_func": None,
             "param_sync_func": None,
         }.items():
-            rooms.put(config, name, value)
-
-
-def line_of(job: Job, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> dict[str, Any]:
-    """What metrics say of an iteration right after it, as Megatron's trainer logs it."""
-    from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-
-    optimizer = job.optimizer
-    return {
-        "losses": dict(losses),
-        "grad_norm": grad_norm,
-        "learning_rate": get_canonical_lr_for_logging(optimizer.param_groups),
-        "loss_scale": optimizer.get_loss_scale().item(),
-        "skipped": bool(skipped),
-    }
+            undo.set(config, name, value)
 
 
 def megatrons_own(function: Any) -> Any:

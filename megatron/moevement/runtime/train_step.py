@@ -10,8 +10,46 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.restart import injection
-from megatron.moevement.runtime.job import Job, current_job
+from megatron.moevement.restart import places
+from megatron.moevement.runtime.job import Job, Process
+
+
+def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``train_step`` between the beginning and the end of an iteration."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            job = process.job
+            if job.session is None:
+                return original(*args, **kwargs)
+            live = job.live
+            # Megatron's own count: it moves over iterations that are left out, too.
+            bound = signature.bind(*args, **kwargs)
+            given = bound.arguments.get("iteration")
+            bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
+            bound.arguments["forward_step_func"] = places.forward_and_backward(bound.arguments["forward_step_func"])
+            committed = live.iteration = live.iteration if given is None else int(given)
+            job.session.begin_iteration(committed)
+            began = time.perf_counter()
+            if live.boundary_log is not None:
+                live.boundary_log.begin(committed + 1)
+            result = original(*bound.args, **bound.kwargs)
+            losses, skipped, grad_norm = result[0], result[1], result[5]
+            outcome = {
+                "skipped": bool(skipped),
+                "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
+                # Tensors stay where they are until the record is copied: to ask for numbers would wait for the device.
+                "losses": {name: torch.as_tensor(value).detach() for name, value in losses.items()},
+            }
+            job.session.end_iteration(committed + 1, time.perf_counter() - began, outcome)
+            return result
+
+        return train_step
+
+    return wrapper
 
 
 def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,40 +57,7 @@ def _keeping_losses(job: Job, schedule: Callable[..., Any]) -> Callable[..., Any
 
     def forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         result = schedule(*args, **kwargs)
-        job.micro_batch_losses = (job.iteration + 1, result)
+        job.ledger.micro_batch_losses = (job.live.iteration + 1, result)
         return result
 
     return forward_backward_func
-
-
-def snapshot_every_iteration(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``train_step`` between the beginning and the end of an iteration."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        job = current_job()
-        if job.sparse is None:
-            return original(*args, **kwargs)
-        # Megatron's own count: it moves over iterations that are left out, too.
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments.get("iteration")
-        bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
-        bound.arguments["forward_step_func"] = injection.forward_and_backward(bound.arguments["forward_step_func"])
-        committed = job.iteration = job.iteration if given is None else int(given)
-        job.sparse.begin_iteration(committed)
-        began = time.perf_counter()
-        if job.boundary_log is not None:
-            job.boundary_log.begin(committed + 1)
-        result = original(*bound.args, **bound.kwargs)
-        losses, skipped, grad_norm = result[0], result[1], result[5]
-        outcome = {
-            "skipped": bool(skipped),
-            "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
-            # Tensors stay where they are until the record is copied: to ask for numbers would wait for the device.
-            "losses": {name: torch.as_tensor(value).detach() for name, value in losses.items()},
-        }
-        job.sparse.end_iteration(committed + 1, time.perf_counter() - began, outcome)
-        return result
-
-    return train_step

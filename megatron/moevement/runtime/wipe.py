@@ -9,14 +9,14 @@ import numpy as np
 import torch
 
 from megatron.moevement.optimizer.views import OperatorViews
-from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members, named_tensors
 
 
 @torch.no_grad()
-def wipe(job: Job, views: OperatorViews) -> None:
+def wipe(live: Live, views: OperatorViews) -> None:
     """Overwrite all model and optimizer memory of this rank with NaN, and everything else that training moves."""
-    for chunk in job.model or []:
+    for chunk in live.model or []:
         for parameter in chunk.parameters():
             _spoil(parameter.data)
             if getattr(parameter, "main_grad", None) is not None:
@@ -24,7 +24,7 @@ def wipe(job: Job, views: OperatorViews) -> None:
     for trained in (one for its in views.trained.values() for one in its):
         if trained.master is not None:
             _spoil(trained.master.data)
-    for member in members(job.optimizer):
+    for member in members(live.optimizer):
         inner = getattr(member, "optimizer", None)
         if inner is None:
             continue
@@ -39,10 +39,10 @@ def wipe(job: Job, views: OperatorViews) -> None:
         if hasattr(getattr(member, "grad_scaler", None), "_growth_tracker"):
             member.grad_scaler._scale = torch.full_like(member.grad_scaler._scale, float("nan"))
             member.grad_scaler._growth_tracker = member.grad_scaler._hysteresis_tracker = -1
-    for buffers in named_tensors(job, "named_buffers", lambda name: ".router." in name):
+    for buffers in named_tensors(live, "named_buffers", lambda name: ".router." in name):
         for tensor in buffers.values():
             _spoil(tensor)
-    job.scheduler.num_steps = -1
+    live.scheduler.num_steps = -1
     _move_generators()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.patches import replace_on
 from moevement_core.operators import OperatorTable, expert_name
 from moevement_core.policy.popularity import Ordering
 
@@ -39,7 +40,7 @@ class RouterCounts:
                 experts = int(chunk.config.num_moe_experts)
                 self._places += [table.index_of[expert_name(number, expert)] for expert in range(experts)]
                 self._sums.append(torch.zeros(experts, dtype=torch.float64, device=router.weight.device))
-                router.routing = self._counting(router.routing, router, self._sums[-1])
+                replace_on(router, "routing", functools.partial(self._counting, router=router, sums=self._sums[-1]))
 
     def _counting(self, routing: Callable[..., Any], router: Any, sums: torch.Tensor) -> Callable[..., Any]:
         @functools.wraps(routing)

@@ -1,0 +1,304 @@
+"""Megatron's trainer as fault tolerance sees it: the first of the two bindings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any, override
+
+import torch.distributed as dist
+
+from megatron.moevement.operators import OperatorId
+from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported, norm_spans_job
+from megatron.moevement.optimizer.views import OperatorViews, operator_views, operators_of
+from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
+from megatron.moevement.restart import leftovers, places
+from megatron.moevement.restart.groups import Groups, move_to_groups
+from megatron.moevement.restart.origin import newest_saved
+from megatron.moevement.runtime.boundary import (
+    advanced,
+    boundary_after,
+    boundary_copy,
+    boundary_state,
+    put_boundary_state,
+    put_progress,
+)
+from megatron.moevement.runtime.ledger import Ledger
+from megatron.moevement.runtime.live import Live
+from megatron.moevement.runtime.replay import MegatronTrainer
+from megatron.moevement.runtime.replicas import replica_digests
+from megatron.moevement.runtime.settings import settings_of
+from megatron.moevement.runtime.wipe import wipe
+from megatron.moevement.transformer.popularity import RouterCounts
+from moevement_core.boundary_log import BoundaryLog
+from moevement_core.engine.layout import OperatorState
+from moevement_core.operators import Operator, OperatorTable
+from moevement_core.policy.popularity import Ordering
+from moevement_core.recovery.feed import Alone
+from moevement_core.recovery.replay import Trainer
+from moevement_core.run_record import RunRecord
+from moevement_core.session.binding import Binding, Counts, Place, Replicas
+from moevement_core.session.commit import Vote
+
+
+class MegatronBinding(Binding):
+    """Of one rank.
+
+    Args:
+        live: Megatron's objects.
+        ledger: what metrics say.
+    """
+
+    def __init__(self, live: Live, ledger: Ledger) -> None:
+        self.live, self.ledger = live, ledger
+        self.on_step: Callable[[], Any] = lambda: None
+        """What an optimizer step is in training; the session's."""
+        self.on_build: Callable[[Any], bool] = lambda shared: False
+        """How a replacement builds model and optimizer, given :attr:`parameter_keys`."""
+        self.on_resume: Callable[[int], None] = lambda until: None
+        """Called when it is known where training goes on, before data is opened."""
+        self.on_back: Callable[[int, Mapping[str, Any], bool], None] = lambda until, outcome, is_between: None
+        """Called when state is that of the iteration, inside the training loop."""
+        self.parameter_keys: list[Any] = []
+        """What ranks told each other of their parameters when the optimizer was built."""
+        self.groups: list[Groups] = []
+        """The process groups that live objects refer to; of several generations only while they are replaced."""
+        self.groups_now: Groups | None = None
+        """Those of this generation, before anything was built on them."""
+        self.job_name = ""
+        self._plan: int | None = None
+        self._commit: CommittedOptimizer | None = None
+
+    # The rank and its state
+
+    @property
+    def iteration(self) -> int:  # type: ignore[override]
+        """The last committed iteration."""
+        return self.live.iteration
+
+    @property
+    def record(self) -> RunRecord | None:  # type: ignore[override]
+        """Where this rank records events."""
+        return self.live.record
+
+    @property
+    def boundary_log(self) -> BoundaryLog | None:
+        """What this rank sends to other stages."""
+        return self.live.boundary_log
+
+    @boundary_log.setter
+    def boundary_log(self, log: BoundaryLog | None) -> None:
+        self.live.boundary_log = log
+
+    @cached_property
+    def views(self) -> OperatorViews:
+        """The live state of every operator; made when the optimizer's tensors are those that training will use."""
+        check_supported(self.live.optimizer)
+        return operator_views(self._chunks(), self.live.optimizer)
+
+    def _chunks(self) -> list[Any]:
+        from megatron.core.utils import unwrap_model
+
+        return list(unwrap_model(self.live.model or []))
+
+    @override
+    def place(self) -> Place:
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        args = get_args()
+        pipeline = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+        spans = args.clip_grad > 0.0 and norm_spans_job(self.live.optimizer, dist.get_world_size())
+        return Place(
+            stage=parallel_state.get_pipeline_model_parallel_rank(),
+            replica=min(dist.get_process_group_ranks(parallel_state.get_model_parallel_group())),
+            same_state=min(
+                dist.get_process_group_ranks(parallel_state.get_data_parallel_group(with_context_parallel=True))
+            ),
+            pipeline=tuple(pipeline),
+            is_ring=(args.virtual_pipeline_model_parallel_size or 1) > 1,
+            embedding_ranks=_embedding_ranks(),
+            step_spans_job=spans,
+        )
+
+    @override
+    def operators(self) -> Sequence[Operator]:
+        return operators_of(self.views.states)
+
+    @override
+    def states(self) -> Mapping[str, OperatorState]:
+        states: dict[OperatorId, OperatorState] = self.views.states
+        return {operator.name: state for operator, state in states.items()}
+
+    @override
+    def boundary(self) -> dict[str, Any]:
+        return boundary_state(self.live)
+
+    @override
+    def boundary_copy(self) -> dict[str, Any]:
+        return boundary_copy(self.live)
+
+    @override
+    def common(self, boundary: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: boundary[name] for name in ("progress", "loss_scalers")}
+
+    @override
+    def put_boundary(self, boundary: Mapping[str, Any]) -> None:
+        put_boundary_state(self.live, boundary)
+
+    @override
+    def put_progress(self, progress: Mapping[str, int]) -> None:
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+        from megatron.training import get_args
+
+        args = get_args()
+        put_progress(self.live, progress)
+        args.iteration = progress["iteration"]
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+    @override
+    def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
+        return RouterCounts(self._chunks(), table, ordering)
+
+    @property
+    @override
+    def sent_bytes(self) -> int:
+        from megatron.core import parallel_state
+        from megatron.training import get_args
+
+        return bytes_sent_per_iteration(get_args(), parallel_state.get_pipeline_model_parallel_rank())
+
+    # An iteration
+
+    @override
+    def commit_point(self, vote: Vote) -> CommittedOptimizer:
+        commit = CommittedOptimizer(
+            self.live.optimizer, lambda: boundary_after(self.live), advanced, vote, lambda: self.on_step()
+        )  # fmt: skip
+        self._commit = commit
+        places.watch(self.live)
+        return commit
+
+    @override
+    def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
+        """Megatron exits as if ``--exit-interval`` had come: with a save where there is a place, and exit code 0."""
+        from megatron.training import get_args
+
+        args = get_args()
+        if is_winding_down and self._plan is None:
+            self._plan = args.exit_interval or 0
+            args.exit_interval = committed + 1
+        elif not is_winding_down and self._plan is not None:
+            args.exit_interval, self._plan = self._plan or None, None
+
+    # After a failure
+
+    @override
+    def shared(self) -> list[Any]:
+        return self.parameter_keys
+
+    @override
+    def books(self) -> float:
+        from megatron.training import get_args
+
+        return float(get_args().num_floating_point_operations_so_far)
+
+    @override
+    def regroup(self) -> None:
+        # A further failure may have come while references were being replaced; then there are some to each.
+        assert self.groups_now is not None
+        self.groups.append(self.groups_now)
+        for old in self.groups[:-1]:
+            move_to_groups(old, self.groups_now)
+        self.groups = [self.groups_now]
+
+    @override
+    def build(self, shared: Any) -> bool:
+        is_as_at_start = self.on_build(shared)
+        assert self.groups_now is not None
+        self.groups = [self.groups_now]
+        return is_as_at_start
+
+    @override
+    def clear_gradients(self) -> None:
+        leftovers.clear_gradients(self.live)
+
+    @override
+    def resume(self, until: int, books: float) -> None:
+        from megatron.training import get_args
+
+        get_args().num_floating_point_operations_so_far = books
+        self.on_resume(until)
+
+    @override
+    def gradients_left(self) -> list[str]:
+        return leftovers.gradients(self.live)
+
+    @override
+    def replicas(self) -> list[Replicas]:
+        return replica_digests(self.live)
+
+    @override
+    def stages_are_tied_by(self) -> str | None:
+        from megatron.training import get_args
+
+        if get_args().calculate_per_token_loss:
+            return "--calculate-per-token-loss needs the token count of the last stage"
+        return None
+
+    @override
+    def iterations_left_out(self) -> Collection[int]:
+        from megatron.training import get_args
+
+        return list(get_args().iterations_to_skip)
+
+    @override
+    def replaying(self, shared_from: int | None, alone: Alone | None) -> AbstractContextManager[Trainer]:
+        return self._replaying(shared_from, alone)
+
+    @contextmanager
+    def _replaying(self, shared_from: int | None, alone: Alone | None) -> Iterator[Trainer]:
+        assert self._commit is not None
+        trainer = MegatronTrainer(self.live, self.ledger, self.views, self._commit, shared_from, alone)
+        with trainer.replaying():
+            yield trainer
+
+    @override
+    def back(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
+        self.on_back(until, outcome, is_between)
+
+    # Windows on disk
+
+    @override
+    def settings(self) -> dict[str, Any]:
+        from megatron.training import get_args
+
+        return settings_of(get_args())
+
+    @override
+    def newest_checkpoint(self) -> int | None:
+        from megatron.training import get_args
+
+        return newest_saved(get_args().save, self.job_name)
+
+    # Drills
+
+    @override
+    def wipe(self) -> None:
+        wipe(self.live, self.views)
+
+
+def _embedding_ranks() -> tuple[int, ...]:
+    """As Megatron finds them when it finalizes gradients: embeddings are copied where output layers are tied to them,
+    and where tokens are predicted ahead.
+    """
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    args = get_args()
+    groups = [parallel_state.get_position_embedding_group(check_initialized=False)]
+    if not args.untie_embeddings_and_output_weights or args.mtp_num_layers:
+        groups.append(parallel_state.get_embedding_group(check_initialized=False))
+    ranks = {rank for group in groups if group is not None for rank in dist.get_process_group_ranks(group)}
+    return tuple(sorted(ranks)) if len(ranks) > 1 else ()

@@ -1,0 +1,218 @@
+"""Megatron's chained optimizer with a commit point: one replacement of its step, with three modes.
+
+Megatron's chained step mixes reductions, updates and gathers. Here every reduction comes first and may be interrupted,
+and what came of it is brought to the host: a wait for a device on which a reduction is still under way is one for other
+ranks. Then, in a section that no restart interrupts and that waits for nobody, gradients are clipped, every member
+steps, compute weights are copied, and the mark is set; then parameters are gathered, which may be interrupted and done
+again. See :mod:`moevement_core.session.commit`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+
+from megatron.moevement.optimizer.modes import Follow, Train
+from megatron.moevement.optimizer.outcome import Reduced, outcome_of, step_counts
+from megatron.moevement.patches import replace_on
+from megatron.moevement.state_digest import loss_scaler, members
+from moevement_core.errors import ConfigError
+from moevement_core.injection import Phase
+from moevement_core.restart import injection
+from moevement_core.restart.generation import atomic
+from moevement_core.session.commit import Commit, Mark, Vote
+
+REDUCTIONS = ("prepare_grads", "get_grad_norm", "_compute_grad_norms_by_group")
+UNSCALE = "_unscale_main_grads_and_check_for_nan"
+
+
+def check_supported(optimizer: Any) -> None:
+    """Refuse an optimizer whose step cannot be made again for some operators alone.
+
+    Raises:
+        ConfigError: it is not Megatron's chain of optimizers around Adam.
+    """
+    if not all(hasattr(optimizer, name) for name in (*REDUCTIONS[:2], "chained_optimizers")):
+        raise ConfigError(
+            f"--moevement-sparse-ckpt with an optimizer of type {type(optimizer).__name__}: a replay needs Megatron's "
+            "ChainedOptimizer; use --optimizer adam"
+        )
+
+
+class CommittedOptimizer(Commit):
+    """Surrounds the step of one optimizer, from now on.
+
+    Args:
+        optimizer: Megatron's ``ChainedOptimizer``.
+        boundary: gives the boundary state after the iteration that is under way, as copies; what the step itself moves
+            (loss scalers, step counts, the schedule) as it was before.
+        advance: gives the schedule's state from it, where the update was made.
+        vote: returns when every rank of the job has come here, if no reduction of the step has made sure of that.
+        step: what the trainer's ``optimizer.step()`` is to be in training; it calls :meth:`step`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        boundary: Callable[[], Mapping[str, Any]],
+        advance: Callable[[Any], Any],
+        vote: Vote,
+        step: Callable[[], Any],
+    ) -> None:
+        super().__init__()
+        self._optimizer, self._boundary, self._advance, self._vote = optimizer, boundary, advance, vote
+        self._step = type(optimizer).step.__get__(optimizer)
+        self.mode = Train(optimizer)
+        """How reductions are answered; a replay sets another one for a while."""
+        self._prepared: Mapping[str, Any] = {}
+        self._reduced = Reduced()
+        self._section: ExitStack | None = None
+        clips = any(member.config.clip_grad > 0.0 for member in members(optimizer) if hasattr(member, "config"))
+        for member in members(optimizer):
+            if hasattr(member, "config"):  # a barrier of the timers would wait for others inside the update
+                member.config.barrier_with_L1_time = False
+        self._replace(step, last=REDUCTIONS[2] if clips else REDUCTIONS[1])
+
+    def _replace(self, step: Callable[[], Any], last: str) -> None:
+        """Put this in front of the optimizer's step and its reductions."""
+
+        def in_mode(original: Callable[[], Any]) -> Callable[[], Any]:
+            @functools.wraps(original)
+            def step_in_mode() -> Any:
+                return step() if type(self.mode) is Train else original()
+
+            return step_in_mode
+
+        replace_on(self._optimizer, "step", in_mode)
+        for name in REDUCTIONS:
+            replace_on(self._optimizer, name, functools.partial(self._around, name=name, is_last=name == last))
+        for number, member in enumerate(members(self._optimizer)):
+            if hasattr(type(member), UNSCALE):  # an optimizer of FP32 weights has no scale
+                replace_on(member, UNSCALE, functools.partial(self._verdict, number=number))
+
+    def _around(self, original: Callable[[], Any], name: str, *, is_last: bool) -> Callable[[], Any]:
+        """A reduction of the step, answered as the mode says; after the last one the update begins."""
+
+        @functools.wraps(original)
+        def reduction() -> Any:
+            result = getattr(self.mode, name)(original)
+            self._reduced.take(name, result, self._optimizer)
+            if is_last and self._section is not None:
+                injection.at(Phase.COMMIT)
+                if type(self.mode) is Train:
+                    self._vote()
+                self._section.enter_context(atomic())
+                self.torn = True
+                injection.at(Phase.STEP)
+            return result
+
+        return reduction
+
+    def _verdict(self, original: Callable[[], bool], number: int) -> Callable[[], bool]:
+        return functools.wraps(original)(lambda: self.mode.verdict(original, number))
+
+    # A step in training
+
+    @override
+    def step(self, iteration: int) -> Any:
+        # Random states and router buffers are final now; of the rest it is known what the step makes of them.
+        self._prepared = self._boundary()
+        try:
+            with ExitStack() as self._section, self._gathers_deferred():
+                result = self._step()
+                self._set_mark(iteration, result)
+        finally:
+            self._section = None
+        injection.at(Phase.GATHER, iteration)
+        if result[0]:
+            self.gather()
+        return result
+
+    def _set_mark(self, iteration: int, result: Any) -> None:
+        outcome = outcome_of(result, self._reduced)
+        moved = {"loss_scalers": self._scalers(), "group_steps": step_counts(self._optimizer)}
+        if result[0]:
+            moved["scheduler"] = self._advance(self._prepared)
+        self.mark = Mark(iteration, {**self._prepared, **moved}, outcome)
+        self.torn = False
+
+    def _scalers(self) -> list[Any]:
+        return [_copied(loss_scaler(member)) for member in members(self._optimizer)]
+
+    def _gathering(self) -> list[Any]:
+        return [one for one in members(self._optimizer) if hasattr(one, "start_param_sync_for_bucket_group_subset")]
+
+    @contextmanager
+    def _gathers_deferred(self) -> Iterator[None]:
+        self._defer_gathers(True)
+        try:
+            yield
+        finally:
+            self._defer_gathers(False)
+
+    def _defer_gathers(self, is_deferred: bool) -> None:
+        for member in self._gathering():
+            member._defer_param_sync = is_deferred
+
+    @override
+    def gather(self, *, now: bool = False) -> None:
+        for member in self._gathering():
+            if not member.ddp_config.overlap_param_gather:
+                member.start_param_sync_for_bucket_group_subset()
+            elif now:
+                for chunk in member.model_chunks:
+                    chunk.start_param_sync(force_sync=True)
+
+    # After a failure
+
+    @override
+    def interrupted(self) -> None:
+        """With its section left open the steps of a replay would wait for every rank and never let a restart in; with
+        gathers still deferred they would train on weights that nobody gathers.
+        """
+        self._section = None
+        self.mode = Train(self._optimizer)
+        self._defer_gathers(False)
+
+    @override
+    def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
+        """Parameters are not gathered yet."""
+        for member, state in zip(members(self._optimizer), common["loss_scalers"], strict=True):
+            if state:
+                member.grad_scaler.load_state_dict(_copied(state))
+        with self.in_mode(Follow(self._optimizer, outcome)):
+            try:
+                with ExitStack() as self._section, self._gathers_deferred():
+                    self._set_mark(iteration, self._step())
+            finally:
+                self._section = None
+
+    @contextmanager
+    def in_mode(self, mode: Train) -> Iterator[None]:
+        """A context in which reductions are answered by ``mode``, and steps are Megatron's own."""
+        self.mode = mode
+        try:
+            yield
+        finally:
+            self.mode = Train(self._optimizer)
+
+
+def norm_spans_job(optimizer: Any, world: int) -> bool:
+    """Whether every rank of the job contributes to every norm of a step, so that who has one knows that all have come.
+
+    Not without the distributed optimizer, where a norm is that of a model replica; nor with several instances of it,
+    where it is that of an instance.
+    """
+    groups = [member.get_grad_stats_parallel_group() for member in members(optimizer)]
+    return bool(groups) and all(group is None or dist.get_world_size(group) == world for group in groups)
+
+
+def _copied(state: Any) -> Any:
+    if not state:
+        return state
+    return {name: value.clone() if torch.is_tensor(value) else value for name, value in state.items()}

@@ -1,0 +1,118 @@
+"""How the reductions of Megatron's chained step are answered: by reducing, in training; from records, otherwise.
+
+In a **replay** the update is the one that was made the first time, for active operators alone. Frozen operators have
+no gradient (not a zero one, with which momentum and weight decay would still move the weights), so Adam passes them
+over. What the first time was worked out from all gradients is taken from the record: whether there was an overflow,
+and the norms that gradients were clipped by.
+
+A rank that **follows** had finished every reduction of a step that others have made; it takes what came of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, override
+
+from megatron.moevement.optimizer.norms import as_clipped_by
+from megatron.moevement.optimizer.outcome import Outcome
+from megatron.moevement.optimizer.views import Trained
+from megatron.moevement.state_digest import members
+
+
+class Train:
+    """Reductions are Megatron's own.
+
+    Args:
+        optimizer: Megatron's ``ChainedOptimizer``.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def prepare_grads(self, original: Callable[[], bool]) -> bool:
+        """Whether gradients overflowed."""
+        return original()
+
+    def get_grad_norm(self, original: Callable[[], Any]) -> Any:
+        """The norm of all gradients."""
+        return original()
+
+    def _compute_grad_norms_by_group(self, original: Callable[[], Any]) -> Any:
+        """The norms of groups of parameters."""
+        return original()
+
+    def verdict(self, original: Callable[[], bool], number: int) -> bool:
+        """Whether gradients of the chained optimizer ``number`` overflowed, when they have been unscaled."""
+        return original()
+
+    def _norms_by_group(self, outcome: Outcome) -> Any:
+        norms = outcome["clip_norms_by_group"]
+        self._optimizer.grad_norms_by_group = {name: as_clipped_by(norm) for name, norm in norms.items()}
+        return self._optimizer.grad_norms_by_group
+
+
+class Follow(Train):
+    """Reductions were finished; the rank that follows has their results from another one.
+
+    Args:
+        optimizer: Megatron's ``ChainedOptimizer``.
+        outcome: of the step, on a rank of the same model replica.
+    """
+
+    def __init__(self, optimizer: Any, outcome: Outcome) -> None:
+        super().__init__(optimizer)
+        self._outcome = outcome
+
+    @override
+    def prepare_grads(self, original: Callable[[], bool]) -> bool:
+        for member, found in zip(members(self._optimizer), self._outcome["found_inf"], strict=True):
+            if found is not None:
+                member.found_inf.fill_(float(found))
+        return bool(self._outcome["overflow"])
+
+    @override
+    def get_grad_norm(self, original: Callable[[], Any]) -> Any:
+        return as_clipped_by(self._outcome["clip_norm"])
+
+    def _compute_grad_norms_by_group(self, original: Callable[[], Any]) -> Any:
+        return self._norms_by_group(self._outcome)
+
+
+class Replay(Train):
+    """Active operators are updated as they were the first time.
+
+    Args:
+        optimizer: Megatron's ``ChainedOptimizer``.
+        trained: the parameters of each operator, by its name.
+    """
+
+    def __init__(self, optimizer: Any, trained: Mapping[str, Sequence[Trained]]) -> None:
+        super().__init__(optimizer)
+        self._trained = trained
+        self.frozen: frozenset[str] = frozenset()
+        """Operators that are passed over."""
+        self.outcome: Outcome | None = None
+        """Of the first time; None: it is worked out again."""
+
+    @override
+    def prepare_grads(self, original: Callable[[], bool]) -> bool:
+        found = bool(original())
+        for name in self.frozen:
+            for trained in self._trained.get(name, ()):
+                if trained.master is not None:
+                    trained.master.grad = None
+                trained.parameter.grad = None
+        # An overflow in the gradient of a frozen operator is not seen again.
+        return found if self.outcome is None else bool(self.outcome["overflow"])
+
+    @override
+    def get_grad_norm(self, original: Callable[[], Any]) -> Any:
+        return original() if self.outcome is None else as_clipped_by(self.outcome["clip_norm"])
+
+    def _compute_grad_norms_by_group(self, original: Callable[[], Any]) -> Any:
+        return original() if self.outcome is None else self._norms_by_group(self.outcome)
+
+    @override
+    def verdict(self, original: Callable[[], bool], number: int) -> bool:
+        found = original()  # it unscales; the overflow may have been seen elsewhere only
+        return found if self.outcome is None else bool(self.outcome["found_inf"][number])

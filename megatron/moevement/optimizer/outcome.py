@@ -1,0 +1,77 @@
+"""What came of the reductions of a step: what a replay, or a rank that follows, takes from a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.moevement.optimizer.norms import Norm, all_recorded, recorded
+from megatron.moevement.state_digest import members
+
+Outcome = Mapping[str, Any]
+"""What :func:`outcome_of` gave."""
+
+
+@dataclass
+class Reduced:
+    """On the host: taken when each reduction is over, because to ask for it later would wait for the device inside the
+    update, where nothing may wait.
+    """
+
+    found_inf: Sequence[bool | None] = ()
+    """Of each chained optimizer: it moves its own loss scale by it."""
+    clip_norm: Norm = None
+    """As the clipping had it: what the trainer prints was rounded on the way between stages."""
+    clip_norms_by_group: Mapping[str, Norm] = field(default_factory=dict)
+
+    def take(self, name: str, result: Any, optimizer: Any) -> None:
+        """The reduction ``name`` of ``optimizer`` has given ``result``; waits for the device."""
+        match name:
+            case "prepare_grads":
+                self.found_inf = [
+                    bool(member.found_inf.item()) if getattr(member, "grad_scaler", None) is not None else None
+                    for member in members(optimizer)
+                ]
+                self.clip_norm, self.clip_norms_by_group = None, {}
+            case "get_grad_norm":
+                self.clip_norm = recorded(result)
+            case _:
+                self.clip_norms_by_group = all_recorded(result)
+
+
+def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
+    """What a replay needs to know of a step; waits for nothing.
+
+    Args:
+        result: what Megatron's ``optimizer.step()`` returned.
+        reduced: what came of its reductions.
+    """
+    successful, norm, _ = result
+    return {
+        "overflow": not successful and norm is None,
+        "found_inf": list(reduced.found_inf),
+        "clip_norm": reduced.clip_norm,
+        "clip_norms_by_group": dict(reduced.clip_norms_by_group),
+    }
+
+
+def step_counts(optimizer: Any) -> list[list[Any]]:
+    """Steps as Apex's and Transformer Engine's Adam count them: one for each parameter group, all parameters together.
+
+    Torch's Adam counts for each parameter, in its state; there the groups have none.
+    """
+    return [
+        [group.get("step") for group in member.optimizer.param_groups]
+        for member in members(optimizer)
+        if getattr(member, "optimizer", None) is not None
+    ]
+
+
+def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
+    """The inverse of :func:`step_counts`. From there on every step counts once, whatever is frozen."""
+    inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
+    for one, of_groups in zip(inner, counts, strict=True):
+        for group, count in zip(one.param_groups, of_groups, strict=True):
+            if count is not None:
+                group["step"] = count

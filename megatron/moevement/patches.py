@@ -1,0 +1,135 @@
+"""The registry of replaced names: every name of Megatron, torch or an instance of theirs that this package replaces.
+
+Three kinds, each with its reason: for the life of the process (:func:`replace`, :func:`wrap`; most of them are listed
+in :mod:`megatron.moevement.activate`), on one object (:func:`replace_on`), and for a while
+(:func:`replace_for_a_while`). The last two are declared here, in :data:`DECLARED`. ``tests/unit/test_activate.py`` pins
+the signature of every one, so a Megatron that changes one fails there, by name; a name that is not there fails at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.undo import UndoStack
+
+
+class PatchError(Exception):
+    """A name that is to be replaced is not declared, or does not exist in the installed version."""
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """One attribute of another package that this process has replaced."""
+
+    owner: str
+    name: str
+    reason: str
+    original: Any
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A name that is replaced on an object, or for a while."""
+
+    owner: str
+    """``module`` or ``module:Class``; of the class that has the method."""
+    name: str
+    reason: str
+
+
+_CHAINED = "megatron.core.optimizer.optimizer:ChainedOptimizer"
+_MIXED = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer"
+_RANKS_ALONE = "a rank that is new in a running job builds itself alone: others do not build theirs"
+DECLARED = (
+    Declared(_CHAINED, "step", "the copy of a snapshot must be over, and a failure leave the step whole or undone"),
+    Declared(_CHAINED, "prepare_grads", "the first reduction of a step; recorded, replayed, or followed"),
+    Declared(_CHAINED, "get_grad_norm", "the last reduction of a step; recorded, replayed, or followed"),
+    Declared(_CHAINED, "_compute_grad_norms_by_group", "likewise, where gradients are clipped by group"),
+    Declared(
+        _MIXED, "_unscale_main_grads_and_check_for_nan", "in a replay the recorded verdict counts, seen elsewhere maybe"
+    ),
+    Declared("megatron.core.transformer.moe.router:TopKRouter", "routing", "tokens are counted where they are routed"),
+    Declared("torch.distributed", "all_reduce", _RANKS_ALONE),
+    Declared("torch.distributed", "broadcast", _RANKS_ALONE),
+    Declared("torch.distributed", "barrier", _RANKS_ALONE),
+    Declared("torch.distributed", "all_gather_object", "ranks tell each other the keys of parameters once"),
+    Declared(
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "register_grad_ready",
+        "a drill interrupts a rank that counts its gradients",
+    ),
+    *(
+        Declared(owner, "_copy_model_grads_to_main_grads", "a drill interrupts a rank that has its copy of the gradients")
+        for owner in (
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+            "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
+        )
+    ),
+    Declared(
+        "megatron.core.tensor_parallel.random", "_set_cuda_rng_state",
+        "a drill interrupts a rank on its way out of another random state",
+    ),
+)  # fmt: skip
+
+_replaced: dict[tuple[str, str], Replaced] = {}
+
+
+def replace(owner: Any, name: str, new: Any, reason: str) -> None:
+    """Set ``owner.name = new``, remembering the original; a name that is replaced already stays as it is."""
+    key = (_path(owner), name)
+    if key in _replaced:
+        return
+    _replaced[key] = Replaced(key[0], name, reason, getattr(owner, name, None))
+    setattr(owner, name, new)
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], reason: str) -> None:
+    """Like :func:`replace`, with the new value made from the original one; the original must exist."""
+    if (_path(owner), name) not in _replaced:
+        replace(owner, name, wrapper(getattr(owner, name)), reason)
+
+
+def replace_on(instance: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a method of one object, for its life, with what ``wrapper`` makes of the one it has now.
+
+    Raises:
+        PatchError: the name is not declared, or the object does not have it.
+    """
+    _check(instance, name, [declared for declared in DECLARED if ":" in declared.owner])
+    vars(instance)[name] = wrapper(getattr(instance, name))
+
+
+def replace_for_a_while(undo: UndoStack, module: Any, name: str, new: Any) -> None:
+    """Replace a name of a module until ``undo`` is closed.
+
+    Raises:
+        PatchError: the name is not declared, or the module does not have it.
+    """
+    _check(module, name, [declared for declared in DECLARED if declared.owner == module.__name__])
+    undo.set(module, name, new)
+
+
+def _check(owner: Any, name: str, among: list[Declared]) -> None:
+    if all(declared.name != name for declared in among):
+        raise PatchError(f"{name} of {_describe(owner)} is replaced and not declared in megatron/moevement/patches.py")
+    if not hasattr(owner, name):
+        raise PatchError(
+            f"{_describe(owner)} has no {name}, which megatron/moevement/patches.py declares; this version of Megatron "
+            "or torch has renamed it"
+        )
+
+
+def replaced() -> list[Replaced]:
+    """All names replaced for the life of the process so far, in order."""
+    return list(_replaced.values())
+
+
+def _describe(owner: Any) -> str:
+    return str(getattr(owner, "__name__", None) or type(owner).__qualname__)
+
+
+def _path(owner: Any) -> str:
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}"
+    return str(owner.__name__)

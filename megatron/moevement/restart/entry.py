@@ -1,0 +1,253 @@
+"""Where Megatron's trainer is entered: a job is set up from its start, or taken up after a failure.
+
+Megatron sets up model and optimizer before it opens data, and there ranks meet; what was lost is replayed inside its
+training loop, before the first iteration (:mod:`moevement_core.session.rejoin`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.moevement.arguments import RunConfig
+from megatron.moevement.restart import leftovers, origin
+from megatron.moevement.restart.alone import building_alone, sharing_parameter_keys
+from megatron.moevement.restart.groups import Groups
+from megatron.moevement.runtime import recorder
+from megatron.moevement.runtime.dense_checkpoint import TRACKER
+from megatron.moevement.runtime.job import Job, Process
+from megatron.moevement.runtime.live import TrainLoop
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery.agree import NothingToResume
+from moevement_core.restart.generation import generation
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.identity import agree_on_names, job_name
+from moevement_core.session.rejoin import rejoin
+from moevement_core.session.session import Session
+from moevement_core.session.window_start import load_window
+
+Setup = Callable[[], tuple[list[Any], Any, Any]]
+"""Megatron's own way to model, optimizer and scheduler."""
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def enter_setup(process: Process) -> Wrapper:
+    """``setup_model_and_optimizer`` that keeps what it built, and after a failure keeps what is there."""
+    first = _FirstProgress()
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            def setup() -> tuple[list[Any], Any, Any]:
+                return original(*args, **kwargs)
+
+            now = generation()
+            groups = Groups.now() if now is not None else None
+            if now is None or now.roster.generation == 0 or not _take_up(process, setup, groups, first):
+                _begin(process.job, setup, groups, first)
+            live = process.job.live
+            return live.model, live.optimizer, live.scheduler
+
+        return setup_model_and_optimizer
+
+    return wrapper
+
+
+class _FirstProgress:
+    """What Megatron's arguments said of progress before the first start of this process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] = {}
+
+    def put(self) -> None:
+        """A start is the first one again, however far the job had come before."""
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+        from megatron.training import get_args
+
+        args = get_args()
+        if not self._values:
+            names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "iteration")
+            self._values = {name: getattr(args, name) for name in names if hasattr(args, name)}
+            return
+        for name, value in self._values.items():
+            setattr(args, name, value)
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+
+
+def _begin(job: Job, setup: Setup, groups: Groups | None, first: _FirstProgress) -> None:
+    """Set a job up from its start, and begin its record at the iteration that it starts from.
+
+    Raises:
+        ConfigError: the job cannot begin as its flags say, another job has the run directory, for example.
+    """
+    from megatron.training import get_args
+
+    first.put()
+    args, live, binding = get_args(), job.live, job.binding
+    with live.undo.nested() as inner:
+        sharing_parameter_keys(inner, binding.parameter_keys, ())
+        names = job.names = agree_on_names()
+        binding.job_name = names.name
+        lock = recorder.lock_run_directory(names.name, args)
+        with origin.loading(names, args) as began:
+            live.model, live.optimizer, live.scheduler = setup()
+        live.iteration = args.iteration
+        config = RunConfig.from_args(args).session
+        loaded = load_window(binding, config, names, is_resumed=began.is_resumed) if config is not None else None
+        recorder.begin_record(live, args, lock)
+        if names.is_restart:
+            _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
+        if config is not None:
+            _connect(job)
+            job.session = Session(binding, config, names, loaded)
+    binding.groups = [groups] if groups is not None else []
+    job.config_before = leftovers.config_of(live)
+
+
+def _report_restart(job: Job, source: str) -> None:
+    text = f"the job restarts at iteration {job.live.iteration}, from {source}"
+    if dist.get_rank() == 0:
+        print(f"moevement: {text}", flush=True)
+    job.event("restart", iteration=job.live.iteration, text=text)
+
+
+def _connect(job: Job) -> None:
+    """The session's part of an optimizer step."""
+
+    def step() -> Any:
+        assert job.session is not None
+        return job.session.step()
+
+    job.binding.on_step = step
+
+
+def _take_up(process: Process, setup: Setup, groups: Groups | None, first: _FirstProgress) -> bool:
+    """Meet the others after a failure and find the way back; whether there is one. Every rank calls it.
+
+    Where nothing was committed the process's job is a new one, to be set up from its start.
+
+    Raises:
+        RecoveryError: nobody has what is needed. When ranks meet next they set up the job from its start: from windows
+            on disk, from a dense checkpoint, or from the seed.
+    """
+    from megatron.training import get_args
+
+    job, args = process.job, get_args()
+    config = RunConfig.from_args(args).session
+    assert config is not None
+    binding = job.binding
+    binding.groups_now = groups
+    binding.on_build = lambda keys: _build(job, setup, args, keys, first)
+    binding.on_resume = lambda until: recorder.go_on_with_record(job, args)
+    try:
+        job.rejoined = rejoin(binding, config, job.session if job.has_begun else None, job.rejoined)
+    except NothingToResume as why:
+        if dist.get_rank() == 0:
+            print(f"moevement: every rank restarts, because {why}", flush=True)
+        process.start_over()
+        return False
+    except RecoveryError:
+        # What was connected for the way back is of no use: ranks meet once more, and then nobody has begun.
+        job.has_begun = False
+        raise
+    job.session = job.rejoined.session
+    return True
+
+
+def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], first: _FirstProgress) -> bool:
+    """Model, optimizer and scheduler on a rank that is new, without a word from the others; their state comes later.
+
+    Returns:
+        Whether they are what they were when the job began. Not if weights would have come from other ranks.
+    """
+    first.put()  # this process may have been on its way before
+    binding, live = job.binding, job.live
+    binding.job_name = job_name() or ""
+    load, pretrained = args.load, args.pretrained_checkpoint
+    with live.undo.nested() as inner:
+        for name in ("load", "pretrained_checkpoint"):
+            inner.set(args, name, None)
+        sharing_parameter_keys(inner, binding.parameter_keys, parameter_keys)
+        asked = building_alone(inner)
+        live.model, live.optimizer, live.scheduler = setup()
+    job.config_before = leftovers.config_of(live)
+    _connect(job)
+    return not asked and load is None and pretrained is None
+
+
+# Inside the training loop
+
+
+def enter_loop(process: Process) -> Wrapper:
+    """``train``, before whose first iteration state comes back; its arguments are what a replay runs its steps with."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def train(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            job = process.job
+            names = ("forward_step_func", "config", "p2p_communicator", "pg_collection")
+            job.live.loop = TrainLoop(*(given.arguments[name] for name in names))
+            if job.rejoined is not None:
+                job.binding.on_back = functools.partial(_back, job, given)
+                job.rejoined.resume()
+                job.rejoined = None
+            elif job.session is not None:
+                job.session.begin_training()
+            job.has_begun = True
+            if (now := generation()) is not None:
+                job.resumed_in = now.roster.generation
+            return original(*args, **kwargs)
+
+        return train
+
+    return wrapper
+
+
+def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:
+    """State is that of ``until`` on every rank: complete the metrics, and do what was due there."""
+    job.ledger.complete(until, outcome)
+    if is_between:
+        _do_what_is_due(until, train)
+
+
+def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
+    """The evaluation and the dense save after ``iteration``, which the failure may have cut off."""
+    from megatron.training import get_args, get_timers, training
+
+    args, given = get_args(), train.arguments
+    start = args.start_eval_at_iter
+    due = args.eval_interval and args.do_valid and iteration % args.eval_interval == 0
+    if due and (start is None or iteration >= start):
+        training.evaluate_and_print_results(
+            f"iteration {iteration}", given["forward_step_func"], given["valid_data_iterator"], given["model"],
+            iteration, given["process_non_loss_data_func"], given["config"], verbose=False, write_to_tensorboard=True,
+            non_loss_data_func=given["non_loss_data_func"], pg_collection=given["pg_collection"],
+            p2p_communicator=given["p2p_communicator"],
+        )  # fmt: skip
+    if args.save and args.save_interval and _overdue(Path(args.save), iteration, args.save_interval):
+        interval = get_timers()("interval-time", log_level=0)
+        interval.start(barrier=True)  # the save interrupts it, and Megatron's loop has not begun it yet
+        training.save_checkpoint_and_time(
+            iteration, given["model"], given["optimizer"], given["opt_param_scheduler"],
+            args.num_floating_point_operations_so_far, given["checkpointing_context"],
+            train_data_iterator=given["train_data_iterator"],
+        )  # fmt: skip
+        interval.stop()
+
+
+def _overdue(folder: Path, iteration: int, interval: int) -> bool:
+    """Whether the newest save that was due is not there; one answer for all ranks."""
+    tracker = folder / TRACKER
+    text = tracker.read_text().strip() if tracker.exists() else ""
+    saved = int(text) if text.isdigit() else 0
+    return bool(all_gather_objects(saved < iteration - iteration % interval)[0])

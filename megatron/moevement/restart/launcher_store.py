@@ -1,0 +1,42 @@
+"""Megatron's ranks meet in the launcher's store, and make the communicators that an abort can end."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moevement_core.restart.environment import MEMBER_ENV
+from moevement_core.restart.store import connect, store_address
+
+
+def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``pretrain`` that initialises torch.distributed through the launcher's store, where there is one."""
+
+    @functools.wraps(original)
+    def pretrain(*args: Any, store: Any = None, **kwargs: Any) -> Any:
+        if store is None and (address := store_address()):
+            store = connect(address)
+        return original(*args, store=store, **kwargs)
+
+    return pretrain
+
+
+def force_nccl_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """``maybe_force_nccl_backend_init`` that does so for a job that goes on after failures, too.
+
+    Ending a group whose communicator was never made leaves kernels of its subgroups running. Megatron forces it under
+    its own ``--inprocess-restart`` only.
+    """
+
+    @functools.wraps(original)
+    def maybe_force_nccl_backend_init(device_id: Any) -> None:
+        original(device_id)
+        if MEMBER_ENV in os.environ and device_id is not None and torch.distributed.get_backend() == "nccl":
+            torch.distributed.all_reduce(torch.ones(128, device=device_id))
+            torch.cuda.synchronize()
+
+    return maybe_force_nccl_backend_init

@@ -1,0 +1,117 @@
+"""Megatron's own saves of dense checkpoints: a failed one is reported and not fatal.
+
+The saving and resharding is all Megatron's. Here stand only the answers that it lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.moevement.restart import origin
+from megatron.moevement.runtime.job import Job, Process
+from moevement_core.injection import Phase
+from moevement_core.restart import injection
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def save_or_report(process: Process) -> Wrapper:
+    """``save_checkpoint`` that reports a failed save on every rank and lets training go on."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
+            job, save = process.job, get_args().save
+            # Non-persistent checkpoints may have folders of their own and no --save.
+            if save and (problem := _from_rank_zero(lambda: _unwritable(Path(save)))):
+                _report(job, iteration, problem)
+                return None
+            injection.at(Phase.SAVE, iteration)
+            with _Reported(job, iteration) as outcome:
+                original(iteration, *args, **kwargs)
+                if save and torch.distributed.get_rank() == 0:
+                    _mark(Path(save), iteration, job.binding.job_name)
+            if outcome.succeeded and not get_args().async_save:
+                job.event("checkpoint", iteration=iteration, folder=str(save))
+            return None
+
+        return save_checkpoint
+
+    return wrapper
+
+
+def _mark(save: Path, iteration: int, name: str) -> None:
+    from megatron.training import get_args
+
+    try:
+        origin.mark_saved(save, iteration, name, get_args())
+    except OSError as error:  # a restart within the job will not use it, which is all
+        print(f"moevement: the checkpoint of iteration {iteration} is not marked: {error.strerror}", flush=True)
+
+
+def finalize_or_report(process: Process) -> Wrapper:
+    """``maybe_finalize_async_save``, likewise; an asynchronous save shows its failure here."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
+            with _Reported(process.job, None):
+                return original(*args, **kwargs)
+
+        return maybe_finalize_async_save
+
+    return wrapper
+
+
+class _Reported:
+    """Swallow Megatron's verdict on a failed save, which all ranks have agreed on, and report it once."""
+
+    def __init__(self, job: Job, iteration: int | None) -> None:
+        self._job = job
+        self.iteration = iteration
+        self.succeeded = False
+
+    def __enter__(self) -> _Reported:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        self.succeeded = kind is None
+        if not isinstance(error, CheckpointException):
+            return False
+        reasons = {f"rank {rank}: {wrapped[0]}" for rank, wrapped in error.failures.items()}
+        _report(self._job, self.iteration, "; ".join(sorted(reasons)) or "a rank could not write its part")
+        return True
+
+
+def _report(job: Job, iteration: int | None, reason: str) -> None:
+    which = "" if iteration is None else f" of iteration {iteration}"
+    if torch.distributed.get_rank() == 0:
+        print(f"moevement: the checkpoint{which} was NOT saved: {reason}; training goes on", flush=True)
+    job.event("checkpoint_failed", iteration=iteration, reason=reason)
+
+
+def _unwritable(folder: Path) -> str | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.write_bytes(b"\0")
+        probe.unlink()
+    except OSError as error:
+        return f"--save {folder}: {error.strerror}"
+    return None
+
+
+def _from_rank_zero(answer: Callable[[], str | None]) -> str | None:
+    answers = [answer() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(answers, src=0)
+    return answers[0]

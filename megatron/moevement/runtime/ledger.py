@@ -1,0 +1,157 @@
+"""What metrics say of each iteration: kept here until a line is written, through failures and replays."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.moevement.optimizer.norms import as_logged
+from megatron.moevement.runtime.live import Live
+from moevement_core.rendezvous.status_page import wait_until_held
+from moevement_core.session.exchange import all_gather_objects
+
+
+class Ledger:
+    """Of one rank; the last rank, where the losses are, writes.
+
+    Args:
+        live: whose iterations they are.
+    """
+
+    def __init__(self, live: Live) -> None:
+        self.step_s: float | None = None
+        """Seconds that the last training step of this rank took."""
+        self.last_loss: float | str | None = None
+        self.micro_batch_losses: tuple[int, Any] = (0, None)
+        """The iteration that ran forward and backward last, and what Megatron's schedule gave for it."""
+        self.held_out: dict[str, Any] = {}
+        """The last loss on the validation and on the test set."""
+        self.evaluated_set = "validation"
+        self._live = live
+        self._replayed: dict[int, dict[str, Any]] = {}
+        """Of replayed iterations: for lines whose writer died or was interrupted."""
+
+    def replayed(self, iteration: int, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> None:
+        """``iteration`` was run again."""
+        self._replayed[iteration] = self._line_of(losses, skipped, grad_norm)
+
+    def write(
+        self,
+        iteration: int,
+        losses: Mapping[str, torch.Tensor],
+        checkpointing: Mapping[str, Any],
+        *,
+        learning_rate: float | None,
+        loss_scale: float,
+        skipped: bool,
+        grad_norm: float | None,
+    ) -> None:
+        """Write the line of an iteration as Megatron logs it; does nothing on ranks that record nothing.
+
+        Args:
+            iteration: that was committed.
+            losses: by their names.
+            checkpointing: what is said of it in addition.
+            learning_rate: of the step; ``loss_scale``, ``skipped`` and ``grad_norm`` likewise.
+        """
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+        from megatron.training import get_args
+
+        if self._live.record is None:
+            return
+        wait_until_held()
+        tokens = get_current_global_batch_size() * get_args().seq_length
+        numbers = {name: number(value) for name, value in losses.items()}
+        self.last_loss = numbers.get("lm loss", self.last_loss)
+        self._live.record.metric(
+            iteration=iteration,
+            loss=numbers.pop("lm loss", None),
+            **numbers,
+            grad_norm=number(grad_norm),
+            learning_rate=learning_rate,
+            loss_scale=number(loss_scale),
+            skipped=skipped,
+            tokens_per_s=tokens / self.step_s if self.step_s else None,
+            iteration_s=self.step_s,
+            time=time.time(),
+            **checkpointing,
+        )
+
+    def complete(self, until: int, outcome: Mapping[str, Any]) -> None:
+        """Write the lines up to ``until`` that a failure has kept from being written; every rank calls it.
+
+        Args:
+            until: the last committed iteration, whose state is live.
+            outcome: of its step.
+        """
+        record = self._live.record
+        newest = record.newest_metric() if record is not None else None
+        written = all_gather_objects(newest["iteration"] if newest else 0)[-1]  # the last rank writes
+        lines, self._replayed = self._replayed, {}
+        if written >= until:
+            return
+        if until not in lines and self.micro_batch_losses[0] == until and self.micro_batch_losses[1]:
+            norm = as_logged(outcome.get("clip_norm"))
+            lines[until] = self._line_of(
+                _averaged(self.micro_batch_losses[1]), bool(outcome.get("overflow")), norm
+            )  # fmt: skip
+        if record is None:
+            return
+        wait_until_held()
+        for iteration in range(written + 1, until + 1):
+            line = lines.get(iteration, {})
+            losses = {name: number(value) for name, value in line.pop("losses", {}).items()}
+            self.last_loss = losses.get("lm loss", self.last_loss)
+            loss = losses.pop("lm loss", None)
+            grad_norm, unknown = number(line.pop("grad_norm", None)), dict.fromkeys(("tokens_per_s", "iteration_s"))
+            record.metric(
+                iteration=iteration, loss=loss, **losses, grad_norm=grad_norm, **line, **unknown, recovered=True,
+                time=time.time(),
+            )  # fmt: skip
+
+    def _line_of(self, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> dict[str, Any]:
+        """What metrics say of an iteration right after it, as Megatron's trainer logs it."""
+        from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
+
+        optimizer = self._live.optimizer
+        return {
+            "losses": dict(losses),
+            "grad_norm": grad_norm,
+            "learning_rate": get_canonical_lr_for_logging(optimizer.param_groups),
+            "loss_scale": optimizer.get_loss_scale().item(),
+            "skipped": bool(skipped),
+        }
+
+
+def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Losses of an iteration from those of its micro-batches; the ranks of the last stage call it together.
+
+    Megatron's schedule gives sums over tokens and numbers of tokens, or, in old scripts, means.
+    """
+    from megatron.core import parallel_state
+
+    losses = {}
+    for name in micro_batches[0]:
+        values = [one[name].view(-1) for one in micro_batches]
+        if values[0].numel() == 2:
+            total = torch.vstack(values).sum(dim=0)
+            torch.distributed.all_reduce(
+                total, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+            )
+            losses[name] = total[0] / total[1]
+        else:
+            losses[name] = torch.cat(values).mean()
+    return losses
+
+
+def number(value: Any) -> Any:
+    """A plain number; a float that JSON has no word for as its name."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

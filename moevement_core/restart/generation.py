@@ -1,0 +1,86 @@
+"""The generation that this process is in: the job between two failures, with one set of ranks.
+
+There is one in a process, so it is kept here; it is asked for from any thread.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.rendezvous.roster import Roster
+from moevement_core.rendezvous.status_page import wait_until_held
+from moevement_core.restart.guard import Guard
+
+NOTICED_S = 2.0
+"""How long the death of a process takes to be noticed at most; its broken connections are seen at once."""
+
+
+@dataclass
+class Generation:
+    """What this process knows of the generation it is in."""
+
+    roster: Roster
+    rank: int
+    aborting: bool = False
+    """Whatever fails now fails because everything is being aborted."""
+    interrupted_at: float = 0.0
+    """When this process was interrupted in the generation before; 0 if it was not in it."""
+    aborted_at: float = 0.0
+    """When this one was; seconds since the epoch, both."""
+    guard: Guard | None = None
+    """Of this generation, while it runs."""
+
+    def abort(self) -> None:
+        """Everything is being aborted from now on."""
+        self.aborting = True
+        self.aborted_at = time.time()
+
+
+_generation: Generation | None = None
+
+
+def generation() -> Generation | None:
+    """The one of this process; nothing in a job that ends with its first failure."""
+    return _generation
+
+
+def enter_generation(roster: Roster, rank: int) -> Generation:
+    """Begin a generation in this process."""
+    global _generation
+    before = _generation
+    _generation = Generation(roster, rank, interrupted_at=before.aborted_at if before is not None else 0.0)
+    return _generation
+
+
+def is_aborting() -> bool:
+    """Whether errors of communication are those of an abort, and nothing to report."""
+    return _generation is not None and _generation.aborting
+
+
+def is_fault_of_others() -> bool:
+    """Whether an error of communication came from a failure somewhere else; waits a moment for that to be noticed."""
+    deadline = time.monotonic() + NOTICED_S
+    while _generation is not None and not _generation.aborting and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return is_aborting()
+
+
+def atomic() -> AbstractContextManager[Any]:
+    """A section that no restart interrupts, and that must not wait for any other process; entered while held."""
+    wait_until_held()
+    return _generation.guard.atomic() if _generation is not None and _generation.guard is not None else nullcontext()
+
+
+def waiting_for_others() -> AbstractContextManager[Any]:
+    """This rank waits for others that are at work; who hangs there is noticed there."""
+    if _generation is None or _generation.guard is None:
+        return nullcontext()
+    return _generation.guard.waiting_for_others()
+
+
+def working() -> AbstractContextManager[Any]:
+    """Within :func:`waiting_for_others`: this rank is one of those that are at work."""
+    return _generation.guard.working() if _generation is not None and _generation.guard is not None else nullcontext()

@@ -1,0 +1,234 @@
+"""Training that is entered again after every failure, in the processes that are left and in a spare.
+
+Each generation runs under a :class:`~moevement_core.restart.guard.Guard`. After a failure all ranks leave theirs
+and wait for the next roster of the coordinator, so the number of processes is not fixed at the start, and a spare that
+dies while it waits interrupts nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck
+from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
+
+from moevement_core.errors import ConfigError, DataError, JobStopped, RunRecordError
+from moevement_core.injection import Fault, Phase
+from moevement_core.rendezvous.member import Member
+from moevement_core.rendezvous.roster import MemberInfo
+from moevement_core.restart import injection
+from moevement_core.restart.abort import AbortAll
+from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
+from moevement_core.restart.generation import Generation, enter_generation, is_aborting, is_fault_of_others
+from moevement_core.restart.groups import forget_groups
+from moevement_core.restart.guard import Guard, Outcome
+from moevement_core.restart.store import GenerationStore, connect, connect_breakable, store_address
+
+
+@dataclass(frozen=True)
+class Watching:
+    """How a rank is watched while it trains."""
+
+    hang_s: float
+    """For how long the main thread may run no Python code before it is taken to hang."""
+    interval_s: float = 0.5
+    """How often the monitoring thread looks."""
+    faults: Sequence[Fault] = ()
+    """That are injected."""
+    devices: int = 0
+    """Accelerators of this host that ranks may take; 0 on CPUs."""
+
+
+class Training(ABC):
+    """What is entered again and again, in one process; every method is called on its main thread."""
+
+    @property
+    @abstractmethod
+    def watching(self) -> Watching:
+        """How it is watched."""
+
+    @abstractmethod
+    def enter(self, store: Any) -> Any:
+        """Train to the end, in the process groups that are made here.
+
+        Called once in each generation, when ``RANK`` and ``WORLD_SIZE`` in the environment are those of this
+        generation. Whatever it raises is a failure, and leads to the next generation.
+
+        Args:
+            store: for ``torch.distributed.init_process_group``; its keys are those of this generation.
+        """
+
+    def take_rank(self, rank: int, device: int | None) -> None:
+        """Be ``rank`` from now on; called before :meth:`enter`, outside of the guard.
+
+        Args:
+            rank: of the job.
+            device: the local number of its device; None: it is known already.
+        """
+
+    @abstractmethod
+    def interrupted(self) -> None:
+        """Put away what the interruption has left half done; called between two generations, with all groups gone."""
+
+    def ended(self) -> None:
+        """Called once, when the job has come to its end."""
+
+    @property
+    @abstractmethod
+    def has_begun(self) -> bool:
+        """Whether training has begun, so that there is something to keep through a failure."""
+
+    @property
+    @abstractmethod
+    def iteration(self) -> int:
+        """The last committed iteration."""
+
+    @property
+    @abstractmethod
+    def resumed_in(self) -> int:
+        """The newest generation in which training went on, with every failure before behind it; -1 before the first."""
+
+
+def is_restarted_in_process() -> bool:
+    """Whether this process takes part in a job that goes on after failures."""
+    return MEMBER_ENV in os.environ
+
+
+def run_through_failures(training: Training) -> Any:
+    """Run ``training`` to the end of the job, through as many failures as come; returns what it returned.
+
+    Raises:
+        SystemExit: the job ends, as planned or because it cannot go on.
+    """
+    return _Restarts(training).run()
+
+
+class _Restarts:
+    def __init__(self, training: Training) -> None:
+        address = store_address()
+        assert address is not None
+        self._training = training
+        self._address = address
+        self._store = connect(address)
+        self._member = Member(self._store, _introduction(training.watching.devices))
+        self._reason = ""
+
+    def run(self) -> Any:
+        """To the end of the job."""
+        # It logs every interruption at every level; what an operator should know the coordinator reports.
+        logging.getLogger(LogConfig.name).disabled = True
+        self._member.join()
+        while True:
+            try:
+                roster, rank = self._member.wait_for_rank()
+                now = enter_generation(roster, rank)
+                self._training.take_rank(rank, roster.devices.get(rank))
+                ended = self._enter(now)
+            except JobStopped as stopped:
+                sys.exit(str(stopped) or None)
+            if ended is Outcome.INTERRUPTED:
+                torch.set_grad_enabled(True)
+                forget_groups()
+                self._training.interrupted()
+                had_recovered = self._training.resumed_in == roster.generation
+                self._member.leave(self._reason, self._training.iteration, had_recovered=had_recovered)
+                continue
+            self._training.ended()
+            if isinstance(ended, SystemExit):
+                raise ended
+            return ended
+
+    def _enter(self, now: Generation) -> Any:
+        """One generation: what training returned, the planned exit that it ended with, or ``INTERRUPTED``."""
+        watching = self._training.watching
+        injection.begin(watching.faults, lambda: self._training.iteration)
+        world = len(now.roster.ranks)
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
+        self._reason = ""
+        groups_store, groups_ports = connect_breakable(self._address)
+        guard = Guard(
+            now.rank,
+            world,
+            GenerationStore(connect(self._address), now.roster.generation),
+            AbortAll(self._address[1], groups_ports, now.abort),
+            watching.hang_s,
+            watching.interval_s,
+        )
+
+        def body() -> Any:
+            store = dist.PrefixStore(f"generation/{now.roster.generation}/groups", groups_store)
+            try:
+                if watching.devices:
+                    CudaHealthCheck(timedelta(seconds=10))(None)
+                if now.roster.generation > 0:
+                    injection.at(Phase.GROUPS)
+                ended = self._run(store)
+                self._member.finished()
+                with guard.waiting_for_others():
+                    self._member.wait_for_end()
+            except JobStopped as stopped:
+                raise SystemExit(str(stopped)) from None
+            except (ConfigError, DataError, RunRecordError) as error:
+                if self._training.has_begun or is_aborting():
+                    raise
+                raise _Unfit(error) from None  # it would be the same again
+            except Exception as error:
+                if not is_fault_of_others():
+                    self._reason = f"rank {now.rank}: {type(error).__name__}: {_first_line(error)}"
+                    traceback.print_exc()
+                raise
+            return ended
+
+        now.guard = guard
+        try:
+            ended = guard.run(body)
+            if ended is Outcome.INTERRUPTED and guard.hang is not None:
+                self._reason = f"rank {now.rank}: {guard.hang}"
+            return ended
+        except _Unfit as unfit:
+            raise unfit.error from None
+        finally:
+            now.guard = None
+
+    def _run(self, store: Any) -> Any:
+        try:
+            return self._training.enter(store)
+        except SystemExit as exit_:
+            if exit_.code in (0, None):
+                return exit_  # a planned exit is no failure: all ranks come to it
+            raise
+
+
+class _Unfit(BaseException):
+    """A mistake of the user's, which another attempt would meet again."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _introduction(devices: int) -> MemberInfo:
+    host = socket.gethostname()
+    return MemberInfo(
+        int(os.environ[MEMBER_ENV]),
+        os.getpid(),
+        host,
+        os.environ.get(NODE_ENV, host),
+        int(os.environ.get("LOCAL_RANK", "0")),
+        devices,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0]

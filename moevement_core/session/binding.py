@@ -1,0 +1,253 @@
+"""What a trainer tells a session, and what a session asks of it: the one interface between both.
+
+Megatron's trainer implements it in ``megatron/moevement/binding.py``; ``examples/plain_torch/train.py`` is the smallest
+implementation there is. Unless a method says otherwise, it is called on the main thread, by every rank of the job at
+the same point, and whatever it raises is a failure of this rank: all ranks are interrupted and meet again.
+
+In the order of a job's life:
+
+============================  ==========================================================================================
+``place``, ``operators``,     when process groups are there: at the start, and in every generation after a failure
+``states``
+``boundary``                  before every iteration, between two of them
+``commit_point``              once; its ``step`` once an iteration
+``shared``, ``books``         after a failure, on ranks that survived it
+``regroup`` or ``build``      after a failure: ``regroup`` on a survivor, ``build`` on a replacement
+``clear_gradients``,          after it, on all
+``put_progress``, ``resume``
+``replaying``                 where state was lost: gives the ``Trainer`` of a replay
+``put_boundary``,             when all ranks have the state that training goes on from
+``gradients_left``,
+``replicas``, ``back``
+============================  ==========================================================================================
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from moevement_core.boundary_log import BoundaryLog
+from moevement_core.engine.layout import OperatorState
+from moevement_core.operators import Operator, OperatorTable
+from moevement_core.policy.popularity import Ordering
+from moevement_core.recovery.feed import Alone
+from moevement_core.recovery.replay import Trainer
+from moevement_core.run_record import RunRecord
+from moevement_core.session.commit import Commit, Vote
+
+Replicas = tuple[tuple[int, ...], str]
+"""Ranks that have the same compute weights, and a digest of those of one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this rank stands in the job; all ranks are numbered as in the job's default process group."""
+
+    stage: int = 0
+    """Of the pipeline; 0 without one. The ranks of a stage roll back together."""
+    replica: int = 0
+    """The smallest rank of its model replica: ranks of one replica clip gradients by the same norm."""
+    same_state: int = 0
+    """The smallest rank that holds the same state, or shards of it: its data-parallel peers."""
+    pipeline: tuple[int, ...] = ()
+    """The ranks of its pipeline, by stage; nothing without a pipeline."""
+    is_ring: bool = False
+    """Whether the last stage also sends to the first: interleaved schedules."""
+    embedding_ranks: tuple[int, ...] = ()
+    """Those whose gradients of an embedding are summed with this rank's; nothing where there is one copy."""
+    step_spans_job: bool = False
+    """Whether the last reduction of every step has a part of every rank of the job, so that whoever has its result
+    knows that all have come to it."""
+
+
+class Counts(Protocol):
+    """Counts what routers decide, without waiting for the device."""
+
+    paused: bool
+    """Whether nothing counts: a replay does not count tokens twice."""
+
+    def take(self) -> torch.Tensor:
+        """Returns this rank's sums since the last call, and begins anew."""
+
+    def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
+        """Returns what several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host."""
+
+
+class Binding(ABC):
+    """One rank of a training job, as its fault tolerance sees it."""
+
+    iteration: int = 0
+    """The last committed iteration; 0 before the first. Kept by the trainer, put by :meth:`put_progress`."""
+    record: RunRecord | None = None
+    """Where this rank records events; None on ranks that record nothing."""
+    boundary_log: BoundaryLog | None = None
+    """Set by the session where there is a pipeline: what this rank sends to other stages is to be noted in it."""
+
+    # The rank and its state
+
+    @abstractmethod
+    def place(self) -> Place:
+        """Returns where this rank stands, from the process groups of now."""
+
+    @abstractmethod
+    def operators(self) -> Sequence[Operator]:
+        """Returns the operators that this rank holds, weighed; names are those of the model, the same on all ranks."""
+
+    @abstractmethod
+    def states(self) -> Mapping[str, OperatorState]:
+        """Returns the live tensors of each operator that this rank saves; they stay valid for the whole job.
+
+        Where data-parallel replicas have the same state, each may save a part of it.
+        """
+
+    @abstractmethod
+    def boundary(self) -> dict[str, Any]:
+        """Returns everything that an iteration changes outside of :meth:`states`: plain data and live tensors.
+
+        Random states, router buffers, loss scalers, the schedule; and ``progress``, a mapping of names to whole numbers
+        with ``iteration`` among them.
+        """
+
+    def boundary_copy(self) -> dict[str, Any]:
+        """Returns :meth:`boundary` with tensors that the next iteration does not change."""
+        return {name: _copied(part) for name, part in self.boundary().items()}
+
+    def common(self, boundary: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what of a boundary is the same on all ranks; a rank takes it from another one after a failure."""
+        return {"progress": boundary["progress"]}
+
+    @abstractmethod
+    def put_boundary(self, boundary: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`boundary`; random states last, because anything before may draw from them."""
+
+    @abstractmethod
+    def put_progress(self, progress: Mapping[str, int]) -> None:
+        """Set ``progress`` alone, before data is opened."""
+
+    def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
+        """Returns counters of the tokens that each expert gets; None where nothing is counted.
+
+        Args:
+            table: the operators of the stage.
+            ordering: what is counted.
+        """
+        return None
+
+    @property
+    def sent_bytes(self) -> int:
+        """What this rank sends to other stages in an iteration."""
+        return 0
+
+    # An iteration
+
+    @abstractmethod
+    def commit_point(self, vote: Vote) -> Commit:
+        """Returns what surrounds the optimizer step; called once.
+
+        Args:
+            vote: returns when every rank of the job has called it; see :class:`~moevement_core.session.commit.Commit`.
+        """
+
+    def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
+        """Before each iteration: whether the job is to end after the next one, with everything saved."""
+
+    # After a failure
+
+    def shared(self) -> Any:
+        """Returns what a replacement has to know of a survivor to build itself without asking anybody."""
+        return None
+
+    def books(self) -> Any:
+        """Returns totals that a survivor keeps and a replacement goes on with; they are no part of the state."""
+        return None
+
+    @abstractmethod
+    def regroup(self) -> None:
+        """Use the process groups of now, in every object that survived."""
+
+    @abstractmethod
+    def build(self, shared: Any) -> bool:
+        """Build model and optimizer on a rank that is new, without communication: others do not build theirs.
+
+        Args:
+            shared: what :meth:`shared` gave on a survivor.
+
+        Returns:
+            Whether their state is the one that the job started from.
+        """
+
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """Drop all gradients of the interrupted iteration, those in reduction buffers too."""
+
+    def resume(self, until: int, books: Any) -> None:
+        """Training will go on from ``until``: records and counters are to be taken up there."""
+
+    def gradients_left(self) -> list[str]:
+        """Returns gradients that are there and should not be, in words."""
+        return []
+
+    def replicas(self) -> list[Replicas]:
+        """Returns digests of the compute weights that several ranks have alike; no communication."""
+        return []
+
+    def stages_are_tied_by(self) -> str | None:
+        """Returns why a stage cannot be rolled back alone, in words; None if it can."""
+        return None
+
+    def iterations_left_out(self) -> Collection[int]:
+        """Returns iterations that never run, so that nothing was sent in them."""
+        return ()
+
+    @abstractmethod
+    def replaying(self, shared_from: int | None, alone: Alone | None) -> AbstractContextManager[Trainer]:
+        """Returns a context in which iterations are run again, and nothing that training keeps beside its state moves.
+
+        Called by the ranks that replay.
+
+        Args:
+            shared_from: the first iteration in which a copy of an embedding is active on any stage. From then on all
+                copies compute gradients, of which the active one's is a sum. None without copies.
+            alone: who feeds this rank, where other stages keep their state and wait.
+        """
+
+    def back(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
+        """State is that of ``until`` on every rank: do what is due there and the failure may have prevented.
+
+        Args:
+            until: the iteration.
+            outcome: of its step.
+            is_between: whether what is due after it (evaluation, dense checkpoint) may not have been done.
+        """
+
+    # Windows on disk
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the flags that replayed iterations depend on: a job that loads a window has the same."""
+        return {}
+
+    def newest_checkpoint(self) -> int | None:
+        """Returns the iteration that a restart would begin from without windows on disk; asked on rank 0."""
+        return None
+
+    # Drills
+
+    def wipe(self) -> None:
+        """Overwrite all state of this rank, as a drill."""
+        raise NotImplementedError
+
+
+def _copied(part: Any) -> Any:
+    if isinstance(part, torch.Tensor):
+        return part.clone()
+    if isinstance(part, Mapping):
+        return {name: _copied(value) for name, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)(_copied(value) for value in part)
+    return part

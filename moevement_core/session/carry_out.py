@@ -1,0 +1,143 @@
+"""A prepared recovery is carried out: stages that lost their state replay, the others feed them, all of it is verified.
+
+Every rank calls :func:`carry_out` at the same point; what any of them finds wrong, all of them raise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from moevement_core.errors import RecoveryError
+from moevement_core.operators import EMBEDDING
+from moevement_core.recovery.check import StateCheck
+from moevement_core.recovery.feed import Alone
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.recovery.plan import RecoveryPlan, Source
+from moevement_core.recovery.replay import replay
+from moevement_core.restart.generation import working
+from moevement_core.session.binding import Replicas
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.feeders import start_feeders
+from moevement_core.session.parts import Parts
+from moevement_core.session.prepare import Prepared
+from moevement_core.session.replicas import unequal_replicas
+from moevement_core.snapshot.agreement import NONE
+
+
+def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
+    """Replay what was prepared and compare; every rank calls it, inside Megatron's training loop.
+
+    Stages that keep their state feed those that replay, and wait.
+
+    Raises:
+        RecoveryError: what came back is not what was lost (on every rank alike), or a snapshot is of another model.
+    """
+    began, began_cpu = time.perf_counter(), time.process_time()
+    plan = prepared.mine
+    everywhere = len(prepared.plans) == 1 and set(prepared.plans[0].runs) == set(range(parts.topology.pipeline.stages))
+    shared_from = _shared_from(parts, plan)
+    check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)
+    replayed: list[int] = []
+
+    def tell(iteration: int, frozen: int) -> None:
+        replayed.append(iteration)
+        if plan is not None and parts.topology.speaks_for_stage and parts.topology.stage == min(plan.runs):
+            operators = len(parts.topology.table)
+            active = f"{operators - frozen} of {operators} operators of stage {parts.topology.stage} active"
+            print(f"moevement: replaying iteration {iteration} of {plan.until}, {active}", flush=True)
+
+    def keep(iteration: int, record: Mapping[str, Any]) -> None:
+        """Take the snapshots again that died with a rank, and those of windows that were under way."""
+        checkpointer = parts.checkpointer
+        if iteration in checkpointer.own.snapshots():
+            return
+        if iteration in prepared.snapshots:
+            checkpointer.adopt(prepared.snapshots[iteration])
+        elif "step" in record and checkpointer.takes(iteration):
+            checkpointer.take(iteration, {"boundary": parts.binding.boundary_copy(), "iteration": record})
+            checkpointer.wait()
+
+    if plan is not None:
+        checkpointer = parts.checkpointer
+        for iteration in range(plan.first, plan.runs[parts.topology.stage].last):
+            # A window of another strategy, from disk, does not fit into the few buffers of dense snapshots.
+            if checkpointer.takes(iteration) or not checkpointer.history.oldest.is_dense:
+                checkpointer.adopt(prepared.snapshots[iteration])
+    feeders = [] if everywhere else start_feeders(parts, prepared)
+    if plan is not None:
+        alone = None if everywhere else Alone(parts.topology.neighbours, frozenset(plan.runs), parts.topology.feeds)
+        with parts.binding.replaying(shared_from, alone) as trainer, working():
+            replay(
+                plan, parts.topology.stage, parts.topology.table.names, prepared.snapshots, trainer, check, tell,
+                prepared.outcomes, keep,
+            )  # fmt: skip
+    for feeder in feeders:
+        feeder.finish()
+    first, until = min(one.first for one in prepared.plans), max(one.until for one in prepared.plans)
+    known_until = check.known_until if plan is not None else until
+    recovery = Recovery(
+        first, until, len(replayed), known_until, known_until, len(check.recomputed), len(check.restored),
+        check.losses_until, len(check.sends),
+        _sum_sources(prepared.plans), {str(parts.topology.stage): len(replayed)},
+        sum(feeder.fed_bytes for feeder in feeders),
+        prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
+    )  # fmt: skip
+    return _agreed(recovery, check.differences, parts.binding.replicas())
+
+
+def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
+    return {source.name.lower(): sum(plan.sources()[source] for plan in plans) for source in Source}
+
+
+def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
+    """The first iteration in which any copy of an embedding is active; None without copies on several stages."""
+    if not parts.topology.pipeline.tied:
+        return None
+    index = parts.topology.table.index_of.get(EMBEDDING)
+    mine = None if index is None or plan is None else int(plan.runs[parts.topology.stage].full_at[index]) + 1
+    return min((active_from for active_from in all_gather_objects(mine) if active_from is not None), default=None)
+
+
+def _agreed(recovery: Recovery, differences: list[str], replicas: list[Replicas]) -> Recovery:
+    """The recovery as all ranks together have it.
+
+    Each rank that replayed has compared the part of the state that it saves; ``replicas`` say whether what ranks bring
+    to each other is the same on all, on those too that kept their state.
+
+    Raises:
+        RecoveryError: any of them found a difference.
+    """
+    everyones = all_gather_objects((recovery, differences, replicas))
+    found = [f"rank {rank}: {what}" for rank, (_, its, _) in enumerate(everyones) for what in its]
+    found += unequal_replicas([its for _, _, its in everyones])
+    if found:
+        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+        raise RecoveryError(
+            f"the replayed state is not the one that was lost: {'; '.join(found[:5])}{more}. Nothing of it may be "
+            "used: start again from a dense checkpoint or an older window"
+        )
+    known = min(NONE if one.restored_until is None else one.restored_until for one, *_ in everyones)
+    recomputed = sum(one.recomputed for one, *_ in everyones)
+    losses = max(one.losses_until for one, *_ in everyones)
+    by_stage: dict[str, int] = {}
+    for one, *_ in everyones:
+        for stage, count in one.replayed_by_stage.items():
+            by_stage[stage] = max(count, by_stage.get(stage, 0))
+    return replace(
+        recovery,
+        replayed=max(one.replayed for one, *_ in everyones),
+        replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
+        fed_bytes=sum(one.fed_bytes for one, *_ in everyones),
+        verified_until=None if known == NONE or not recomputed else known,
+        restored_until=None if known == NONE else known,
+        recomputed=recomputed,
+        restored=sum(one.restored for one, *_ in everyones),
+        losses_until=None if losses == NONE else losses,
+        sends=max(one.sends for one, *_ in everyones),
+        fetch_s=max(one.fetch_s for one, *_ in everyones),
+        replay_s=max(one.replay_s for one, *_ in everyones),
+        replay_cpu_s=sum(one.replay_cpu_s for one, *_ in everyones),
+    )

@@ -1,0 +1,123 @@
+"""The commit point: in which order a step reduces, updates and gathers, so that a failure leaves it whole or undone.
+
+Every reduction comes first and may be interrupted. Then, in a section that no restart interrupts and that waits for
+nobody, the update is made and marked. Then parameters are gathered, which may be interrupted and done again.
+
+So if any rank has made an update, every rank had finished the reductions before it: the others can follow with what
+came of them (:meth:`Commit.follow`), without a gradient of anybody else.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, override
+
+from moevement_core.injection import Phase
+from moevement_core.restart import injection
+from moevement_core.restart.generation import atomic
+
+Vote = Callable[[], None]
+"""Returns when every rank of the job has called it; at once where a reduction of the step made sure of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The newest iteration that this rank has committed."""
+
+    iteration: int
+    boundary: Mapping[str, Any]
+    """What stands between it and the next one (``Binding.boundary``); copies."""
+    outcome: Mapping[str, Any]
+    """What came of its step; empty if there was none."""
+    resumed: Mapping[str, Any] | None = None
+    """The boundary where the next iteration began, if it did: after everything that was due between the two."""
+
+
+class Commit(ABC):
+    """Surrounds the optimizer step of one rank."""
+
+    def __init__(self) -> None:
+        self.mark: Mark | None = None
+        self.torn = False
+        """An update was begun and not ended: what this rank holds is no state of any iteration."""
+
+    @abstractmethod
+    def step(self, iteration: int) -> Any:
+        """Make the step of ``iteration`` in order; returns what the trainer's own step returns."""
+
+    @abstractmethod
+    def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
+        """Make the update of ``iteration`` that others have made; this rank had finished every reduction of it.
+
+        Called after a failure, with groups usable, by the ranks that are one update behind. Waits for nobody.
+
+        Args:
+            iteration: the one after this rank's mark.
+            outcome: what came of it on a rank of the same model replica.
+            common: what of the boundary after it is the same on all ranks.
+        """
+
+    def gather(self, *, now: bool = False) -> None:
+        """Bring each rank's part of the new weights to those that have the same; may be done again.
+
+        Args:
+            now: also where the next forward pass would do it.
+        """
+
+    def interrupted(self) -> None:
+        """An exception from outside came at any moment: a step that was under way no longer is."""
+
+
+class Stepping(Protocol):
+    """What :class:`UpdateCommit` asks of a trainer."""
+
+    iteration: int
+
+    def reduce(self) -> Mapping[str, Any]:
+        """Reduce gradients over ranks; returns what the update depends on beside them, as plain data on the host.
+
+        When it returns, no reduction may be under way any more: an update waits for nobody.
+        """
+
+    def update(self, outcome: Mapping[str, Any]) -> None:
+        """Make the update from reduced gradients, without communication."""
+
+    def boundary_copy(self) -> dict[str, Any]:
+        """See :meth:`~moevement_core.session.binding.Binding.boundary_copy`."""
+
+
+class UpdateCommit(Commit):
+    """For a trainer whose step is a reduction and an update, which it makes itself.
+
+    Args:
+        trainer: whose step it is.
+        vote: see :data:`Vote`.
+    """
+
+    def __init__(self, trainer: Stepping, vote: Vote) -> None:
+        super().__init__()
+        self._trainer, self._vote = trainer, vote
+
+    @override
+    def step(self, iteration: int) -> None:
+        outcome = self._trainer.reduce()
+        injection.at(Phase.COMMIT)
+        self._vote()
+        with atomic():
+            self._update(iteration, outcome)
+        injection.at(Phase.GATHER, iteration)
+        self.gather()
+
+    @override
+    def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
+        self._update(iteration, outcome)
+
+    def _update(self, iteration: int, outcome: Mapping[str, Any]) -> None:
+        self.torn = True
+        injection.at(Phase.STEP)
+        self._trainer.update(outcome)
+        self._trainer.iteration = iteration
+        self.mark = Mark(iteration, self._trainer.boundary_copy(), outcome)
+        self.torn = False

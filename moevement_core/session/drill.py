@@ -1,0 +1,48 @@
+"""The drill in which ranks forget all they know: what comes back is compared with what was there."""
+
+from __future__ import annotations
+
+from moevement_core.digest import digest
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.parts import Parts
+from moevement_core.session.recoverer import Recoverer
+
+
+def wipe_and_recover(
+    parts: Parts, recoverer: Recoverer, committed: int, stages: frozenset[int] | None
+) -> Recovery:  # fmt: skip
+    """Overwrite the state of some ranks and bring it back; every rank calls it between two iterations.
+
+    Args:
+        parts: of this rank.
+        recoverer: this rank's.
+        committed: the iteration whose state is live.
+        stages: those whose ranks forget; None for all.
+
+    Raises:
+        RecoveryError: it did not come back.
+    """
+    before = _digests(parts)
+    if parts.topology.rank == 0:
+        where = "every rank" if stages is None else f"stage {', '.join(map(str, sorted(stages)))}"
+        print(f"moevement: wiping the state of iteration {committed} on {where}, as was asked for", flush=True)
+    parts.checkpointer.wait()
+    parts.checkpointer.capturer.settle()
+    if stages is None or parts.topology.stage in stages:
+        parts.binding.wipe()
+    done = recoverer.recover(committed, stages)
+    after = _digests(parts)
+    everyones = all_gather_objects([part for part in before if before[part] != after[part]])
+    if any(everyones):
+        raise RecoveryError(
+            f"the state of iteration {committed} did not come back as it was before it was wiped: "
+            + "; ".join(f"rank {rank}: {', '.join(parts[:5])}" for rank, parts in enumerate(everyones) if parts)
+        )
+    return done
+
+
+def _digests(parts: Parts) -> dict[str, str]:
+    boundary = parts.binding.boundary()
+    return parts.checkpointer.capturer.whole_now() | {part: digest(value) for part, value in boundary.items()}

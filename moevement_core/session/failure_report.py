@@ -1,0 +1,118 @@
+"""What an operator of the job sees of a failure that is behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from moevement_core.recovery.account import Account
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.rendezvous.roster import Death, NoticedBy
+from moevement_core.restart.generation import generation
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.kept import Kept
+from moevement_core.session.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """When each part of the way back was over on a rank; seconds since the epoch."""
+
+    usable_at: float
+    """Process groups were usable again."""
+    prepared_at: float
+    replay_at: float
+    """The replay began."""
+    resumed_at: float
+
+
+def report_failure(
+    session: Session, until: int, lost: frozenset[int], recovery: Recovery | None, kept: Kept, times: Times
+) -> None:
+    """Print and record the account of a failure; every rank calls it.
+
+    Args:
+        session: of this rank.
+        until: the iteration that training goes on from.
+        lost: pipeline stages that lost their state.
+        recovery: what was replayed; None if nothing was.
+        kept: what was compared of ranks that kept their state.
+        times: of this rank.
+    """
+    now = generation()
+    assert now is not None
+    mine = (
+        now.interrupted_at, times.usable_at, times.prepared_at, times.replay_at, times.resumed_at,
+        session.windows.iteration_s, session.copies_missing,
+    )  # fmt: skip
+    *moments, iteration_s, missing = zip(*all_gather_objects(mine), strict=True)
+    interrupted_at, usable_at, prepared_at, replay_at, resumed_at = (max(its) for its in moments)
+    roster = now.roster
+    failed_at = min((_lost_at(death) for death in roster.deaths), default=interrupted_at)
+    iterations_s = max(iteration_s) * (until - session.began_at)
+    account = Account(
+        generation=roster.generation,
+        failures=[_failure(death) for death in roster.deaths] or list(roster.reasons),
+        noticed_by=_noticed_by(roster.deaths),
+        failed_at=failed_at,
+        interrupted_at=max(interrupted_at, failed_at),
+        left_at=max(roster.left_at, interrupted_at),
+        formed_at=roster.formed_at,
+        usable_at=usable_at,
+        prepared_at=prepared_at,
+        replay_at=replay_at,
+        resumed_at=resumed_at,
+        scope=_scope(session.topology.pipeline.stages, lost, recovery),
+        recovery=recovery.as_dict() if recovery is not None else None,
+        effective=iterations_s / (resumed_at - roster.first_formed_at) if iterations_s else None,
+        kept=str(kept),
+        spares=roster.spares,
+        copies=f"{sum(missing)} snapshots are being brought to peers again" if sum(missing) else "all are there",
+        earlier=[_failure(death) for death in roster.earlier],
+        first_failed_at=min(map(_lost_at, roster.earlier), default=None),
+    )
+    if dist.get_rank() == 0:
+        for line in account.lines():
+            session.reports.say(line)
+    session.reports.event("failure", **account.as_dict())
+
+
+def _lost_at(death: Death) -> float:
+    """When a member was lost, as far as anybody knows: seen to end, or heard of for the last time."""
+    return death.at if death.noticed_by == NoticedBy.SUPERVISOR else death.last_seen
+
+
+_NOTICED = {
+    NoticedBy.SUPERVISOR: "supervisor, which saw the process end",
+    NoticedBy.RESET: "reset of the supervisor's connection",
+    NoticedBy.LEASE: "lease that ran out",
+    NoticedBy.TIMEOUT: "timeout: it did not answer",
+}
+
+
+def _noticed_by(deaths: Sequence[Death]) -> str:
+    """By what, and how many seconds after the last word of those that are lost."""
+    if not deaths:
+        return "by a rank that lives: an error there, or no progress for the hang timeout"
+    slowest: dict[str, float] = {}
+    for death in deaths:
+        seconds = death.at - _lost_at(death)
+        slowest[death.noticed_by] = max(seconds, slowest.get(death.noticed_by, 0.0))
+    return "by " + ", ".join(f"{_NOTICED[NoticedBy(by)]} ({seconds:.1f} s)" for by, seconds in slowest.items())
+
+
+def _failure(death: Death) -> str:
+    who = f"rank {death.rank}" if death.rank is not None else "a spare"
+    return f"{who} (pid {death.pid}) {death.how}"
+
+
+def _scope(stages: int, lost: frozenset[int], recovery: Recovery | None) -> str:
+    if recovery is None:
+        return f"none of {stages} stages lost its state"
+    names = ", ".join(str(stage) for stage in sorted(lost))
+    replayed = [stage for stage, count in recovery.replayed_by_stage.items() if count]
+    if len(replayed) == stages and len(lost) < stages:
+        return f"stage {names} of {stages} lost its state; all stages rolled back"
+    return f"stage {names} of {stages} lost its state; {'all' if len(replayed) == stages else 'only it'} rolled back"

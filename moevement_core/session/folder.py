@@ -1,0 +1,168 @@
+"""A folder for windows: where each rank sees it, who shares it, and which job it belongs to."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from moevement_core.errors import ConfigError, FolderInUse
+from moevement_core.persistence.bounded import within
+from moevement_core.persistence.lock import STALE_S, FolderLock, acquire
+from moevement_core.persistence.manifest import manifests
+from moevement_core.session.exchange import all_gather_objects
+
+NODE = "{node}"
+"""In a folder's name: this rank's node."""
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """The folder of this rank, and who shares it."""
+
+    path: Path
+    members: tuple[int, ...]
+    """All ranks that see the same folder."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for the folder."""
+        return dist.get_rank() == self.members[0]
+
+    @property
+    def is_shared_by_all(self) -> bool:
+        """One folder for the whole job: every file in it is there for every rank."""
+        return len(self.members) == dist.get_world_size()
+
+
+def _folder(template: str, node: str) -> Path:
+    return Path(template.replace(NODE, node)).resolve()
+
+
+START_PATIENCE_S = 60.0
+"""How long the disk may take to answer when a job starts."""
+RECOVERY_PATIENCE_S = 2.0
+"""How long later on, when training waits for it: windows on disk are not worth more of its time."""
+
+
+def find_place(flag: str, template: str, node: str, patience_s: float) -> SharedFolder:
+    """Make the folder and find out who else sees it; every rank calls it.
+
+    Args:
+        flag: what the user gave the folder by.
+        template: its name, maybe with :data:`NODE` in it.
+        node: this rank's.
+        patience_s: how long to wait for the disk, twice.
+
+    Raises:
+        ConfigError: it cannot be made, or written, or does not answer, on some rank. On every rank.
+    """
+    mark = f".seen-by-{uuid.uuid4().hex}"
+    folder, is_made = Path(template), False
+    complaint, seen = None, list[int]()
+    try:
+        try:
+            folder, is_made = within(patience_s, lambda: _make_folder(template, node, mark)), True
+        except OSError as error:
+            complaint = f"{flag} {template}: {error.strerror}; give a folder that every rank can write"
+        marks = [name for _, name in _tell_or_refuse((complaint, mark))]
+        try:
+            seen = within(patience_s, lambda: _which_are_there(folder, marks))
+        except OSError as error:
+            complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
+        _tell_or_refuse((complaint, mark))
+    finally:
+        if is_made:
+            with suppress(OSError):
+                within(patience_s, (folder / mark).unlink)
+    return SharedFolder(folder, tuple(seen))
+
+
+def _which_are_there(folder: Path, names: Sequence[str]) -> list[int]:
+    return [number for number, name in enumerate(names) if (folder / name).exists()]
+
+
+def _make_folder(template: str, node: str, mark: str) -> Path:
+    folder = _folder(template, node)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / mark).touch()
+    return folder
+
+
+def _tell_or_refuse(mine: tuple[str | None, str]) -> list[tuple[str | None, str]]:
+    """What every rank says, if none of them complains; every rank calls it.
+
+    Raises:
+        ConfigError: the first complaint. On every rank.
+    """
+    everyones = all_gather_objects(mine)
+    if complaint := next((text for text, _ in everyones if text), None):
+        raise ConfigError(complaint)
+    return everyones
+
+
+def lock_place(
+    flag: str, place: SharedFolder, job: str, held: FolderLock | None, patience_s: float, *, may_wait: bool
+) -> FolderLock | None:
+    """Take every folder for this job, by its first rank; every rank calls it.
+
+    Args:
+        flag: what the user gave the folder by.
+        place: this rank's.
+        job: the job's name.
+        held: what this rank holds from before, if it does.
+        patience_s: how long to wait for the disk.
+        may_wait: whether to see whether another job's holder lives; see :func:`acquire`.
+
+    Returns:
+        The lock, on the first rank of a folder.
+
+    Raises:
+        FolderInUse: another job has a folder. On every rank.
+        ConfigError: the lock cannot be written on some rank. On every rank.
+    """
+    lock: FolderLock | None = None
+    complaint: ConfigError | None = None
+    try:
+        if place.is_first and held is not None and held.folder == place.path and held.lost is None:
+            lock = held
+        elif place.is_first:
+            taking = functools.partial(acquire, place.path, job, flag, may_wait=may_wait, report=_say)
+            lock = within(patience_s + (2 * STALE_S if may_wait else 0.0), taking)
+    except FolderInUse as error:
+        complaint = error
+    except OSError as error:
+        complaint = ConfigError(f"{flag} {place.path}: {error.strerror}; give a folder that every rank can write")
+    if refused := next((error for error in all_gather_objects(complaint) if error), None):
+        raise refused
+    return lock
+
+
+def _say(text: str) -> None:
+    print(f"moevement: {text}", flush=True)
+
+
+def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> None:
+    """A job that was not told to go on from there does not overwrite what another one has saved; every rank calls it.
+
+    Args:
+        place: where this job is to write.
+        load: where it was told to look for windows, whether it found one or not.
+        node: this rank's.
+
+    Raises:
+        ConfigError: there are windows that this job was not asked to load.
+    """
+    same = load is not None and _folder(load, node) == place.path
+    found = None if same else next(iter(manifests(place.path)), None)
+    told = [name for name in all_gather_objects(f"{place.path}/{found.name}" if found else None) if name]
+    if told:
+        raise ConfigError(
+            f"--moevement-persist-dir: {told[0]} is of another run; go on from it with --moevement-load and the same "
+            "folder, or give an empty one"
+        )

@@ -1,0 +1,69 @@
+"""The name of the job that this process takes part in: the owner of the folders that the job writes to.
+
+All processes of a job have it, whenever they join, and keep it through failures and restarts within the job. Each start
+within the job, of which there are several if all state was lost, has a name of its own for its windows.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from moevement_core.restart.store import connect, store_address
+
+_NAME = "job/name"
+_STARTS = "job/starts"
+
+
+@dataclass(frozen=True, slots=True)
+class JobNames:
+    """Of a job, and of one start of it."""
+
+    name: str = ""
+    """Eight hexadecimal digits, the same in all processes of the job: who owns the folders that it writes to."""
+    start: str = ""
+    """The same for the first start, with ``.1``, ``.2``, ... for those after it: in the names of its windows. Empty in
+    a process that has joined a running job."""
+
+    @property
+    def is_restart(self) -> bool:
+        """Whether the job has started before."""
+        return self.start != self.name
+
+
+def agree_on_names() -> JobNames:
+    """Returns the names of the job and of this start of it; every rank calls it at the same point, once a start."""
+    names = [_names() if dist.get_rank() == 0 else JobNames()]
+    dist.broadcast_object_list(names)
+    return names[0]
+
+
+def _names() -> JobNames:
+    if (name := job_name()) is None or (address := store_address()) is None:
+        return JobNames(*(_new_name(),) * 2)  # a job that ends with its first failure
+    before = connect(address).add(_STARTS, 1) - 1
+    return JobNames(name, f"{name}.{before}" if before else name)
+
+
+def job_name() -> str | None:
+    """The job's name as the launcher's store has it, for any process at any time; None where there is no store."""
+    if (address := store_address()) is None:
+        return None
+    return str(connect(address).compare_set(_NAME, "", _new_name()).decode())  # whoever asks first gives it
+
+
+def remember(key: str, value: str) -> str:
+    """What a process of the job was the first to give for ``key``, this one maybe; for any process at any time.
+
+    Where there is no store nothing is remembered: the job ends with its first failure.
+    """
+    if (address := store_address()) is None:
+        return value
+    # An empty value would be taken for none.
+    return str(connect(address).compare_set(key, "", f"={value}").decode())[1:]
+
+
+def _new_name() -> str:
+    return uuid.uuid4().hex[:8]

@@ -1,0 +1,86 @@
+"""What ranks kept through a failure is compared with what is known of it, before training goes on with it.
+
+A replay proves what it recomputed. A rank that kept its state recomputed nothing; of it there is the newest snapshot,
+if that is of the iteration that the job goes on from (all digests in it, and of all operators where it has digests of
+whole states), and there are its data-parallel replicas. And nothing of the interrupted iteration may be left there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery.check import StateCheck
+from moevement_core.session.binding import Replicas
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.parts import Parts
+from moevement_core.session.replicas import unequal_replicas
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was compared, the same on every rank."""
+
+    ranks: int
+    """Ranks that kept their state."""
+    in_part: int
+    """Of those: compared with a snapshot of some of the full state and of compute weights."""
+    whole: int
+    """Of those: compared with digests of the whole state."""
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return "no rank kept its state"
+        rest = self.ranks - self.in_part - self.whole
+        return (
+            f"{self.ranks} ranks kept their state, without gradients left over; compared with their newest snapshot: "
+            f"{self.whole} in whole, {self.in_part} in part, {rest} not; replicas have the same weights"
+        )
+
+
+@dataclass(frozen=True)
+class _Compared:
+    kept: bool
+    in_part: bool
+    whole: bool
+    differences: list[str]
+    replicas: list[Replicas]
+
+
+def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: bool) -> Kept:
+    """Compare; every rank calls it, when every rank's state is that of ``until`` and nothing of the next iteration.
+
+    Args:
+        parts: of this rank.
+        until: the iteration that the job goes on from.
+        is_kept: whether this rank kept its state, and replayed nothing.
+        replicas_are_known: whether replicas were compared already, with what was replayed.
+
+    Raises:
+        RecoveryError: a rank has something else than it should; on every rank alike.
+    """
+    mine = _compare(parts, until) if is_kept else _Compared(False, False, False, [], [])
+    replicas = [] if replicas_are_known else parts.binding.replicas()
+    everyones: list[_Compared] = all_gather_objects(
+        _Compared(mine.kept, mine.in_part, mine.whole, mine.differences, replicas)
+    )
+    wrong = [f"rank {rank}: {what}" for rank, its in enumerate(everyones) for what in its.differences]
+    wrong += unequal_replicas([its.replicas for its in everyones])
+    if wrong:
+        more = f" (and {len(wrong) - 5} more)" if len(wrong) > 5 else ""
+        raise RecoveryError(
+            f"what ranks kept is not the state of iteration {until}: {'; '.join(wrong[:5])}{more}. Nothing of it may "
+            "be used: start again from a dense checkpoint or a window on disk"
+        )
+    return Kept(*(sum(getattr(its, name) for its in everyones) for name in ("kept", "in_part", "whole")))
+
+
+def _compare(parts: Parts, until: int) -> _Compared:
+    left = [f"{what} of the interrupted iteration" for what in parts.binding.gradients_left()]
+    snapshot = parts.checkpointer.own.snapshots().get(until)
+    if snapshot is None or snapshot.header.state != until:
+        return _Compared(True, False, False, left, [])
+    check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)
+    check.compare(snapshot, frozenset(parts.states), frozenset())
+    whole = bool(snapshot.header.whole)
+    return _Compared(True, not whole, whole, [*left, *check.differences], [])

@@ -1,0 +1,22 @@
+"""What a recovery needs of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.layout import OperatorState
+from moevement_core.session.binding import Binding
+from moevement_core.session.topology import Topology
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Of one rank, in one generation."""
+
+    binding: Binding
+    topology: Topology
+    states: Mapping[str, OperatorState]
+    """Live tensors by operator."""
+    checkpointer: Checkpointer

@@ -1,0 +1,91 @@
+"""The threads that bring this rank's snapshots to its peers, and that keep those of other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from moevement_core.device import Device
+from moevement_core.engine.own import OwnSnapshots
+from moevement_core.errors import ConfigError
+from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.receiver import Receiver
+from moevement_core.replication.replica_store import ReplicaStore
+from moevement_core.replication.sender import Sender
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.topology import Topology
+from moevement_core.snapshot.snapshot import Snapshot
+
+Copies = Mapping[int, Mapping[int, str]]
+"""What a rank keeps for others: by rank, the id of the schedule of each snapshot by its iteration."""
+
+
+class Peers:
+    """Of one rank, through all generations.
+
+    Args:
+        device: where its state lives.
+        own: gives this rank's snapshots, once there are any.
+        report: told what an operator of the job should know.
+    """
+
+    def __init__(self, device: Device, own: Callable[[], OwnSnapshots], report: Callable[[str], None]) -> None:
+        self.senders: list[Sender] = []
+        self._device, self._own, self._report = device, own, report
+
+    def connect(
+        self, topology: Topology, budget_bytes: float, before: Mapping[int, ReplicaStore]
+    ) -> tuple[list[Sender], list[Receiver]]:
+        """Start the threads of a generation.
+
+        Args:
+            topology: of it.
+            budget_bytes: host memory for copies of other ranks' snapshots.
+            before: what was kept of other ranks in an earlier generation, by rank.
+        """
+        transport = topology.snapshots
+        if transport is None:
+            self.senders = []
+            return [], []
+        allowance = Allowance(budget_bytes)
+        stores = [before.get(source) or ReplicaStore(source, self._device) for source in topology.sources]
+        receivers = [Receiver(topology.rank, store, transport, allowance, self._report) for store in stores]
+        self.senders = [
+            Sender(topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report)
+            for peer in topology.peers[topology.rank]
+        ]
+        return self.senders, receivers
+
+    def refuse_without_copies(self, topology: Topology, timeout_s: float, replicas: int | None) -> None:
+        """A peer that has no host memory for copies when the job starts will not have it later; every rank calls it.
+
+        Raises:
+            ConfigError: there is such a peer. On every rank.
+        """
+        refused = [
+            sender.peer for sender in self.senders if sender.wait_for_answer(timeout_s) and sender.is_refused
+        ]  # fmt: skip
+        for rank, peers in enumerate(all_gather_objects(refused)):
+            if peers:
+                raise ConfigError(
+                    f"--moevement-replicas {replicas}: rank {peers[0]} has no host memory for the copies of rank "
+                    f"{rank}, as its log says; give more memory, or fewer replicas, or a larger --moevement-window"
+                )
+
+    def disconnect(self, receivers: Sequence[Receiver]) -> None:
+        """Everything that talks to other ranks has been aborted: end what did it. Snapshots stay."""
+        for sender in self.senders:
+            sender.abandon()
+        for receiver in receivers:
+            receiver.ended.wait()
+
+    def _acknowledged(self, snapshot: Snapshot, peer: int) -> None:
+        self._own().acknowledged(snapshot, peer)
+
+    def _undelivered(self, snapshot: Snapshot) -> None:
+        self._own().undelivered(snapshot)
+
+
+def peers_have(topology: Topology, kept: Sequence[Copies]) -> dict[int, Mapping[int, str]]:
+    """Returns by peer the snapshots of this rank that it keeps, from what every rank said it keeps."""
+    rank = topology.rank
+    return {peer: kept[peer].get(rank, {}) for peer in topology.peers[rank]} if kept else {}

@@ -1,0 +1,161 @@
+"""The way back to a lost state, planned alike on every rank: report -> plan -> fetch, until everything is there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery.fetch import fetch
+from moevement_core.recovery.plan import Fetch, RecoveryPlan, Report, Source, plan_recovery
+from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
+from moevement_core.replication.transport import Transport
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.sources import SnapshotSource
+from moevement_core.snapshot.snapshot import Snapshot
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """Plans, one for each segment of stages that replay together, and the snapshots of this rank, checked."""
+
+    plans: tuple[RecoveryPlan, ...]
+    mine: RecoveryPlan | None
+    """Of this rank's stage; nothing if it keeps its state."""
+    snapshots: Mapping[int, Snapshot]
+    outcomes: Mapping[int, Any]
+    """What came of recent iterations, from ranks of the same model replica."""
+    fetch_s: float
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What was lost."""
+
+    pipeline: Pipeline
+    lost: frozenset[int]
+    """Stages without their state."""
+    left_out: Collection[int]
+    """Iterations that never ran: nothing was sent in them."""
+
+    @property
+    def feeding(self) -> set[int]:
+        """Stages that keep their state and feed those that replay."""
+        replaying = segments(self.pipeline, self.lost)
+        return {stage for segment in replaying for stage in neighbours_of(self.pipeline, segment)}
+
+
+def prepare(
+    report: Report,
+    sources: Mapping[Source, SnapshotSource],
+    until: int | None,
+    transport: Transport | None,
+    scope: Scope | None = None,
+) -> Prepared:
+    """Plan from what every rank has, fetch it, and plan anew without what could not be had; every rank calls it.
+
+    Args:
+        report: what this rank has, but for its snapshots.
+        sources: where those are, by source.
+        until: the iteration to reach; nothing for the first dense state that the snapshots give.
+        transport: between ranks.
+        scope: the stages to roll back; nothing for all.
+
+    Raises:
+        RecoveryError: there is no way back. On every rank alike.
+    """
+    began = time.perf_counter()
+    distinct = {id(source): source for source in sources.values()}
+    holdings = tuple(holding for source in distinct.values() for holding in source.holdings())
+    reports = all_gather_objects(replace(report, holdings=holdings))
+    while True:
+        plans = _plans(reports, until, scope)
+        snapshots: dict[int, Snapshot] = {}
+        missing: list[Fetch] = []
+        for plan in plans:
+            fetched = fetch(
+                report.rank, plan,
+                lambda which, owner, iteration: sources[which].open(which, owner, iteration), transport,
+            )  # fmt: skip
+            missing += [one for one in fetched.values() if isinstance(one, Fetch)]
+            snapshots |= {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
+        failed = {one for its in all_gather_objects(missing) for one in its}
+        if not failed:
+            mine = next((plan for plan in plans if report.stage in plan.runs), None)
+            return Prepared(plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began)
+        if report.rank == 0:
+            print(f"moevement: {len(failed)} snapshots could not be had where they were said to be; planning again")
+        reports = [_without(one, failed) for one in reports]
+
+
+def _plans(reports: Sequence[Report], until: int | None, scope: Scope | None) -> tuple[RecoveryPlan, ...]:
+    """One for each segment; or, if a segment cannot be recovered alone, one for all stages."""
+    if scope is not None and len(scope.lost) < scope.pipeline.stages:
+        try:
+            plans = [plan_recovery(reports, until, segment) for segment in segments(scope.pipeline, scope.lost)]
+            for plan in plans:
+                _check_logs(reports, plan, scope)
+                _check_outcomes(reports, plan, scope)
+            return tuple(plans)
+        except RecoveryError as error:
+            if dist.get_rank() == 0:
+                print(f"moevement: all stages roll back, because {error}", flush=True)
+    return (plan_recovery(reports, until),)
+
+
+def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
+    """Every neighbour of the segment can feed it all that it needs."""
+    feeding = neighbours_of(scope.pipeline, frozenset(plan.runs))
+    needed = set(plan.iterations) - set(scope.left_out)
+    for report in reports:
+        if report.stage in feeding and (gone := needed - set(report.logged)):
+            raise RecoveryError(
+                f"rank {report.rank} has no log of what it sent in iteration {min(gone)}, which stage "
+                f"{', '.join(map(str, sorted(plan.runs)))} needs to replay alone"
+            )
+
+
+def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
+    """What came of every step is known: a stage alone cannot work out norms and overflows, which span all stages."""
+    needed = set(plan.iterations) - set(scope.left_out)
+    for report in reports:
+        if report.stage not in plan.runs:
+            continue
+        records = {fetch.iteration for fetch in plan.fetches if fetch.owner == report.rank}
+        if gone := needed - records - _outcomes(reports, report).keys():
+            raise RecoveryError(
+                f"nobody of rank {report.rank}'s model replica remembers what came of iteration {min(gone)}, which "
+                f"stage {report.stage} needs to replay alone"
+            )
+
+
+def _agreed_outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
+    """What this rank's replica remembers of iterations that every replica remembers.
+
+    The others are worked out again by all ranks: one that took a norm from a record would not take part in the
+    reduction by which the rest works it out. Without a pipeline a replica that is lost has nobody who remembers.
+    """
+    known: dict[int, set[int]] = {}
+    for report in reports:
+        known.setdefault(report.replica, set()).update(report.outcomes)
+    common = set.intersection(*known.values())
+    return {iteration: outcome for iteration, outcome in _outcomes(reports, mine).items() if iteration in common}
+
+
+def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
+    """What ranks of this rank's model replica remember: they clipped by the same norm."""
+    found: dict[int, Any] = {}
+    for report in reports:
+        if report.replica == mine.replica:
+            found |= report.outcomes
+    return found
+
+
+def _without(report: Report, failed: set[Fetch]) -> Report:
+    gone = {(one.holder, one.source, one.owner, one.iteration) for one in failed}
+    kept = [h for h in report.holdings if (report.rank, h.source, h.owner, h.iteration) not in gone]
+    return replace(report, holdings=tuple(kept))

@@ -1,0 +1,89 @@
+"""Whether checkpointing comes along: persisted windows are announced, peers and windows that stay away reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.policy.schedule import LAG_ALLOWANCE
+from moevement_core.replication.sender import Sender
+from moevement_core.session.reports import Reports
+from moevement_core.snapshot.agreement import NONE
+
+
+class ProgressWatch:
+    """Of one rank; every rank calls alike, once an iteration.
+
+    Args:
+        committed: the iteration that this rank has committed last.
+        checkpointer: that is watched.
+        reports: what an operator is told.
+        peer_timeout_s: after which a peer that does not answer is reported.
+        announced: the newest window that was announced; ``NONE`` if none was.
+    """
+
+    def __init__(
+        self, committed: int, checkpointer: Checkpointer, reports: Reports, peer_timeout_s: float, announced: int
+    ) -> None:
+        self.announced = announced
+        self.longest_unpersisted = 0
+        """The most iterations in a row in which no newer run was persisted."""
+        self._checkpointer, self._reports = checkpointer, reports
+        self._peer_timeout_s = peer_timeout_s
+        self._persisted_since = (checkpointer.progress.persisted, committed)
+        """Where the newest persisted run begins, and since which iteration it has been the newest."""
+        self._silent: set[int] = set()
+
+    def forget_peers(self) -> None:
+        """Others are there from now on."""
+        self._silent.clear()
+
+    def look(self, committed: int, senders: Sequence[Sender]) -> None:
+        """Before the iteration after ``committed``."""
+        self._watch_peers(senders)
+        self._watch_persistence(committed)
+        self._announce(len(senders))
+
+    def _watch_peers(self, senders: Sequence[Sender]) -> None:
+        for sender in senders:
+            silent = sender.silent_s > self._peer_timeout_s
+            if silent and sender.peer not in self._silent:
+                self._silent.add(sender.peer)
+                self._reports.report(
+                    f"peer {sender.peer} has not answered for {sender.silent_s:.0f} s; training goes on"
+                )  # fmt: skip
+            elif not silent:
+                self._silent.discard(sender.peer)
+
+    def _watch_persistence(self, committed: int) -> None:
+        """Nothing new is persisted for two windows: more and more work would be lost."""
+        persisted = self._checkpointer.progress.persisted
+        if persisted != self._persisted_since[0]:
+            self._persisted_since = persisted, committed
+        since = committed - self._persisted_since[1]
+        self.longest_unpersisted = max(self.longest_unpersisted, since)
+        size = self._checkpointer.history.newest.size
+        limit = 2 * size + LAG_ALLOWANCE + 1
+        if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
+            return
+        newest = "no window at all" if persisted == NONE else f"no window newer than that from iteration {persisted} on"
+        self._reports.warn(
+            "nothing_persisted", f"{since} iterations in a row have brought {newest} to all peers (a window has {size} "
+            "iterations); a failure now costs more than it should. The ranks' logs name peers that lag or refuse",
+            iterations=since, persisted_from=None if persisted == NONE else persisted,
+        )  # fmt: skip
+
+    def _announce(self, peers: int) -> None:
+        """A line and an event for each window that is persisted on every rank."""
+        progress = self._checkpointer.progress
+        persisted = progress.persisted
+        if persisted <= self.announced or not self._reports.is_recorded:
+            return
+        schedule = self._checkpointer.history.at(persisted)
+        if schedule.slot(persisted) == 0 or self.announced == NONE:
+            self.announced = persisted
+            self._reports.say(
+                f"window from iteration {persisted} on persisted on every rank ({schedule.snapshots} slots, "
+                f"{peers} peers; replication lags {progress.lag})"
+            )
+            self._reports.event("window", first=persisted, size=schedule.size, schedule=schedule.id, lag=progress.lag)

@@ -1,0 +1,173 @@
+"""This rank's part of bringing a state back, whatever is in live memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.recovery.plan import Report, Source
+from moevement_core.session.carry_out import carry_out
+from moevement_core.session.kept import Kept, check_kept
+from moevement_core.session.parts import Parts
+from moevement_core.session.prepare import Prepared, Scope, prepare
+from moevement_core.session.reports import Reports
+from moevement_core.session.sources import MemorySource, SnapshotSource
+from moevement_core.session.step_records import StepRecords
+from moevement_core.session.windows_on_disk import WindowsOnDisk
+
+
+class Recoverer:
+    """Of one rank; every rank calls alike.
+
+    Args:
+        parts: gives what there is of this rank in this generation.
+        records: what came of recent steps.
+        disk: windows on disk.
+        reports: what an operator sees.
+        paused: a context in which nothing that runs counts as progress.
+    """
+
+    def __init__(
+        self,
+        parts: Callable[[], Parts],
+        records: StepRecords,
+        disk: WindowsOnDisk,
+        reports: Reports,
+        paused: Callable[[bool], None],
+    ) -> None:
+        self.done: list[Recovery] = []
+        """Every recovery of this process."""
+        self.is_replaying = False
+        """Iterations that run are repeated ones."""
+        self._parts, self._records, self._disk, self._reports, self._paused = parts, records, disk, reports, paused
+
+    def recover(self, until: int, lost: frozenset[int] | None = None) -> Recovery:
+        """Bring ``state@until`` back.
+
+        Args:
+            until: the iteration.
+            lost: the pipeline stages whose state is gone; the others keep theirs, feed them, and wait. None: all.
+
+        Raises:
+            RecoveryError: there is no way back, or what came back is not what was lost.
+        """
+        return self._carry_out(self.prepare(until, lost))
+
+    def prepare(self, until: int, lost: frozenset[int] | None) -> Prepared:
+        """Plan the way back to ``state@until`` and fetch what it needs.
+
+        Raises:
+            RecoveryError: there is no way back. On every rank alike.
+        """
+        parts = self._parts()
+        topology, memory = parts.topology, MemorySource(parts.checkpointer)
+        sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory}
+        scope = None if lost is None else self._scope(parts, lost)
+        report = Report(
+            topology.rank, topology.stage, (), logged=self._logged(parts, scope),
+            outcomes=self._records.known(until), replica=topology.replica,
+        )  # fmt: skip
+        parts.checkpointer.capturer.settle()
+        try:
+            return prepare(report, sources, until, topology.fetches, scope)
+        except RecoveryError as gone:  # on every rank alike
+            on_disk = self._disk.that_lead_to(until)
+            if not on_disk.windows:
+                raise
+            return self._prepare_from_disk(parts, report, sources | {Source.FILE: on_disk}, until, gone)
+
+    def carry_out(self, prepared: Prepared, *, is_told: bool = True) -> Recovery:
+        """Replay what :meth:`prepare` has prepared; called inside the training loop.
+
+        Args:
+            prepared: by every rank.
+            is_told: whether a line says what came of it.
+        """
+        records = (snapshot.record()["iteration"] for snapshot in prepared.snapshots.values())
+        self._records.take({record["iteration"]: record for record in records if record} | dict(prepared.outcomes))
+        return self._carry_out(prepared, is_told=is_told)
+
+    def check_kept(self, until: int, prepared: Prepared | None) -> Kept:
+        """Compare what ranks kept with what is known of it. See :func:`moevement_core.session.kept.check_kept`.
+
+        Args:
+            until: the iteration whose state is live on every rank.
+            prepared: what was replayed; None if no rank lost its state.
+        """
+        return check_kept(
+            self._parts(), until, is_kept=prepared is None or prepared.mine is None,
+            replicas_are_known=prepared is not None,
+        )  # fmt: skip
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """A context in which iterations are no progress: they are neither captured nor counted."""
+        return self._replaying()
+
+    @contextmanager
+    def _replaying(self) -> Iterator[None]:
+        self.is_replaying = True
+        self._paused(True)
+        try:
+            yield
+        finally:
+            self.interrupted()
+
+    def interrupted(self) -> None:
+        """Iterations are progress again."""
+        self.is_replaying = False
+        self._paused(False)
+
+    def _carry_out(self, prepared: Prepared, *, is_told: bool = True) -> Recovery:
+        with self.replaying():
+            done = carry_out(self._parts(), prepared)
+        self.done.append(done)
+        if is_told:  # else it is told with everything around it
+            self._reports.say_once(done.sentence())
+        self._reports.event("recovery", **done.as_dict())
+        return done
+
+    def _prepare_from_disk(
+        self, parts: Parts, report: Report, sources: Mapping[Source, SnapshotSource], until: int, gone: RecoveryError
+    ) -> Prepared:
+        """All stages roll back to a window on disk and replay from there.
+
+        What single ranks remember of steps is left out: with all stages replaying every step is worked out again, by
+        all ranks or by none.
+
+        Raises:
+            RecoveryError: there is no way back from disk either.
+        """
+        prepared = prepare(report, sources, until, parts.topology.fetches)
+        assert prepared.mine is not None
+        first, counts = prepared.mine.first, prepared.mine.sources()
+        windows = sources[Source.FILE].windows  # type: ignore[attr-defined]
+        name = next((one.name for one in windows if one.first <= first <= one.last), "a window")
+        self._reports.warn(
+            "recovery_from_disk", f"memory and peers cannot bring iteration {until} back ({gone}). All ranks fall back "
+            f"to {name} on disk and replay iterations {prepared.mine.begins + 1} to {until}; {counts[Source.FILE]} "
+            "snapshots come from files", window=name, until=until,
+        )  # fmt: skip
+        return replace(prepared, outcomes={})
+
+    def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
+        """Iterations whose log is whole; if this stage is to feed others, every byte of it is checked."""
+        log = parts.binding.boundary_log
+        if log is None:
+            return ()
+        if scope is None or parts.topology.stage not in scope.feeding:
+            return tuple(log.iterations)
+        damaged = log.damaged(log.iterations)
+        if damaged:
+            self._reports.report(f"what iterations {', '.join(map(str, damaged))} sent is damaged in host memory")
+        return tuple(iteration for iteration in log.iterations if iteration not in damaged)
+
+    def _scope(self, parts: Parts, lost: frozenset[int]) -> Scope | None:
+        """What rolls back for ``lost`` stages; None, with the reason reported, if all stages must."""
+        if reason := parts.binding.stages_are_tied_by():
+            if parts.topology.rank == 0:
+                self._reports.report(f"all stages roll back: {reason}")
+            return None
+        return Scope(parts.topology.pipeline, lost, parts.binding.iterations_left_out())

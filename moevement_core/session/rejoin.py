@@ -1,0 +1,208 @@
+"""After a failure: who knows what, which iteration everybody comes to, and how (DESIGN section 8).
+
+Survivors report which iteration they have committed last (``recovery/agree.py`` decides). Those that had brought
+everything to a step that others made follow them; who lost its state, and the stage around it, is to replay.
+:func:`rejoin` does what comes before data is opened; the replay itself, :meth:`Rejoined.resume`, is called inside the
+training loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from moevement_core.injection import Phase
+from moevement_core.recovery.agree import RankStatus, ResumePoint, decide, peer_of_follower
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.restart import injection
+from moevement_core.restart.generation import waiting_for_others
+from moevement_core.session.binding import Binding
+from moevement_core.session.commit import Mark
+from moevement_core.session.config import SessionConfig
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.failure_report import Times, report_failure
+from moevement_core.session.identity import JobNames, job_name
+from moevement_core.session.peers import Copies
+from moevement_core.session.policy import Policy, agree
+from moevement_core.session.prepare import Prepared
+from moevement_core.session.session import Joining, Session
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What a rank reports to all others when ranks meet after a failure."""
+
+    status: RankStatus
+    outcome: Mapping[str, Any] = field(default_factory=dict)
+    """Of the step of the iteration that it committed last."""
+    common: Mapping[str, Any] = field(default_factory=dict)
+    """What of the boundary after it is the same on all ranks; before anything that is due then."""
+    begun: Mapping[str, Any] | None = None
+    """The same where the next iteration began, if it had begun it: everything that was due had been done."""
+    books: Any = None
+    shared: Any = None
+    keeps: Copies = field(default_factory=dict)
+    policy: Policy | None = None
+    goal: RankReport | None = None
+    """Of a rank that had committed the iteration which this one was on its way back to when a further failure came."""
+
+
+@dataclass(frozen=True)
+class Rejoined:
+    """What ranks have agreed on, the same on every rank but for what is prepared."""
+
+    session: Session
+    until: int
+    """The iteration that everybody comes to."""
+    lost: frozenset[int]
+    """Pipeline stages that replay."""
+    prepared: Prepared | None
+    """None if no stage lost its state."""
+    reached: RankReport
+    """Of a rank that has committed ``until``."""
+    is_between: bool
+    """Whether what is due between ``until`` and the next iteration (evaluation, dense save) may be undone yet."""
+    usable_at: float
+    """When process groups were usable again, seconds since the epoch."""
+    prepared_at: float
+    """When everything was prepared here."""
+
+    def resume(self) -> None:
+        """Replay what was lost, put every rank at the boundary that was agreed on, and do what was due there.
+
+        Every rank calls it, inside the training loop, before its first iteration.
+
+        Raises:
+            RecoveryError: what came back, or what was kept, is not what it should be. On every rank alike.
+        """
+        session, binding = self.session, self.session.binding
+        replay_at, recovery = time.time(), None
+        if self.prepared is not None:
+            recovery = self._replay(self.prepared)
+        mark = session.commit.mark
+        assert mark is not None
+        binding.put_boundary(mark.boundary if self.is_between or mark.resumed is None else mark.resumed)
+        kept = session.recoverer.check_kept(self.until, self.prepared)
+        session.go_on(self.until)
+        times = Times(self.usable_at, self.prepared_at, replay_at, time.time())
+        report_failure(session, self.until, self.lost, recovery, kept, times)
+        binding.back(self.until, mark.outcome, is_between=self.is_between)
+
+    def _replay(self, prepared: Prepared) -> Recovery:
+        session, binding = self.session, self.session.binding
+        is_lost = session.topology.stage in self.lost
+        if is_lost:
+            session.commit.mark = None  # until it is back
+        with waiting_for_others():
+            outcomes = {self.until: {"step": self.reached.outcome}} | dict(prepared.outcomes)
+            recovery = session.recoverer.carry_out(replace(prepared, outcomes=outcomes), is_told=False)
+        if is_lost:
+            live = binding.boundary_copy()
+            resumed = None if self.is_between else live
+            session.commit.mark = Mark(self.until, live, self.reached.outcome, resumed)
+        return recovery
+
+
+def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | None) -> RankReport:
+    """Returns what this rank reports.
+
+    Args:
+        binding: this rank's.
+        session: of a survivor that had begun training; None on a replacement.
+        rejoined: what it was on its way back to when a further failure came.
+    """
+    place = binding.place()
+    status = RankStatus(stage=place.stage, replica=place.replica)
+    if session is None:
+        return RankReport(status)
+    status = replace(status, was_training=True, began_at=session.began_at)
+    kept = RankReport(
+        status, keeps=session.keeps(), shared=binding.shared(), policy=session.policy(), books=binding.books()
+    )
+    mark = session.commit.mark if not session.commit.torn else None
+    if mark is None:
+        goal = rejoined.reached if rejoined is not None else None
+        return replace(kept, status=replace(status, goal=goal.status if goal is not None else None), goal=goal)
+    return replace(
+        kept,
+        status=replace(status, committed=mark.iteration, has_begun_next=mark.resumed is not None),
+        outcome=mark.outcome,
+        common=binding.common(mark.boundary),
+        begun=binding.common(mark.resumed) if mark.resumed is not None else None,
+    )
+
+
+def rejoin(
+    binding: Binding, config: SessionConfig, session: Session | None, before: Rejoined | None
+) -> Rejoined:  # fmt: skip
+    """Meet the others after a failure and find the way back. Every rank calls it, when process groups are usable.
+
+    Args:
+        binding: this rank's.
+        config: the flags.
+        session: of a survivor that had begun training; None on a replacement.
+        before: what a survivor was on its way back to when a further failure came.
+
+    Raises:
+        NothingToResume: the job starts over, from disk or from its beginning. On every rank alike.
+        RecoveryError: nobody has what is needed; this rank's session is of no use any more.
+    """
+    usable_at = time.time()
+    reports: list[RankReport] = all_gather_objects(report_of(binding, session, before))
+    statuses = [report.status for report in reports]
+    point = decide(statuses)
+    injection.at(Phase.RECOVER, point.iteration)
+    reached = reports[point.reference]
+    if point.reference_is_goal:
+        assert reached.goal is not None
+        reached = reached.goal
+    is_as_at_start = False
+    if session is not None:
+        binding.regroup()
+    else:
+        survivor = next(report for report in reports if report.status.was_training)
+        is_as_at_start = binding.build(survivor.shared)
+    if session is not None and dist.get_rank() in point.followers:
+        _follow(session, point, reports, reached)
+    binding.clear_gradients()
+    session = _go_on_or_join(binding, config, session, reports)
+    if is_as_at_start:
+        session.take_start()
+    common = reached.common if point.is_between else reached.begun or reached.common
+    binding.put_progress(common["progress"])
+    binding.resume(point.iteration, reached.books)
+    session.disk.start()
+    prepared = None
+    if point.lost_stages:
+        with waiting_for_others():
+            prepared = session.recoverer.prepare(point.iteration, point.lost_stages)
+    if session.topology.stage not in point.lost_stages:
+        session.commit.gather(now=True)
+    return Rejoined(
+        session, point.iteration, point.lost_stages, prepared, reached, point.is_between, usable_at, time.time()
+    )
+
+
+def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport], reached: RankReport) -> None:
+    """Make the update that others have made."""
+    statuses = [report.status for report in reports]
+    peer = peer_of_follower(dist.get_rank(), statuses, point)
+    outcome = (reports[peer] if peer is not None else reached).outcome
+    session.commit.follow(point.iteration, outcome, reached.common)
+
+
+def _go_on_or_join(
+    binding: Binding, config: SessionConfig, session: Session | None, reports: Sequence[RankReport]
+) -> Session:
+    """The session of this generation: a survivor's own, rewired, or a new one."""
+    policies = [(report.status.stage, report.policy) for report in reports if report.policy is not None]
+    policy, is_of_same_stage = agree(reports[dist.get_rank()].status.stage, policies)
+    kept = [report.keeps for report in reports]
+    if session is not None:
+        session.rewire(policy, kept)
+        return session
+    return Session(binding, config, JobNames(job_name() or ""), joining=Joining(policy, is_of_same_stage, kept))

@@ -1,0 +1,204 @@
+"""Who this rank is among the others, and through what it talks to them: made at the start and anew after a failure.
+
+What survives a failure (snapshots, popularity, logs) is kept elsewhere and is handed the new topology.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from moevement_core.operators import Operator, OperatorTable
+from moevement_core.recovery.feed import Neighbour, Neighbours
+from moevement_core.recovery.scope import Pipeline
+from moevement_core.replication.placement import Copies, Placement, allowed_copies, place, sources_of
+from moevement_core.replication.transport import GlooTransport, Transport
+from moevement_core.restart.injection import InjectingTransport
+from moevement_core.session import wind_down
+from moevement_core.session.binding import Binding, Place
+from moevement_core.session.config import SessionConfig
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """What every rank tells all others."""
+
+    place: Place
+    node: str
+    operators: Sequence[Operator]
+    peers: tuple[int, ...] | None
+    """That have kept its copies until now; nothing on a rank that is new."""
+    sources: tuple[int, ...]
+    """Whose copies it has kept until now."""
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """Who this rank is, whom it talks to, and through what."""
+
+    rank: int
+    world: int
+    stage: int
+    stages: tuple[int, ...]
+    """The pipeline stage of every rank."""
+    nodes: tuple[str, ...]
+    """The node of every rank."""
+    table: OperatorTable
+    """Of this rank's stage."""
+    most_operators: int
+    """Of any rank of the job."""
+    peers: Placement
+    warning: str | None
+    """What an operator should know of where copies are kept."""
+    job_group: Any
+    """All ranks, for host tensors."""
+    stage_group: Any
+    """The ranks of this stage, for host tensors."""
+    agreement: Agreement
+    snapshots: Transport | None
+    """For copies of snapshots; nothing without peers."""
+    fetches: Transport | None
+    """Of their own: senders and receivers go on using theirs."""
+    feeds: Transport | None
+    """For what a stage that replays alone is fed; nothing where there is one stage."""
+    pipeline: Pipeline
+    neighbours: Neighbours
+    replica: int
+    """The smallest rank of this rank's model replica."""
+    step_spans_job: bool
+    """See :class:`~moevement_core.session.binding.Place`; on every rank the same answer."""
+
+    @property
+    def sources(self) -> list[int]:
+        """The ranks whose snapshots this one keeps."""
+        return list(sources_of(self.peers, self.rank))
+
+    @property
+    def speaks_for_stage(self) -> bool:
+        """Whether this is the first rank of its stage."""
+        return self.rank == self.stages.index(self.stage)
+
+
+def connect(
+    config: SessionConfig, binding: Binding, before: Topology | None = None, *, is_running: bool = False
+) -> Topology:
+    """Returns the topology of a generation; every rank of the job calls it at the same point.
+
+    Args:
+        config: the flags.
+        binding: this rank's.
+        before: that of the last generation; None on a rank that is new.
+        is_running: whether the job has begun, so that it goes on with the nodes that are left.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    everyones: list[_Rank] = all_gather_objects(
+        _Rank(
+            binding.place(),
+            config.copies.node_of(rank),
+            binding.operators(),
+            before.peers[rank] if before is not None else None,
+            tuple(before.sources) if before is not None else (),
+        )
+    )
+    places = [its.place for its in everyones]
+    stages = tuple(its.stage for its in places)
+    stage = stages[rank]
+    nodes = tuple(its.node for its in everyones)
+    copies = allowed_copies(nodes, config.copies.replicas, same_node=config.copies.same_node, is_running=is_running)
+    tied = tied_stages(stages, [its.embedding_ranks for its in places])
+    pipeline, neighbours = _find_neighbours(rank, stages, places[rank], tied)
+    return Topology(
+        rank=rank,
+        world=world,
+        stage=stage,
+        stages=stages,
+        nodes=nodes,
+        table=OperatorTable(ranks=[its.operators for its in everyones if its.place.stage == stage]),
+        most_operators=max(len(its.operators) for its in everyones),
+        peers=_place(config, everyones, copies),
+        warning=copies.warning,
+        job_group=dist.new_group(backend="gloo"),
+        stage_group=_make_stage_groups(stages, stage),
+        agreement=_agreement(world),
+        snapshots=_for_snapshots(config, copies),
+        fetches=GlooTransport() if world > 1 else None,
+        feeds=GlooTransport() if pipeline.stages > 1 else None,
+        pipeline=pipeline,
+        neighbours=neighbours,
+        replica=places[rank].replica,
+        step_spans_job=all(its.step_spans_job for its in places),
+    )
+
+
+def _agreement(world: int) -> Agreement:
+    agreement: Agreement = GroupAgreement() if world > 1 else Alone()
+    agreement.winding_down = wind_down.is_asked_for
+    return agreement
+
+
+def _for_snapshots(config: SessionConfig, copies: Copies) -> Transport | None:
+    if not copies.replicas:
+        return None
+    transport = GlooTransport()
+    return InjectingTransport(transport) if config.drill.faults else transport
+
+
+def _make_stage_groups(stages: tuple[int, ...], mine: int) -> Any:
+    groups = {
+        stage: dist.new_group([rank for rank, one in enumerate(stages) if one == stage], backend="gloo")
+        for stage in sorted(set(stages))
+    }
+    return groups[mine]
+
+
+def _place(config: SessionConfig, everyones: list[_Rank], copies: Copies) -> Placement:
+    groups: dict[int, list[int]] = {}
+    for rank, its in enumerate(everyones):
+        groups.setdefault(its.place.same_state, []).append(rank)
+    return place(
+        [its.node for its in everyones], copies.replicas, config.copies.placement, list(groups.values()),
+        same_node=copies.same_node, before=_peers_before(everyones),
+    )  # fmt: skip
+
+
+def _peers_before(everyones: list[_Rank]) -> list[tuple[int, ...]]:
+    """Of every rank; those of one that is new are known to its peers. Nothing if all are new."""
+    if all(one.peers is None for one in everyones):
+        return []
+    return [
+        one.peers if one.peers is not None else sources_of([other.sources for other in everyones], rank)
+        for rank, one in enumerate(everyones)
+    ]
+
+
+def tied_stages(stages: Sequence[int], embedding_ranks: Sequence[Collection[int]]) -> frozenset[int]:
+    """The stages that have copies of one embedding.
+
+    Args:
+        stages: the stage of every rank.
+        embedding_ranks: of every rank, those whose gradients of the embedding are summed with its own.
+    """
+    tied = frozenset(stages[rank] for ranks in embedding_ranks for rank in ranks)
+    return tied if len(tied) > 1 else frozenset()
+
+
+def _find_neighbours(
+    rank: int, stages: tuple[int, ...], mine: Place, tied: frozenset[int]
+) -> tuple[Pipeline, Neighbours]:
+    ranks = mine.pipeline or (rank,)
+    is_ring = mine.is_ring and len(ranks) > 1
+    pipeline = Pipeline(len(ranks), is_ring, tied)
+    here = ranks.index(rank)
+
+    def at(index: int) -> Neighbour | None:
+        if not is_ring and not 0 <= index < len(ranks):
+            return None
+        other = ranks[index % len(ranks)]
+        return Neighbour(other, stages[other]) if other != rank else None
+
+    return pipeline, Neighbours(at(here - 1), at(here + 1))

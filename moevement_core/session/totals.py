@@ -1,0 +1,88 @@
+"""What checkpointing came to in a run, on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.engine.checkpointer import Progress
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.snapshot.agreement import NONE
+
+
+@dataclass
+class Totals:
+    """Of one rank."""
+
+    iterations: int = 0
+    stall_s: float = 0.0
+    train_s: float = 0.0
+    begin_s: float = 0.0
+    """On the training thread: boundary record, issuing copies, deciding."""
+    last_begin_s: float = 0.0
+    """Of it, at the beginning of the last iteration."""
+    copied_bytes: int = 0
+    replicated_bytes: int = 0
+
+    def began(self, begin_s: float) -> None:
+        """An iteration has begun, after so many seconds of the training thread."""
+        self.last_begin_s = begin_s
+        self.begin_s += begin_s
+
+    def ended(self, step_s: float, progress: Progress) -> None:
+        """An iteration took so long, and did so much."""
+        self.iterations += 1
+        self.train_s += step_s
+        self.copied_bytes += progress.copied_bytes
+        self.replicated_bytes += progress.replicated_bytes
+
+
+def summary(
+    totals: Totals,
+    progress: Progress,
+    on_disk: tuple[int, int, int, float],
+    decided: tuple[int, int, int],
+    warnings: Sequence[str],
+    recoveries: Sequence[Recovery],
+    window: int,
+) -> dict[str, Any]:
+    """Returns what the run's summary says of checkpointing; every rank calls it.
+
+    Args:
+        totals: of this rank.
+        progress: where it stands.
+        on_disk: the newest window on disk, how many failed, bytes and seconds of writing.
+        decided: windows, reorders, and the most iterations in a row in which nothing newer was persisted.
+        warnings: what an operator must not miss.
+        recoveries: of this process.
+        window: iterations of the newest schedule.
+    """
+    everyones = all_gather_objects((totals, progress, on_disk, decided))
+    all_totals, all_progress, disk, decisions = ([its[part] for its in everyones] for part in range(4))
+    all_warnings = all_gather_objects(warnings)
+    newest_on_disk = min(its[0] for its in disk)
+    longest_s = max(its.train_s for its in all_totals) or 1.0
+    persisted = min(its.persisted for its in all_progress)
+    return {
+        "stall_s": max(its.stall_s for its in all_totals),
+        "stall_share": max(its.stall_s for its in all_totals) / longest_s,
+        "training_thread_s": max(its.begin_s for its in all_totals),
+        "training_thread_share": max(its.begin_s for its in all_totals) / longest_s,
+        "copied_bytes": sum(its.copied_bytes for its in all_totals),
+        "replicated_bytes": sum(its.replicated_bytes for its in all_totals),
+        "window": window,
+        "windows": max(its[0] for its in decisions),
+        "windows_abandoned": sum(its.abandoned for its in all_progress),
+        "reorders": max(its[1] for its in decisions),
+        "persisted_from": None if persisted == NONE else persisted,
+        "longest_unpersisted": max(its[2] for its in decisions),
+        "memory_bytes": max(its.memory_bytes for its in all_progress),
+        "recoveries": [recovery.as_dict() for recovery in recoveries],
+        "on_disk": None if newest_on_disk == NONE else newest_on_disk,
+        "disk_windows_failed": max(its[1] for its in disk),
+        "disk_bytes": sum(its[2] for its in disk),
+        "disk_s": max(its[3] for its in disk),
+        "warnings": max(all_warnings, key=len),  # a rank that joined later knows fewer
+    }

@@ -1,0 +1,167 @@
+"""Windows on disk as a source of snapshots, and the newest of them that a job can start from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
+from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
+from moevement_core.persistence.manifest import Manifest, manifests
+from moevement_core.recovery.plan import Holding, Report, Source
+from moevement_core.replication.transport import Transport
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.folder import SharedFolder
+from moevement_core.session.prepare import Prepared, prepare
+from moevement_core.snapshot.snapshot import Snapshot
+
+
+class WindowFiles:
+    """The files of one window: this rank's own, and, on the first rank of a folder, copies for ranks elsewhere."""
+
+    def __init__(self, place: SharedFolder, manifest: Manifest) -> None:
+        self._folder = place.path / manifest.name
+        self._place = place
+        self._range = range(manifest.first, manifest.last + 1)
+
+    def has(self, iteration: int) -> bool:
+        """Whether ``SS_iteration`` belongs to the window."""
+        return iteration in self._range
+
+    def holdings(self) -> list[Holding]:
+        """All that are there and look whole."""
+        return list(self._holdings())
+
+    def _holdings(self) -> Iterator[Holding]:
+        for name in sorted(os.listdir(self._folder)) if self._folder.is_dir() else ():
+            found = owner_and_iteration(name)
+            if found is None or found[1] not in self._range or not self._is_mine_to_tell(found[0]):
+                continue
+            try:
+                header = read_header(self._folder / name)
+            except SnapshotError as error:
+                print(f"moevement: {error}", flush=True)
+                continue
+            if (header.rank, header.iteration) == found:
+                yield Holding(
+                    header.rank, header.iteration, header.state, header.schedule, header.contents, Source.FILE
+                )
+
+    def _is_mine_to_tell(self, owner: int) -> bool:
+        return owner == dist.get_rank() or (self._place.is_first and owner not in self._place.members)
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """One of them, not yet checked; nothing if it cannot be read."""
+        try:
+            return read_snapshot(self._folder / file_name(owner, iteration))
+        except SnapshotError as error:
+            print(f"moevement: {error}", flush=True)
+            return None
+
+
+class JobWindows:
+    """The files of several windows of one start of a job, as one source.
+
+    Args:
+        place: this rank's folder.
+        windows: the newest first.
+    """
+
+    def __init__(self, place: SharedFolder, windows: Sequence[Manifest]) -> None:
+        self.windows = windows
+        self._files = [WindowFiles(place, manifest) for manifest in windows]
+
+    def holdings(self) -> list[Holding]:
+        """All that are there and look whole; a snapshot that belongs to two windows is listed once."""
+        found = {(held.owner, held.iteration): held for window in self._files for held in window.holdings()}
+        return list(found.values())
+
+    def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
+        """One of them, not yet checked; nothing if it cannot be read."""
+        files = (window for window in self._files if window.has(iteration))
+        return next((held for window in files if (held := window.open(source, owner, iteration)) is not None), None)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A window in host memory, ready to be replayed."""
+
+    prepared: Prepared
+    manifest: Manifest
+    folder: Path
+
+    @property
+    def place(self) -> str:
+        """Which one, in words."""
+        return f"{self.manifest.name} in {self.folder}"
+
+
+def load_newest(
+    place: SharedFolder,
+    stage: int,
+    settings: Mapping[str, Any],
+    transport: Transport | None,
+    is_wanted: Callable[[Manifest], bool],
+    after: int,
+) -> Loaded | None:
+    """The newest window of which every rank's snapshots can be had; every rank calls it.
+
+    Args:
+        place: where to look.
+        stage: this rank's.
+        settings: of this job.
+        transport: between ranks.
+        is_wanted: which windows to look at.
+        after: a window that reaches no further than this iteration is of no use.
+
+    Returns:
+        Nothing if there is no window that reaches further.
+
+    Raises:
+        ConfigError: the newest window is of a job with other settings.
+        RecoveryError: there are windows, and none of them is whole.
+    """
+    everyones = windows_of_all(place)
+    candidates = [one for one in everyones if one.reaches > after and is_wanted(one)]
+    refused = []
+    for manifest in candidates:
+        _refuse_other_settings(place, manifest, settings)
+        files = WindowFiles(place, manifest)
+        try:
+            reaches = manifest.reaches
+            prepared = prepare(Report(dist.get_rank(), stage, ()), {Source.FILE: files}, reaches, transport)
+            return Loaded(prepared, manifest, place.path)
+        except RecoveryError as error:
+            refused.append(f"{manifest.name}: {error}")
+            if dist.get_rank() == 0:
+                print(f"moevement: {refused[-1]}", flush=True)
+    if refused:
+        raise RecoveryError(f"no window in {place.path} is whole. {refused[0]}")
+    return None
+
+
+def windows_of_all(place: SharedFolder) -> list[Manifest]:
+    """The windows that any rank sees in its folder, the newest first; every rank calls it."""
+    everyones = {one.name: one for found in all_gather_objects(manifests(place.path)) for one in found}
+    return sorted(everyones.values(), key=_newest, reverse=True)
+
+
+def _newest(manifest: Manifest) -> tuple[int, str]:
+    return manifest.reaches, manifest.job
+
+
+def _refuse_other_settings(place: SharedFolder, manifest: Manifest, settings: Mapping[str, Any]) -> None:
+    other = [name for name, value in settings.items() if name in manifest.settings and manifest.settings[name] != value]
+    if other:
+        found = "; ".join(
+            f"--{name.replace('_', '-')} {settings[name]}, and {manifest.settings[name]} then" for name in other[:4]
+        )
+        raise ConfigError(
+            f"--moevement-load {place.path}: {manifest.name} is of a run with other settings ({found}); replayed "
+            "iterations would not be those that were lost. Load it with the same flags, or a dense checkpoint (--load)"
+        )

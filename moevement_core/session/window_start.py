@@ -1,0 +1,79 @@
+"""Which window on disk a job starts from.
+
+The first start of a job looks where ``--moevement-load`` says. A restart looks where the job has written windows
+itself, and, unless there is one or a dense checkpoint of its own, where the first start has looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+from moevement_core.errors import ConfigError, RecoveryError
+from moevement_core.persistence.manifest import Manifest, is_of_job
+from moevement_core.replication.transport import GlooTransport
+from moevement_core.session.binding import Binding
+from moevement_core.session.config import SessionConfig
+from moevement_core.session.folder import START_PATIENCE_S, SharedFolder, find_place
+from moevement_core.session.identity import JobNames
+from moevement_core.session.window_files import Loaded, load_newest
+
+
+def load_window(binding: Binding, config: SessionConfig, names: JobNames, *, is_resumed: bool) -> Loaded | None:
+    """Find a window to start from and set the job's progress to where it leads, before data is opened.
+
+    Every rank calls it. The state itself comes later, inside the training loop: it has to be replayed.
+
+    Args:
+        binding: this rank's; its iteration is the one that the job would start from otherwise.
+        config: the flags.
+        names: of the job.
+        is_resumed: whether a dense checkpoint that the job has saved itself was loaded.
+
+    Raises:
+        ConfigError: the windows are of a job with other settings.
+        RecoveryError: there are windows, and none of them is whole.
+    """
+    loaded = _load_own(binding, config, names) if names.is_restart else None
+    if loaded is None and not is_resumed:
+        loaded = _load_named(binding, config, names)
+    if loaded is not None:
+        binding.put_progress(loaded.manifest.progress)
+    return loaded
+
+
+def _load_own(binding: Binding, config: SessionConfig, names: JobNames) -> Loaded | None:
+    """The newest window that an earlier start of this job has written, where that can be had."""
+    template = config.disk.persist_dir
+    if template is None:
+        return None
+    node = config.copies.node_of(dist.get_rank())
+    try:
+        place = find_place("--moevement-persist-dir", template, node, START_PATIENCE_S)
+        return _load(binding, place, lambda manifest: is_of_job(manifest.name, names.name))
+    except (ConfigError, RecoveryError) as error:  # on every rank alike
+        if dist.get_rank() == 0:
+            print(f"moevement: no window of this job can be used: {error}", flush=True)
+        return None
+
+
+def _load_named(binding: Binding, config: SessionConfig, names: JobNames) -> Loaded | None:
+    """The newest window where ``--moevement-load`` says; own ones have been tried."""
+    template = config.disk.load
+    if template is None:
+        return None
+    rank, iteration = dist.get_rank(), binding.iteration
+    place = find_place("--moevement-load", template, config.copies.node_of(rank), START_PATIENCE_S)
+    loaded = _load(binding, place, lambda manifest: not is_of_job(manifest.name, names.name))
+    if loaded is None and rank == 0:
+        began = f"iteration {iteration} of --load" if iteration else "fresh weights"
+        print(f"moevement: no newer window in --moevement-load {place.path}: starting from {began}", flush=True)
+    return loaded
+
+
+def _load(binding: Binding, place: SharedFolder, is_wanted: Callable[[Manifest], bool]) -> Loaded | None:
+    transport = GlooTransport() if dist.get_world_size() > 1 else None
+    return load_newest(
+        place, binding.place().stage, binding.settings(), transport, is_wanted, after=binding.iteration
+    )  # fmt: skip

@@ -1,0 +1,241 @@
+"""What a strategy decides by: counted and measured here, and agreed on by all ranks, window by window.
+
+All collectives of that stand here: popularity is summed over the stage, windows and host memory are the job's.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.errors import ConfigError
+from moevement_core.injection import Phase
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory
+from moevement_core.replication.placement import sources_of
+from moevement_core.replication.sender import Sender
+from moevement_core.restart import injection
+from moevement_core.session.binding import Counts
+from moevement_core.session.config import MOST_ITERATIONS, BudgetConfig
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.policy import Policy
+from moevement_core.session.topology import Topology
+from moevement_core.strategies import Measured, Strategy
+
+WARM_UP = 8
+"""Iterations that are measured before W is chosen."""
+NETWORK_HEADROOM = 0.8
+"""Share of the measured rate that a slot may need: peers that are only just in time abandon windows at every delay."""
+
+
+class WindowDecisions:
+    """Of one rank; every rank calls alike, so that all come to the same.
+
+    Args:
+        strategy: whose decisions they are.
+        counts: of the rank's routers; None where nothing is counted.
+        topology: of this generation; :attr:`topology` is replaced in the next.
+        budget: what checkpointing may use.
+        asked_window: ``--moevement-window``; None: as measured.
+        to_disk: whether windows are written to disk.
+        report: told what an operator of the job should know.
+        sent_bytes: that this rank logs of an iteration.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        counts: Counts | None,
+        topology: Topology,
+        budget: BudgetConfig,
+        report: Callable[[str], None],
+        sent_bytes: int,
+        *,
+        asked_window: int | None,
+        to_disk: bool,
+    ) -> None:
+        self.strategy, self.topology, self._budget = strategy, topology, budget
+        self._report, self._sent_bytes = report, sent_bytes
+        self._counts, self._asked_window, self._to_disk = counts, asked_window, to_disk
+        self._pending: list[torch.Tensor] = []
+        self._steps_s: list[float] = []
+        self.windows = self.reorders = 0
+
+    def adopt(self, policy: Policy) -> None:
+        """Go on from what a stage has decided."""
+        self.strategy.adopt(policy.learned)
+        self.strategy.settled = policy.settled
+
+    # Once an iteration
+
+    def count(self) -> None:
+        """Take the tokens that the routers have counted since; at the beginning of an iteration."""
+        if self._counts is not None:
+            self._pending.append(self._counts.take())
+
+    def measured(self, step_s: float) -> None:
+        """An iteration took so long, stalls left out."""
+        self._steps_s.append(step_s)
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds that an iteration takes, the middle one of those of this process; 0 before any."""
+        return statistics.median(self._steps_s) if self._steps_s else 0.0
+
+    def pause(self, is_paused: bool) -> None:
+        """Tokens of a replay are not counted again."""
+        if self._counts is not None:
+            self._counts.paused = is_paused
+
+    def forget(self) -> None:
+        """Drop what was counted on the way to a failure, and measured if W is still to be chosen."""
+        if self._counts is not None:
+            self._counts.take()
+        self._pending.clear()
+        if not self.strategy.settled:
+            self._steps_s.clear()
+
+    # The first window
+
+    def first(self, start: int, buffer_bytes: Callable[[Schedule], int]) -> ScheduleHistory:
+        """Until something is measured.
+
+        Args:
+            start: the iteration whose state the run begins from.
+            buffer_bytes: host memory of one snapshot of this rank under a schedule.
+
+        Raises:
+            ConfigError: a rank needs more host memory than it may use; on every rank.
+        """
+        most = self.topology.most_operators
+        first = self.strategy.first(start, most)
+        if self._asked_window is not None and self._asked_window > most >= first.size and self.topology.rank == 0:
+            self._report(
+                f"--moevement-window {self._asked_window}: no stage has more than {most} operators; the window is "
+                f"{most} iterations"
+            )
+        self._refuse_beyond_cap(first, buffer_bytes(first))
+        return ScheduleHistory(first)
+
+    def slots(self, schedule: Schedule) -> int:
+        """Snapshots that a rank keeps at most."""
+        return schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk)
+
+    def iterations_logged(self, schedule: Schedule) -> int:
+        """How many iterations logs and records reach back at most."""
+        return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
+
+    def log_bytes(self, schedule: Schedule) -> int:
+        """Host memory that the boundary log of this rank takes at most."""
+        return int(min(self.iterations_logged(schedule) * self._sent_bytes, self._budget.log_memory_bytes))
+
+    def _refuse_beyond_cap(self, schedule: Schedule, own_bytes: int) -> None:
+        """Compare what every rank will need with the cap, on every rank alike.
+
+        The rank that needs the most is named, so that what the message says is enough for all.
+        """
+        count = self.slots(schedule)
+        everyones = all_gather_objects((own_bytes, self.log_bytes(schedule)))
+        needs = []
+        for rank, (its_bytes, logs) in enumerate(everyones):
+            sources = sources_of(self.topology.peers, rank)
+            own, kept = count * its_bytes, sum((count + 1) * everyones[source][0] for source in sources)
+            needs.append((own + kept + logs, -rank, own, kept, logs, len(sources)))
+        needed, rank, own, kept, logs, sources_ = max(needs)
+        if needed > self._budget.host_memory_bytes:
+            raise ConfigError(
+                f"--moevement-host-memory-gb {self._budget.host_memory_bytes / 1e9:g}: rank {-rank} needs "
+                f"{math.ceil(needed / 1e6) / 1e3:.3f} GB ({own / 1e9:.3f} for its own snapshots, {kept / 1e9:.3f} for "
+                f"those of {sources_} peers, {logs / 1e9:.3f} for logs, at W = {schedule.size}), and no rank more; "
+                "give that much, or fewer replicas, or another window or strategy"
+            )
+
+    # Those after it
+
+    def decide(self, boundary: int, checkpointer: Checkpointer, senders: Sequence[Sender]) -> None:
+        """Order and window of the window that begins with ``boundary``.
+
+        Orders are the stage's and windows the job's, so every rank takes part in every collective here, whether or not
+        it wants a change itself.
+        """
+        self._observe()
+        injection.at(Phase.DECIDE)
+        strategy, history = self.strategy, checkpointer.history
+        old = history.newest
+        measured = not strategy.settled and len(self._steps_s) >= WARM_UP
+        size = self._measured_window(old, checkpointer, senders) if measured else old.size
+        proposal = strategy.propose(old, size)
+        self.windows += 1
+        if math.isinf(self._budget.host_memory_bytes) and not proposal.is_change:
+            strategy.settled = strategy.settled or measured
+            return
+        beyond = self._beyond_cap(proposal.schedules, checkpointer)
+        fitting = [one for one, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
+        if any(beyond) and self.topology.rank == 0:
+            self._report(
+                f"a window of {size} iterations needs more host memory than --moevement-host-memory-gb "
+                f"{self._budget.host_memory_bytes / 1e9:g}; the window stays at {old.size}"
+            )
+        if not fitting:
+            return
+        chosen = fitting[0]
+        strategy.settled = strategy.settled or measured
+        strategy.accept(proposal)
+        self.reorders += proposal.reorders
+        if not proposal.reorders and chosen.size == old.size:
+            return
+        schedule = history.change(boundary - 1, chosen)
+        checkpointer.make_room(schedule)
+        history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
+        if chosen.size != old.size and self.topology.rank == 0:
+            self._report(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
+
+    def _observe(self) -> None:
+        """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
+        if self._counts is None:
+            return
+        counts = self._counts.by_operator(self._pending)
+        self._pending.clear()
+        dist.all_reduce(counts, group=self.topology.stage_group)
+        for one in counts.numpy():
+            self.strategy.observe(np.asarray(one))
+
+    def _beyond_cap(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[bool]:
+        """For each of ``schedules`` whether any rank would need more host memory than it may use.
+
+        Without a cap nobody asks: all ranks have the same flags.
+        """
+        if math.isinf(self._budget.host_memory_bytes):
+            return [False] * len(schedules)
+        own = [checkpointer.capturer.memory_needed(schedule) for schedule in schedules]
+        mine = torch.tensor([own, [self.log_bytes(schedule) for schedule in schedules]])
+        everyones = [torch.empty_like(mine) for _ in range(self.topology.world)]
+        dist.all_gather(everyones, mine, group=self.topology.job_group)
+        count = self.slots(checkpointer.history.newest)
+        needed = [self._needed_by(rank, everyones, count) for rank in range(self.topology.world)]
+        return [bool((one > self._budget.host_memory_bytes).any()) for one in torch.stack(needed).T]
+
+    def _needed_by(self, rank: int, everyones: list[torch.Tensor], count: int) -> torch.Tensor:
+        """Host memory of ``rank``: for its own snapshots and logs, and of each source one buffer more than its own."""
+        kept = [everyones[source][0] for source in sources_of(self.topology.peers, rank)]
+        return everyones[rank].sum(dim=0) + sum(-(-one * (count + 1) // count) for one in kept)
+
+    def _measured_window(self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]) -> int:
+        """The window that this rank's measurements ask for; of all ranks the largest."""
+        d2h, network = self._measured_bandwidths(checkpointer, senders)
+        iteration_s, replicas = statistics.median(self._steps_s[2:]), len(self.topology.peers[self.topology.rank])
+        own = self.strategy.wanted_size(now, Measured(iteration_s, d2h, network * NETWORK_HEADROOM, replicas))
+        size = torch.tensor([min(own, MOST_ITERATIONS)])
+        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self.topology.job_group)
+        return int(size)
+
+    def _measured_bandwidths(self, checkpointer: Checkpointer, senders: Sequence[Sender]) -> tuple[float, float]:
+        rates = [sender.sent_bytes / sender.send_s for sender in senders if sender.send_s > 0]
+        # Without a measurement (peers that have acknowledged nothing yet) the network does not limit.
+        network = self._budget.network_bytes_per_s or (sum(rates) or float("inf"))
+        return self._budget.d2h_bytes_per_s or checkpointer.capturer.copy_rate(), network

@@ -1,0 +1,143 @@
+"""The flags of sparse checkpointing: which there are, and what each refuses."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import pytest
+
+from megatron.moevement.arguments import session_config
+from megatron.moevement.preflight.sparse import sparse_checkpoints
+from moevement_core.errors import ConfigError
+from moevement_core.policy.popularity import Ordering
+from moevement_core.session.config import add_session_flags
+
+# Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
+FLAGS = {
+    "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
+    "--moevement-network-bandwidth",
+    "--moevement-order", "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-persist-dir",
+    "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
+    "--moevement-reorder-threshold", "--moevement-lease-seconds",
+    "--moevement-replicas", "--moevement-replicas-on-same-node",
+    "--moevement-strategy", "--moevement-dense-interval",
+    "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
+    "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-mtbf",
+    "--moevement-inject-seed", "--moevement-inject-trace", "--moevement-inject-speedup", "--moevement-wipe-stages",
+}  # fmt: skip
+MEGATRONS: dict[str, Any] = {
+    "num_experts": 4, "optimizer": "adam", "optimizer_cpu_offload": False, "use_precision_aware_optimizer": False,
+    "use_torch_fsdp2": False, "use_megatron_fsdp": False, "qk_clip": False, "skip_train": False,
+    "cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False, "delay_wgrad_compute": False,
+    "defer_embedding_wgrad_compute": False, "overlap_param_gather_with_optimizer_step": False,
+    "pipeline_model_parallel_size": 2,
+    "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
+    "fp8_recipe": "delayed", "fp8_param_gather": False, "world_size": 4, "log_num_zeros_in_grad": False,
+    "inprocess_restart": False,
+}  # fmt: skip
+
+
+def parsed(*words: str, **megatrons: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_session_flags(parser.add_argument_group("moevement"))
+    return argparse.Namespace(**vars(parser.parse_args(["--moevement-sparse-ckpt", *words])), **(MEGATRONS | megatrons))
+
+
+def test_the_set_of_flags_is_frozen_and_each_has_help() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    add_session_flags(parser.add_argument_group("moevement"))
+    assert {option for action in parser._actions for option in action.option_strings} == FLAGS
+    assert all(action.help for action in parser._actions)
+
+
+def test_nothing_is_on_without_the_flag() -> None:
+    args = parsed()
+    args.moevement_sparse_ckpt = False
+    assert session_config(args) is None
+
+
+@pytest.mark.parametrize(
+    "words", [["--moevement-load", "d"], ["--moevement-persist-dir", "d"], ["--moevement-wipe-at", "3"]]
+)
+def test_flags_that_need_sparse_checkpoints_are_refused_without(words: list[str]) -> None:
+    args = parsed(*words)
+    args.moevement_sparse_ckpt = False
+    (complaint,) = sparse_checkpoints(args)
+    assert complaint == f"{words[0]} without --moevement-sparse-ckpt; give both"
+
+
+def test_a_stage_that_there_is_not_cannot_be_wiped() -> None:
+    (complaint,) = sparse_checkpoints(parsed("--moevement-wipe-stages", "0", "2"))
+    assert complaint == "--moevement-wipe-stages 2: --pipeline-model-parallel-size 2 has stages 0 to 1"
+
+
+def test_defaults_are_the_papers() -> None:
+    config = session_config(parsed())
+    assert config is not None
+    assert (config.strategy.window, str(config.strategy.window_kind), config.copies.replicas) == (None, "aligned", None)
+    assert (config.strategy.thresholds.share_change, config.strategy.thresholds.fraction) == (0.10, 0.25)
+    assert config.strategy.ordering.ordering is Ordering.HARD_COUNT
+    dense = session_config(parsed(num_experts=None))
+    assert dense is not None
+    assert dense.strategy.ordering.ordering is Ordering.BACK_TO_FRONT
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--moevement-window", "0"], "--moevement-window 0; needs auto or a number"),
+        (["--moevement-window", "129"], "--moevement-window 129; needs auto or a number of iterations, 1 to 128"),
+        (["--moevement-window", "many"], "--moevement-window many"),
+        (
+            ["--moevement-strategy", "dense", "--moevement-window", "3"],
+            "--moevement-window 3 with --moevement-strategy dense; give --moevement-window auto",
+        ),
+        (["--moevement-dense-interval", "3"], "--moevement-dense-interval 3 with --moevement-strategy moevement"),
+        (["--moevement-strategy", "dense", "--moevement-dense-interval", "0"], "--moevement-dense-interval 0; needs"),
+        (["--moevement-bandwidth", "-3"], "--moevement-bandwidth -3"),
+        (["--moevement-bandwidth", "fast"], "--moevement-bandwidth fast; needs auto or gigabytes"),
+        (["--moevement-network-bandwidth", "nan"], "--moevement-network-bandwidth nan"),
+        (["--moevement-order-alpha", "1.0"], "alpha of 1.0"),
+        (["--moevement-reorder-fraction", "2"], "fraction of 2"),
+        (["--moevement-reorder-threshold", "-1"], "share_change of -1"),
+        (["--moevement-replicas", "-1"], "--moevement-replicas -1"),
+        (["--moevement-ranks-per-node", "0"], "--moevement-ranks-per-node 0"),
+        (["--moevement-host-memory-gb", "0"], "--moevement-host-memory-gb 0"),
+        (["--moevement-peer-timeout", "0"], "--moevement-peer-timeout 0"),
+        (["--moevement-wipe-at", "3", "0"], "--moevement-wipe-at 0; needs at least 1"),
+    ],
+)
+def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        session_config(parsed(*words))
+
+
+@pytest.mark.parametrize(
+    "megatrons",
+    [{"optimizer": "sgd"}, {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True},
+     {"use_torch_fsdp2": True}, {"use_megatron_fsdp": True}, {"qk_clip": True}, {"skip_train": True},
+     {"cuda_graph_impl": "local"}, {"overlap_moe_expert_parallel_comm": True}, {"delay_wgrad_compute": True},
+     {"defer_embedding_wgrad_compute": True}, {"overlap_param_gather_with_optimizer_step": True},
+     {"moe_expert_rank_capacity_factor": 1.5}, {"perform_rl_step": True}, {"dataloader_type": "external"},
+     {"fp8_recipe": "delayed", "fp8": "hybrid"}, {"fp8_recipe": "mxfp8", "fp8": "e4m3", "fp8_param_gather": True}],
+)  # fmt: skip
+def test_what_snapshots_cannot_see_or_a_replay_cannot_repeat_is_refused(megatrons: dict[str, Any]) -> None:
+    assert not list(sparse_checkpoints(parsed()))
+    (complaint,) = sparse_checkpoints(parsed(**megatrons))
+    assert next(iter(megatrons)).replace("_", "-") in complaint
+
+
+def test_drills_are_for_ranks_that_there_are() -> None:
+    assert list(sparse_checkpoints(parsed("--moevement-inject", "rank=3,phase=step"))) == []
+    (complaint,) = sparse_checkpoints(parsed("--moevement-inject", "rank=4,phase=step"))
+    assert complaint == "--moevement-inject rank=4,phase=step: the job has ranks 0 to 3, not 4"
+
+
+def test_what_cannot_be_interrupted_is_refused_with_spares(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(sparse_checkpoints(parsed(log_num_zeros_in_grad=True))) == []
+    monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
+    (complaint,) = sparse_checkpoints(parsed(log_num_zeros_in_grad=True))
+    assert complaint.startswith("--log-num-zeros-in-grad with --spares: ")
+    (complaint,) = sparse_checkpoints(parsed(inprocess_restart=True))
+    assert complaint.startswith("--inprocess-restart with --spares: ")
