@@ -66,10 +66,11 @@ def _words(flags: Sequence[str]) -> list[str]:
 
 
 def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> None:
-    from megatron.moevement import launch
+    from megatron.moevement.worker import MEGATRON
+    from moevement_core.launching import launch
 
     argv = [*argv, "--run-dir", str(run_dir)]
-    code = launch.launch_on_this_host(launch.Launch(nproc, argv, False, False, spares))
+    code = launch.launch_on_this_host(launch.Launch(nproc, argv, MEGATRON, False, False, spares))
     if code:
         raise failed(code, run_dir)
 

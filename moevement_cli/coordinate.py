@@ -48,8 +48,8 @@ def _folder(text: str) -> Path:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
-    from megatron.moevement.coordinate import Coordination, coordinate
-    from megatron.moevement.node_tasks import NodeCommand
+    from moevement_core.launching.coordinate import Coordination, coordinate
+    from moevement_core.launching.node_tasks import NodeCommand
 
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if words and not arguments.nodes:

@@ -9,7 +9,7 @@ import os
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Its description and arguments."""
     parser.description = (
-        "Start SCRIPT on N ranks of this host with the fork active, or, under srun, as the one rank that "
+        "Start SCRIPT on N ranks of this host, fault tolerant, or, under srun, as the one rank that "
         "this task is. Everything after SCRIPT goes to the script, Megatron's flags and --config FILE, --run-dir DIR."
     )
     parser.add_argument(
@@ -50,6 +50,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that the job waits for a spare where none is left (default: 600)",
     )
+    parser.add_argument(
+        "--trainer",
+        choices=("megatron", "torch"),
+        default="megatron",
+        help="what SCRIPT trains with: Megatron, or a trainer of its own in torch, bound as in "
+        "examples/plain_torch/train.py (default: megatron)",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="a training script, ours or Megatron-LM's own pretrain_gpt.py")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(run=run)
@@ -59,22 +66,28 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     if arguments.spares is not None:  # torch reads it once, at import; else each look into the store is a warning
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from megatron.moevement import launch, worker
+    from megatron.moevement.slurm import slurm_environment
+    from megatron.moevement.worker import MEGATRON
+    from moevement_core.launching import launch
+    from moevement_core.launching.worker import TORCH, end_groups
     from moevement_core.persistence.lock import acquire
     from moevement_core.restart.environment import STORE_ENV
 
+    trainer = TORCH if arguments.trainer == "torch" else MEGATRON
     argv = [arguments.script, *arguments.arguments]
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
     if arguments.nproc is None or in_cluster:
-        environment = launch.slurm_environment(meets_at_master=arguments.spares is None)
+        environment = slurm_environment(meets_at_master=arguments.spares is None)
         if arguments.spares is not None:
-            from megatron.moevement.supervise import supervise, task_of
+            from moevement_core.launching.supervise import supervise, task_of
 
             task = task_of(environment, arguments.nproc or 1)
-            return supervise(argv, task, arguments.spares, environment, fresh_interpreters=arguments.fresh_interpreters)
+            return supervise(
+                argv, task, arguments.spares, environment, trainer, fresh_interpreters=arguments.fresh_interpreters
+            )
         os.environ.update(environment)
-        worker.run_rank(argv)
-        worker.end_groups()
+        trainer.run_rank(argv)
+        end_groups()
         return 0
     if (run_dir := launch.run_dir_of(argv)) is not None and run_dir.is_dir():
         # Before the logs of a job that runs are overwritten by this one's; the ranks take the lock for their job.
@@ -83,6 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
         launch.Launch(
             nproc=arguments.nproc,
             argv=argv,
+            trainer=trainer,
             show_logs=arguments.logs == "console" or launch.run_dir_of(argv) is None,
             fresh_interpreters=arguments.fresh_interpreters,
             spares=arguments.spares,

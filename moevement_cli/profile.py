@@ -62,9 +62,10 @@ def profile(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[str, Any]:
-    from megatron.moevement import config_file, launch
     from megatron.moevement.bench import profile as script
     from megatron.moevement.bench.observed import OUTPUT_ENV
+    from megatron.moevement.worker import MEGATRON
+    from moevement_core.launching import config_file, launch
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
@@ -79,7 +80,7 @@ def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[st
         if micro_batch_size is not None:
             flags += ["--micro-batch-size", str(micro_batch_size)]
         argv = [str(script.__file__), arguments.script, *flags]
-        code = launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, False, False, None))
+        code = launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, MEGATRON, False, False, None))
         samples = Path(folder, "samples.json")
         if code or not samples.exists():
             raise failed(code, Path(folder, "run"))

@@ -73,7 +73,7 @@ class Progress:
         if self._record is None or not (line := self._newest_line()):
             return
         self._last = line
-        numbers = f"loss {line['loss']:.3f}  {line['tokens_per_s'] or 0:,.0f} tokens/s" if _has_loss(line) else ""
+        numbers = f"loss {line['loss']:.3f}  {line.get('tokens_per_s') or 0:,.0f} tokens/s" if _has_loss(line) else ""
         if self._bar is not None:
             self._bar.update(self._task, description="training", completed=line["iteration"], numbers=numbers)
         elif time.monotonic() >= self._plain_due_s:

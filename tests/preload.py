@@ -1,5 +1,5 @@
 """What the fork server of :mod:`tests.harness` imports once for all ranks."""
 
-from megatron.moevement.launch import preload
+from megatron.moevement.worker import preload
 
 preload()

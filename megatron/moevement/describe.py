@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from megatron.moevement import config_file
 from megatron.moevement.operators import OperatorId, operators_of_chunk
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import ConfigError
+from moevement_core.launching import config_file
 from moevement_core.precision import Regime
 
 # What Transformer Engine, CUDA or DeepEP would be needed for, and what makes no difference to shapes.

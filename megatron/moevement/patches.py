@@ -8,7 +8,7 @@ the signature of every one, so a Megatron that changes one fails there, by name;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +60,7 @@ DECLARED = (
         "a drill interrupts a rank that counts its gradients",
     ),
     *(
-        Declared(owner, "_copy_model_grads_to_main_grads", "a drill interrupts a rank that has its copy of the gradients")
+        Declared(owner, "_copy_model_grads_to_main_grads", "a drill interrupts a rank with its copy of gradients")
         for owner in (
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
             "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params",
@@ -91,12 +91,12 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable
 
 
 def replace_on(instance: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of one object, for its life, with what ``wrapper`` makes of the one it has now.
+    """Replace a method of one object, or a name of a module, for its life, by what ``wrapper`` makes of it.
 
     Raises:
         PatchError: the name is not declared, or the object does not have it.
     """
-    _check(instance, name, [declared for declared in DECLARED if ":" in declared.owner])
+    _check(instance, name, DECLARED)
     vars(instance)[name] = wrapper(getattr(instance, name))
 
 
@@ -110,7 +110,7 @@ def replace_for_a_while(undo: UndoStack, module: Any, name: str, new: Any) -> No
     undo.set(module, name, new)
 
 
-def _check(owner: Any, name: str, among: list[Declared]) -> None:
+def _check(owner: Any, name: str, among: Sequence[Declared]) -> None:
     if all(declared.name != name for declared in among):
         raise PatchError(f"{name} of {_describe(owner)} is replaced and not declared in megatron/moevement/patches.py")
     if not hasattr(owner, name):

@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +89,11 @@ class Binding(ABC):
     """Where this rank records events; None on ranks that record nothing."""
     boundary_log: BoundaryLog | None = None
     """Set by the session where there is a pipeline: what this rank sends to other stages is to be noted in it."""
+
+    @cached_property
+    def losses(self) -> dict[int, Mapping[str, Any]]:
+        """By iteration, losses by name: of those that ran lately on this rank, trained or replayed."""
+        return {}
 
     # The rank and its state
 

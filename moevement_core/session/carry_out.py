@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from moevement_core.errors import RecoveryError
+from moevement_core.injection import Phase
 from moevement_core.operators import EMBEDDING
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.feed import Alone
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import RecoveryPlan, Source
 from moevement_core.recovery.replay import replay
+from moevement_core.restart import injection
 from moevement_core.restart.generation import working
 from moevement_core.session.binding import Replicas
 from moevement_core.session.exchange import all_gather_objects
@@ -43,6 +45,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     replayed: list[int] = []
 
     def tell(iteration: int, frozen: int) -> None:
+        injection.at(Phase.REPLAY, iteration)
         replayed.append(iteration)
         if plan is not None and parts.topology.speaks_for_stage and parts.topology.stage == min(plan.runs):
             operators = len(parts.topology.table)

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.moevement import config_file, worker
+from megatron.moevement import worker
+from moevement_core.launching import config_file
 from moevement_core.run_record import RunRecord
 from tests.harness import run_ranks
 from tests.training import SCRIPT

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron.moevement.children import Child, Program
 from moevement_cli.main import main
+from moevement_core.launching.children import Child, Program
 from moevement_core.run_record import RunRecord
 from tests.launching import finished, launch, logs, survive
 from tests.training import SCRIPT, flags, train

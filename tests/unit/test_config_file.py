@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.moevement import config_file
 from moevement_core.errors import ConfigError
+from moevement_core.launching import config_file
 from tests.training import ROOT
 
 PRESETS = sorted((ROOT / "examples" / "pretrain_moe" / "configs").glob("*.yaml"))

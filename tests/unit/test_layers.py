@@ -23,7 +23,7 @@ MAY_KNOW = {
     "moevement_cli": {"moevement_core", "megatron.moevement"},
 }
 """Beside itself, of our rooms and of Megatron."""
-WITHOUT_CYCLES = ("moevement_kernels", "moevement_core", "moevement_cli")
+WITHOUT_CYCLES = tuple(ROOMS)
 
 
 @cache

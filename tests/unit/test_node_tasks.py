@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from megatron.moevement import node_tasks
-from megatron.moevement.node_tasks import NodeCommand, NodeTasks
 from moevement_cli.main import main
+from moevement_core.launching import node_tasks
+from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 
 
 def _command(nodes: list[str], script: str, tasks: int = 2) -> NodeCommand:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.moevement import config_file
+from moevement_core.launching import config_file
 from tests.unit.test_config_file import PRESETS
 
 # name: (ranks, parameters in all and active for a token, as MoEvement's table 2 has them, or the preset's own comment)

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from megatron.moevement.launch import threads
+from moevement_core.launching.launch import threads
 
 
 @pytest.mark.parametrize(

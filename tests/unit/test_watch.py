@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.moevement.children import Child, Program, end_all
-from megatron.moevement.watch import ReplaceWhoDies
+from moevement_core.launching.children import Child, Program, end_all
+from moevement_core.launching.watch import ReplaceWhoDies
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import MemberInfo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron.moevement.worker import end_groups
+from moevement_core.launching.worker import end_groups
 
 
 def test_groups_that_a_script_leaves_are_destroyed() -> None:

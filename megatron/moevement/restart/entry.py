@@ -29,6 +29,7 @@ from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.identity import agree_on_names, job_name
 from moevement_core.session.rejoin import rejoin
+from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 from moevement_core.session.window_start import load_window
 
@@ -94,13 +95,14 @@ def _begin(job: Job, setup: Setup, groups: Groups | None, first: _FirstProgress)
         sharing_parameter_keys(inner, binding.parameter_keys, ())
         names = job.names = agree_on_names()
         binding.job_name = names.name
-        lock = recorder.lock_run_directory(names.name, args)
+        run = RunConfig.from_args(args)
+        lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
         with origin.loading(names, args) as began:
             live.model, live.optimizer, live.scheduler = setup()
         live.iteration = args.iteration
-        config = RunConfig.from_args(args).session
+        config = run.session
         loaded = load_window(binding, config, names, is_resumed=began.is_resumed) if config is not None else None
-        recorder.begin_record(live, args, lock)
+        recorder.begin(live, args, lock)
         if names.is_restart:
             _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
         if config is not None:
@@ -144,7 +146,7 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: _Firs
     binding = job.binding
     binding.groups_now = groups
     binding.on_build = lambda keys: _build(job, setup, args, keys, first)
-    binding.on_resume = lambda until: recorder.go_on_with_record(job, args)
+    binding.on_resume = lambda until: recorder.go_on(job, args)
     try:
         job.rejoined = rejoin(binding, config, job.session if job.has_begun else None, job.rejoined)
     except NothingToResume as why:

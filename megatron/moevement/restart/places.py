@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.moevement.patches import replace_on, wrap
+from megatron.moevement.patches import replace_on
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 from moevement_core.injection import Phase
@@ -54,9 +54,11 @@ def _watch_forks() -> None:
             if random.get_cuda_rng_tracker()._current_state_name != "default-rng":  # so this is the way out
                 injection.at(Phase.FORK)
 
+        set_state._is_watched = True  # type: ignore[attr-defined]
         return set_state
 
-    wrap(random, "_set_cuda_rng_state", watching, "a drill interrupts a rank on its way out of another random state")
+    if not getattr(random._set_cuda_rng_state, "_is_watched", False):
+        replace_on(random, "_set_cuda_rng_state", watching)
 
 
 def _after(phase: Phase) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -7,8 +7,6 @@ as it writes Megatron's own log; rank 0 writes ``ranks.json``.
 from __future__ import annotations
 
 import functools
-import os
-import socket
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -21,12 +19,10 @@ from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.ledger import number
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import job_digest
-from moevement_core.errors import FolderInUse
 from moevement_core.injection import Phase
-from moevement_core.persistence.lock import FolderLock, acquire
+from moevement_core.persistence.lock import FolderLock
 from moevement_core.restart import injection
-from moevement_core.restart.environment import MEMBER_ENV
-from moevement_core.run_record import RunRecord
+from moevement_core.session.run_directory import begin_record, go_on_with_record, say
 from moevement_core.snapshot.cost import cost_line
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -140,65 +136,18 @@ def record_evaluated(process: Process) -> Wrapper:
     return wrapper
 
 
-def go_on_with_record(job: Job, args: Namespace) -> None:
+def go_on(job: Job, args: Namespace) -> None:
     """After a failure: the last rank writes on, also where another process was the last rank before."""
-    run_dir = RunConfig.from_args(args).run_dir
-    if run_dir is not None and job.live.record is None and torch.distributed.get_rank() == args.world_size - 1:
-        try:
-            lock = acquire(run_dir, job.binding.job_name, "--run-dir", may_wait=False, report=_say)
-        except (FolderInUse, OSError) as error:
-            _say(f"nothing more is recorded: {error}")
-            return
-        job.live.record = RunRecord(run_dir, lock)
-        job.live.record.begin(_plain_config(args), first_iteration=job.live.iteration + 1)
+    run_dir, live = RunConfig.from_args(args).run_dir, job.live
+    if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
+        live.record = go_on_with_record(run_dir, job.binding.job_name, _plain_config(args), live.iteration)
 
 
-def lock_run_directory(name: str, args: Namespace) -> FolderLock | None:
-    """Every rank calls it; the last one, which writes the record, gets the lock.
-
-    Raises:
-        FolderInUse: another job has it. On every rank.
-    """
-    run_dir, lock, complaint = RunConfig.from_args(args).run_dir, None, ""
-    if run_dir is None:
-        return None
-    last = args.world_size - 1
-    if torch.distributed.get_rank() == last:
-        try:
-            lock = acquire(run_dir, name, "--run-dir", report=_say)
-        except FolderInUse as error:
-            complaint = str(error)
-        except OSError as error:
-            complaint = f"--run-dir {run_dir}: {error.strerror}; give a folder that can be written"
-    refused = [complaint]
-    torch.distributed.broadcast_object_list(refused, src=last)
-    if refused[0]:
-        raise FolderInUse(refused[0])
-    return lock
-
-
-def _say(text: str) -> None:
-    print(f"moevement: {text}", flush=True)
-
-
-def begin_record(live: Live, args: Namespace, lock: FolderLock | None) -> None:
+def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
     """Every rank calls it; the last one, which has the directory's lock, writes from now on."""
-    config = RunConfig.from_args(args)
-    if config.run_dir is None:
-        return
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    record = RunRecord(config.run_dir, lock)
-    ranks: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(
-        ranks, {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "role": "active"}
-    )
-    if rank == world_size - 1:
-        record.begin(_plain_config(args), first_iteration=live.iteration + 1)
-        if MEMBER_ENV not in os.environ:  # else the launcher writes it, who knows of spares, too
-            record.write_ranks(ranks)
-        live.record = record
-        record.event("start", iteration=live.iteration, world_size=world_size)
-    torch.distributed.barrier()
+    run_dir = RunConfig.from_args(args).run_dir
+    if run_dir is not None:
+        live.record = begin_record(run_dir, lock, _plain_config(args), live.iteration)
 
 
 def _write_scalars(metrics: dict[str, Any], iteration: int) -> None:
@@ -232,7 +181,7 @@ def _write_summary(job: Job, started_s: float) -> None:
         return
     checkpointing = job.session.finish() if job.session is not None else None
     if checkpointing and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        _say(cost_line(checkpointing))
+        say(cost_line(checkpointing))
     if RunConfig.from_args(get_args()).run_dir is None:
         return
     digest = job_digest(job.live)

@@ -16,12 +16,10 @@ from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members, progress
 from megatron.moevement.transformer.frozen import FrozenMode
-from moevement_core.injection import Phase
 from moevement_core.operators import EMBEDDING
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.feed import Alone
 from moevement_core.recovery.replay import Trainer
-from moevement_core.restart import injection
 from moevement_core.snapshot.snapshot import Snapshot
 from moevement_core.undo import UndoStack
 
@@ -85,7 +83,6 @@ class MegatronTrainer(Trainer):
         from megatron.core.num_microbatches_calculator import get_current_global_batch_size, update_num_microbatches
         from megatron.training import get_args
 
-        injection.at(Phase.REPLAY, iteration)
         args = get_args()
         args.curr_iteration = iteration - 1
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.moevement.children import Child, end_all
 from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.launching.children import Child, end_all
 from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
 

@@ -16,9 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement.node_tasks import NodeCommand, NodeTasks
-from megatron.moevement.signals import Signals, Stopped
 from moevement_core.errors import ConfigError
+from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
+from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease import ADDRESS, LeaseServer
 from moevement_core.rendezvous.roster import RANKS, STOP

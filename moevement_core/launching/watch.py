@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from megatron.moevement.children import Child, end_all
-from megatron.moevement.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.launching.children import Child, end_all
+from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.progress import OURS, Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import STOP, Roster

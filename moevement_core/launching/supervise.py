@@ -18,12 +18,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement import config_file, launch
-from megatron.moevement.children import Child, nothing_left_behind
-from megatron.moevement.signals import Signals, Stopped
-from megatron.moevement.supervisor import Supervisor, is_mistake
 from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.launching import config_file, launch
+from moevement_core.launching.children import Child, nothing_left_behind
+from moevement_core.launching.signals import Signals, Stopped
+from moevement_core.launching.supervisor import Supervisor, is_mistake
+from moevement_core.launching.worker import Trainer
 from moevement_core.rendezvous.lease import ADDRESS, LeaseClient
 from moevement_core.rendezvous.roster import LATE_TASKS, RANKS, TASK
 from moevement_core.rendezvous.status_page import boot_time_s
@@ -93,7 +94,13 @@ def claim(store: Any, task: Task) -> Task:
 
 
 def supervise(
-    argv: list[str], task: Task, spares: int, environment: dict[str, str], *, fresh_interpreters: bool = False
+    argv: list[str],
+    task: Task,
+    spares: int,
+    environment: dict[str, str],
+    trainer: Trainer,
+    *,
+    fresh_interpreters: bool = False,
 ) -> int:
     """Run the processes of a task until the job has ended; returns the exit code.
 
@@ -104,6 +111,7 @@ def supervise(
         task: this one.
         spares: of all processes of all tasks, how many are beyond the job's ranks.
         environment: torch's variables.
+        trainer: the kind of script.
         fresh_interpreters: whether each process is a new Python, also where none would have to be.
 
     Raises:
@@ -122,12 +130,12 @@ def supervise(
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", str(task.processes)),
         "OMP_NUM_THREADS": launch.threads(task.processes),
-        **launch.gpu_environment(),
+        **launch.gpu_environment(trainer),
         **config_file.environment_of(argv[1:]),
     }
     with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, nothing_left_behind(), Signals() as signals:
         with launch.temporary_files_in(scratch):
-            program = launch.program_of(argv, fresh_interpreters=fresh_interpreters)
+            program = trainer.program(argv, fresh_interpreters=fresh_interpreters)
         host, port = store.get(ADDRESS).decode().rsplit(":", 1)
         client = LeaseClient(task.name, (host, int(port)), lease_s, os.environ.get(START_ENV, ""))
         pages = Path(scratch) / "status"

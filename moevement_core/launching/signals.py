@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from megatron.moevement.children import ASKING, WINDING_DOWN
+from moevement_core.launching.children import ASKING, WINDING_DOWN
 
 
 class Stopped(BaseException):

@@ -1,8 +1,8 @@
 """Start the ranks of a training script: all of them on this host, or this one under Slurm.
 
-Where no GPU is, ranks are forked from a process that has imported Megatron once, which on two cores saves most of the
+Where no GPU is, ranks are forked from a process that has imported everything once, which on two cores saves most of the
 start; with a GPU, or where asked for, each is a fresh interpreter. What happens when one of them ends is for
-:mod:`megatron.moevement.watch` to say.
+:mod:`moevement_core.launching.watch` to say.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement import config_file
-from megatron.moevement.children import Child, Program, end_all, nothing_left_behind
-from megatron.moevement.signals import Signals, Stopped
-from megatron.moevement.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.errors import ConfigError
+from moevement_core.launching import config_file
+from moevement_core.launching.children import Child, end_all, nothing_left_behind
+from moevement_core.launching.signals import Signals, Stopped
+from moevement_core.launching.watch import ReplaceWhoDies, UntilOneFails, Watch
+from moevement_core.launching.worker import Trainer
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
@@ -42,10 +42,12 @@ class Launch:
     nproc: int
     argv: list[str]
     """The script and its arguments."""
+    trainer: Trainer
+    """The kind of script."""
     show_logs: bool
     """Whether ranks print to this process's output, or each to its files in the run directory."""
     fresh_interpreters: bool
-    """Whether each rank is a new Python process, and not forked from one that has Megatron imported."""
+    """Whether each rank is a new Python process, and not forked from one that has imported all it needs."""
     spares: int | None = None
     """Processes beyond ``nproc`` that wait to take the place of a rank; None: the first failure ends the job."""
     ranks_per_node: int | None = None
@@ -163,10 +165,11 @@ def _check(launch: Launch) -> None:
     ):
         if value is not None and value < least:
             raise ConfigError(f"{flag} {value}: needs {least} or more")
-    if launch.spares is not None and "--moevement-sparse-ckpt" not in config_file.expand(launch.argv[1:]):
+    switch = launch.trainer.switch
+    if launch.spares is not None and switch and switch not in config_file.expand(launch.argv[1:]):
         raise ConfigError(
-            "--spares without --moevement-sparse-ckpt: what a rank loses could not be brought back; add the flag to "
-            "the script's, or leave --spares out"
+            f"--spares without {switch}: what a rank loses could not be brought back; add the flag to the script's, or "
+            "leave --spares out"
         )
 
 
@@ -176,7 +179,7 @@ class _Starter:
     def __init__(self, launch: Launch, store_port: int, logs: Path | None, scratch: Path) -> None:
         self._launch, self._logs, self._scratch = launch, logs, scratch
         with temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
-            self._program = program_of(launch.argv, fresh_interpreters=launch.fresh_interpreters)
+            self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
         self._common = _environment(launch, store_port)
 
     def start(self, number: int, variables: Mapping[str, str] | None = None) -> Child:
@@ -209,26 +212,6 @@ def temporary_files_in(folder: str) -> Iterator[None]:
         tempfile.tempdir = before
 
 
-def program_of(argv: list[str], *, fresh_interpreters: bool) -> Program:
-    """What a rank runs: forked from this process where no GPU is, unless told otherwise."""
-    from megatron.moevement import platform, worker
-
-    if fresh_interpreters or not platform.is_cpu():
-        return Program(command=[sys.executable, "-m", worker.__name__, *argv])
-    preload()
-    return Program(worker.run_forked_rank, (argv,))
-
-
-def preload() -> None:
-    """Import everything that a rank without a GPU will need, so that ranks forked from here start at once."""
-    from megatron.moevement import activate
-
-    activate.activate()
-    # torch's optimizers import the one at their first step, Megatron the other when it makes a tokenizer.
-    for late in ("torch._dynamo", "megatron.core.tokenizers.text.libraries"):
-        import_module(late)
-
-
 def _environment(launch: Launch, store_port: int) -> dict[str, str]:
     """What all processes have in common."""
     return {
@@ -241,7 +224,7 @@ def _environment(launch: Launch, store_port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         # Each rank its share of the cores: more threads than cores make every collective wait for a straggler.
         "OMP_NUM_THREADS": threads(launch.nproc),
-        **gpu_environment(),
+        **gpu_environment(launch.trainer),
         **config_file.environment_of(launch.argv[1:]),
     }
 
@@ -255,11 +238,9 @@ def threads(ranks: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
-def gpu_environment() -> dict[str, str]:
+def gpu_environment(trainer: Trainer) -> dict[str, str]:
     """What an in-process restart needs of NCCL (nvidia-resiliency-ext, usage guide of the in-process restart)."""
-    from megatron.moevement import platform
-
-    if platform.is_cpu():
+    if not trainer.uses_gpus():
         return {}
     needed = {
         # An abort on the monitoring thread must not raise in it what the failed kernel has left.
@@ -292,29 +273,3 @@ def _make_logs(run_dir: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
     return logs
-
-
-def slurm_environment(*, meets_at_master: bool) -> dict[str, str]:
-    """Torch's variables for the task of Slurm that this process is.
-
-    Args:
-        meets_at_master: whether ranks meet at MASTER_ADDR and MASTER_PORT, and not in a store that is named.
-
-    Raises:
-        ConfigError: not inside a task that ``srun`` started.
-    """
-    from megatron.moevement import platform
-
-    platform.install()  # before anything of Megatron is imported: processes may be forked from this one
-    from megatron.core import _slurm_utils as slurm
-
-    rank, world_size, local_rank = (
-        slurm.resolve_slurm_rank(), slurm.resolve_slurm_world_size(), slurm.resolve_slurm_local_rank(),
-    )  # fmt: skip
-    if rank is None or world_size is None or local_rank is None:
-        raise ConfigError("no --nproc and not started by srun; say how many ranks this host runs with --nproc N")
-    environment = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if meets_at_master and world_size > 1 and not os.environ.get(name):
-            raise ConfigError(f"{name} is not set; the job script sets it for all tasks (examples/pretrain_moe/slurm)")
-    return environment

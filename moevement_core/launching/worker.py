@@ -1,0 +1,170 @@
+"""A process that runs a training script, and the kinds of trainers that scripts may have."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import stat
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+
+from moevement_core.exit_codes import exit_cleanly
+from moevement_core.launching import config_file
+from moevement_core.launching.children import Program, end_with_parent
+
+SCRIPT_ENV = "MOEVEMENT_SCRIPT"
+"""Absolute path of the script that this process, and the processes it spawns, run."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A kind of training script: what its processes are."""
+
+    module: str
+    """What a fresh interpreter runs with ``-m``, before the script and its arguments."""
+    run_rank: Callable[[list[str]], None]
+    """Runs the script, given it and its arguments, in this process."""
+    preload: Callable[[], None]
+    """Imports everything that a rank will need, so that ranks forked from here start at once."""
+    uses_gpus: Callable[[], bool]
+    switch: str | None = None
+    """The script's flag without which it is not fault tolerant; None if it always is."""
+
+    def program(self, argv: list[str], *, fresh_interpreters: bool) -> Program:
+        """What a rank runs: forked from this process where no GPU is, unless told otherwise."""
+        if fresh_interpreters or self.uses_gpus():
+            return Program(command=[sys.executable, "-m", self.module, *argv])
+        self.preload()
+        return Program(run_forked, (self.run_rank, argv))
+
+
+def run_script(
+    argv: list[str], spec: ModuleSpec | None, prepare: Callable[[], None], quiet: Sequence[str] = ()
+) -> None:
+    """Run ``argv[0]`` with the rest as its arguments, as if ``python`` had started it.
+
+    Returns when the script has come to its end, a planned ``sys.exit(0)`` included.
+
+    Args:
+        argv: the script and its arguments, ``--config`` files among them.
+        spec: of the main module that processes spawned from here import first.
+        prepare: called before the script.
+        quiet: libraries whose warnings only the first rank shows.
+
+    Raises:
+        SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
+    """
+    end_with_parent()
+    script = os.path.abspath(argv[0])
+    os.environ[SCRIPT_ENV] = script
+    try:
+        with exit_cleanly():
+            # What every thread does, for whoever wonders why nothing goes on: kill -USR1 PID.
+            faulthandler.register(signal.SIGUSR1, chain=False)
+            _warn_once(quiet)
+            sys.argv = [script, *config_file.expand(argv[1:])]
+            prepare()
+            _set_threads()
+            _execute(script, spec)
+    except SystemExit as exit_:
+        if exit_.code not in (0, None):
+            raise
+
+
+def end_groups() -> None:
+    """Destroy what process groups there are still; before the interpreter of a rank ends.
+
+    Torch ends a process that leaves them with "terminate called without an active exception", now and then (pytorch
+    issue 190489). Megatron leaves them. A forked rank ends without destructors, and needs it not.
+    """
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run_forked(run_rank: Callable[[list[str]], None], argv: list[str]) -> None:
+    """``run_rank`` in a process that was forked."""
+    # The launcher turns signals into exceptions; a rank that is ended must simply end.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, signal.SIG_DFL)
+    # Ctrl-C reaches every process of the terminal; the launcher answers it for all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tempfile.tempdir = None  # TMPDIR is this rank's own now
+    _close_sockets()
+    run_rank(argv)
+
+
+def code_of(script: str) -> CodeType:
+    """The compiled script."""
+    with open(script, "rb") as file:
+        return compile(file.read(), script, "exec")
+
+
+def _warn_once(libraries: Sequence[str]) -> None:
+    """What libraries warn of is the same on every rank: the first one shows it. ``-W`` and PYTHONWARNINGS win."""
+    if os.environ.get("RANK", "0") != "0" and not sys.warnoptions:
+        warnings.filterwarnings("ignore", module=rf"({'|'.join(('torch', 'nvidia_resiliency_ext', *libraries))})(\.|$)")
+
+
+def _close_sockets() -> None:
+    """Those of the launcher's store, where it was there already: their other ends must see when the launcher ends."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                os.close(int(name))
+
+
+def _set_threads() -> None:
+    """Torch reads OMP_NUM_THREADS at import, which in a forked rank was its parent's; sums depend on the number."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        import torch
+
+        torch.set_num_threads(int(threads))
+
+
+def _execute(script: str, spec: ModuleSpec | None) -> None:
+    main = ModuleType("__main__")
+    main.__spec__ = spec
+    main.__file__ = script
+    sys.modules["__main__"] = main
+    sys.path.insert(0, os.path.dirname(script))
+    exec(code_of(script), main.__dict__)
+
+
+# Scripts in plain torch
+
+
+def _run_plain_rank(argv: list[str]) -> None:
+    run_script(argv, None, lambda: None)
+
+
+def _preload_torch() -> None:
+    # Torch's optimizers import the first at their first step.
+    for late in ("torch._dynamo", "moevement_core.session.loop"):
+        import_module(late)
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+TORCH = Trainer("moevement_core.launching.worker", _run_plain_rank, _preload_torch, _has_gpus)
+"""Scripts that bind their own trainer in torch (``moevement_core.session.loop``)."""
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m moevement_core.launching.worker SCRIPT [ARGS...]")
+    _run_plain_rank(sys.argv[1:])
+    end_groups()

@@ -1,0 +1,228 @@
+"""The shortest way to a fault-tolerant training loop for a trainer of one's own; ``examples/plain_torch`` uses it.
+
+A script describes its trainer in a :class:`~moevement_core.session.binding.Binding`, and calls :func:`train` with a
+loop::
+
+    def loop(session):
+        for iteration in iterations(session, until=100):
+            session.binding.forward_backward(iteration)
+            session.step()
+
+Trainers whose loop is not the user's, like Megatron's, do the same things where that loop calls them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+
+from moevement_core.errors import RecoveryError
+from moevement_core.recovery.agree import NothingToResume
+from moevement_core.restart.generation import generation
+from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
+from moevement_core.restart.store import connect, store_address
+from moevement_core.session.binding import Binding
+from moevement_core.session.config import LEASES_TO_HANG, SessionConfig
+from moevement_core.session.identity import agree_on_names, job_name
+from moevement_core.session.rejoin import Rejoined, rejoin
+from moevement_core.session.run_directory import (
+    Lines,
+    begin_record,
+    go_on_with_record,
+    lock_run_directory,
+    state_digest,
+)
+from moevement_core.session.session import Session
+from moevement_core.session.window_start import load_window
+
+TIMEOUT = timedelta(minutes=10)
+"""Of collectives; a failure interrupts them much sooner."""
+
+
+def train(
+    make: Callable[[], Binding],
+    config: SessionConfig,
+    loop: Callable[[Session], Any],
+    backend: str,
+    run_dir: Path | None = None,
+) -> Any:
+    """Run ``loop`` to its end, through as many failures as come; called once in each process of the job.
+
+    Args:
+        make: makes the trainer, with its model and optimizer as they are when the job begins. It is called when process
+            groups are usable, again if all state was lost; and on a replacement, where other ranks do not call it, so
+            that it must not communicate.
+        config: the flags.
+        loop: trains; called in every generation, with :attr:`Session.binding` at the iteration to go on from.
+        backend: of the default process group.
+        run_dir: keep metrics, events and a summary in this folder.
+
+    Returns:
+        What ``loop`` returned.
+
+    Raises:
+        ConfigError: the job cannot begin as its flags say. On every rank.
+        SystemExit: the job ended without it, on a rank that was not needed, for example.
+    """
+    training = _Loop(make, config, loop, backend, run_dir)
+    if is_restarted_in_process():
+        return run_through_failures(training)
+    address = store_address()
+    return training.enter(connect(address) if address is not None else None)
+
+
+def iterations(session: Session, until: int) -> Iterator[int]:
+    """The iterations that are still to come, each between its beginning and its end; the body calls ``session.step``.
+
+    Losses that the body, or a replay, puts into :attr:`Binding.losses` are compared after a replay, and recorded.
+
+    Args:
+        session: of this generation.
+        until: the last iteration.
+    """
+    binding = session.binding
+    while binding.iteration < until:
+        committed = binding.iteration
+        session.begin_iteration(committed)
+        began = time.perf_counter()
+        yield committed + 1
+        if binding.iteration != committed + 1:
+            raise RuntimeError(f"iteration {committed + 1} ended without a session.step(); call it once in each")
+        step_s = time.perf_counter() - began
+        losses = {name: torch.as_tensor(value) for name, value in binding.losses.get(committed + 1, {}).items()}
+        session.end_iteration(committed + 1, step_s, {"skipped": False, "grad_norm": None, "losses": losses})
+        Lines(binding, session.began_at).write(committed + 1, iteration_s=step_s, **session.metrics())
+
+
+class _Loop(Training):
+    """A loop, entered again and again."""
+
+    def __init__(
+        self,
+        make: Callable[[], Binding],
+        config: SessionConfig,
+        loop: Callable[[Session], Any],
+        backend: str,
+        run_dir: Path | None,
+    ) -> None:
+        self._make, self._config, self._loop, self._backend, self._run_dir = make, config, loop, backend, run_dir
+        self._began_at = time.time()
+        self._binding: Binding | None = None
+        self._session: Session | None = None
+        self._rejoined: Rejoined | None = None
+        self._has_begun = False
+        self._resumed_in = -1
+
+    @property
+    @override
+    def watching(self) -> Watching:
+        config = self._config
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        return Watching(LEASES_TO_HANG * config.timeouts.lease_s, faults=config.drill.faults, devices=devices)
+
+    @override
+    def enter(self, store: Any) -> Any:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(self._backend, store=store, timeout=TIMEOUT, rank=rank, world_size=world)
+        now = generation()
+        if now is None or now.roster.generation == 0 or not self._take_up():
+            self._begin()
+        session = self._session
+        assert session is not None
+        if self._rejoined is not None:
+            self._rejoined.resume()
+            self._rejoined = None
+        else:
+            session.begin_training()
+        self._has_begun = True
+        self._resumed_in = now.roster.generation if now is not None else -1
+        Lines(session.binding, session.began_at).write(session.binding.iteration)
+        result = self._loop(session)
+        self._finish(session)
+        if now is None:
+            dist.destroy_process_group()
+        return result
+
+    def _begin(self) -> None:
+        """Start the job, from a window on disk or from its beginning; every rank calls it."""
+        self._binding = binding = self._make()
+        binding.regroup()
+        names = agree_on_names()
+        lock = lock_run_directory(self._run_dir, names.name) if self._run_dir is not None else None
+        loaded = load_window(binding, self._config, names, is_resumed=False)
+        if self._run_dir is not None:
+            binding.record = begin_record(self._run_dir, lock, {}, binding.iteration)
+        self._session = Session(binding, self._config, names, loaded)
+
+    def _take_up(self) -> bool:
+        """Go on after a failure; whether there is anything to go on from. Every rank calls it."""
+        if self._binding is None:
+            self._binding = self._make()
+            self._binding.regroup()
+        session = self._session if self._has_begun else None
+        try:
+            self._rejoined = rejoin(self._binding, self._config, session, self._rejoined)
+        except NothingToResume as why:
+            if dist.get_rank() == 0:
+                print(f"moevement: every rank restarts, because {why}", flush=True)
+            self._forget()
+            return False
+        except RecoveryError:
+            self._has_begun = False
+            raise
+        self._session = self._rejoined.session
+        binding = self._binding
+        if self._run_dir is not None and binding.record is None and dist.get_rank() == dist.get_world_size() - 1:
+            binding.record = go_on_with_record(self._run_dir, job_name() or "", {}, binding.iteration)
+        return True
+
+    def _finish(self, session: Session) -> None:
+        """The summary, when the loop has come to its end; every rank calls it."""
+        checkpointing, digests, record = session.finish(), state_digest(session.parts), session.binding.record
+        if record is None:
+            return
+        record.event("end", iteration=session.binding.iteration)
+        record.write_summary(
+            {
+                "iterations": session.binding.iteration,
+                "wall_s": time.time() - self._began_at,
+                "world_size": dist.get_world_size(),
+                "checkpointing": checkpointing,
+                "state_digest": digests,
+            }
+        )
+        if record.lock is not None:
+            record.lock.release()
+
+    def _forget(self) -> None:
+        self._binding, self._session, self._rejoined, self._has_begun = None, None, None, False
+
+    @override
+    def interrupted(self) -> None:
+        if self._session is not None:
+            self._session.disconnect()
+            self._session.interrupted()
+        if not self._has_begun:  # nothing that could be kept
+            self._forget()
+
+    @property
+    @override
+    def has_begun(self) -> bool:
+        return self._has_begun
+
+    @property
+    @override
+    def iteration(self) -> int:
+        return self._binding.iteration if self._binding is not None else 0
+
+    @property
+    @override
+    def resumed_in(self) -> int:
+        return self._resumed_in

@@ -1,0 +1,140 @@
+"""The run directory of a training loop: its last rank writes metrics, events and the summary."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moevement_core.digest import digest
+from moevement_core.errors import FolderInUse
+from moevement_core.persistence.lock import FolderLock, acquire
+from moevement_core.rendezvous.status_page import wait_until_held
+from moevement_core.restart.environment import MEMBER_ENV
+from moevement_core.run_record import RunRecord
+from moevement_core.session.binding import Binding
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.parts import Parts
+
+
+def lock_run_directory(folder: Path, name: str) -> FolderLock | None:
+    """Every rank calls it; the last one, which writes the record, gets the lock.
+
+    Args:
+        folder: what ``--run-dir`` says.
+        name: of the job.
+
+    Raises:
+        FolderInUse: another job has it, or it cannot be written. On every rank.
+    """
+    lock, complaint, last = None, "", dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        try:
+            lock = acquire(folder, name, "--run-dir", report=say)
+        except FolderInUse as error:
+            complaint = str(error)
+        except OSError as error:
+            complaint = f"--run-dir {folder}: {error.strerror}; give a folder that can be written"
+    refused = [complaint]
+    dist.broadcast_object_list(refused, src=last)
+    if refused[0]:
+        raise FolderInUse(refused[0])
+    return lock
+
+
+def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
+    """Begin a record; every rank calls it, and the last one, which has the lock, gets it.
+
+    Args:
+        folder: the run directory.
+        lock: of it, on the last rank.
+        config: every resolved flag, as plain values.
+        iteration: the one that the job starts from.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks = all_gather_objects({"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "role": "active"})
+    record = None
+    if rank == world_size - 1:
+        record = RunRecord(folder, lock)
+        record.begin(dict(config), first_iteration=iteration + 1)
+        if MEMBER_ENV not in os.environ:  # else the launcher writes it, who knows of spares, too
+            record.write_ranks(ranks)
+        record.event("start", iteration=iteration, world_size=world_size)
+    dist.barrier()
+    return record
+
+
+def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
+    """After a failure: the last rank writes on, where another process was the last rank before.
+
+    Args:
+        folder: the run directory.
+        name: of the job.
+        config: every resolved flag, as plain values.
+        iteration: the one that the job goes on from.
+
+    Returns:
+        None, with the reason told, if the directory cannot be written.
+    """
+    try:
+        lock = acquire(folder, name, "--run-dir", may_wait=False, report=say)
+    except (FolderInUse, OSError) as error:
+        say(f"nothing more is recorded: {error}")
+        return None
+    record = RunRecord(folder, lock)
+    record.begin(dict(config), first_iteration=iteration + 1)
+    return record
+
+
+def state_digest(parts: Parts) -> dict[str, Any]:
+    """The digest of the job's state: one string, one per part, and one per part and rank; every rank calls it."""
+    boundary = {name: digest(part) for name, part in parts.binding.boundary().items()}
+    mine = {"operators": digest(parts.checkpointer.capturer.whole_now()), **boundary}
+    ranks = all_gather_objects(mine)
+    by_part = {part: digest([rank[part] for rank in ranks]) for part in mine}
+    return {"all": digest(by_part), "parts": by_part, "ranks": ranks}
+
+
+class Lines:
+    """Writes a line for each committed iteration, also for those whose writer died.
+
+    Args:
+        binding: whose iterations and losses they are.
+        began_at: the iteration that the job started from.
+    """
+
+    def __init__(self, binding: Binding, began_at: int) -> None:
+        self._binding, self._began_at = binding, began_at
+
+    def write(self, until: int, **fields: Any) -> None:
+        """Lines up to ``until`` that are not there yet; those of replayed iterations say so.
+
+        Args:
+            until: the last committed iteration.
+            fields: of its own line.
+        """
+        record, losses = self._binding.record, self._binding.losses
+        if record is not None:
+            wait_until_held()
+            newest = record.newest_metric()
+            for iteration in range((newest["iteration"] if newest else self._began_at) + 1, until + 1):
+                own = fields if fields and iteration == until else {"recovered": True}
+                record.metric(iteration=iteration, **_line(losses.get(iteration, {})), time=time.time(), **own)
+        for iteration in [each for each in losses if each < until]:
+            del losses[iteration]
+
+
+def _line(losses: Mapping[str, Any]) -> dict[str, Any]:
+    numbers = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in losses.items()}
+    return {"loss": numbers.pop("lm loss", None), **numbers}
+
+
+def say(text: str) -> None:
+    """A line of this process."""
+    print(f"moevement: {text}", flush=True)

@@ -1,0 +1,73 @@
+"""The second binding: a trainer in plain torch, without Megatron, loses ranks and goes on with the same bits."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.run_record import RunRecord
+from tests.launching import finished, launch
+from tests.training import ROOT
+
+SCRIPT = ROOT / "examples" / "plain_torch" / "train.py"
+
+
+def run(run_dir: Path, nproc: int, *words: str) -> RunRecord:
+    options = ["--trainer", "torch", "--nproc", str(nproc), "--spares", "1"]
+    given = ["--moevement-window", "4", "--moevement-verify", "iteration", "--iterations", "26", *words]
+    code, out, err = finished(launch(*options, str(SCRIPT), *given, "--run-dir", str(run_dir)))
+    assert (code, err) == (0, ""), out
+    assert "iteration 26, loss " in out
+    return RunRecord(run_dir)
+
+
+def is_the_same(a: RunRecord, b: RunRecord) -> bool:
+    return main(["verify", str(a.folder), str(b.folder)]) == 0
+
+
+@pytest.mark.parametrize("nproc", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_ranks_are_killed_and_nothing_is_different(tmp_path: Path, nproc: int) -> None:
+    """In the middle of an update, of a message to a peer, and on the way back from that; operators were reordered."""
+    free = run(tmp_path / "failure_free", nproc)
+    last = nproc - 1
+    faults = [
+        f"rank={last},iteration=9,phase=step", "rank=0,iteration=15,phase=replicate",
+        "rank=0,iteration=14,phase=replay", "rank=0,iteration=22,phase=commit",
+    ]  # fmt: skip
+    killed = run(tmp_path / "killed", nproc, *(word for fault in faults for word in ("--moevement-inject", fault)))
+    assert is_the_same(free, killed)
+    assert [line["iteration"] for line in killed.metrics()] == list(range(1, 27))
+    failures = [event for event in killed.events() if event["event"] == "failure"]
+    recoveries = [event for event in killed.events() if event["event"] == "recovery"]
+    assert len(failures) >= 3
+    assert all(recovery["recomputed"] > 0 for recovery in recoveries), "frozen and active operators were mixed"
+    assert free.summary()["checkpointing"]["reorders"] > 0
+    ranks = json.loads((killed.folder / "ranks.json").read_text())
+    assert len({rank["pid"] for rank in ranks}) == len(ranks)
+
+
+def test_state_that_is_wiped_comes_back(tmp_path: Path) -> None:
+    free = run(tmp_path / "failure_free", 2)
+    assert is_the_same(free, run(tmp_path / "wiped", 2, "--moevement-wipe-at", "7", "13"))
+
+
+def test_a_new_job_starts_from_windows_on_disk(tmp_path: Path) -> None:
+    windows = str(tmp_path / "windows")
+    free = run(tmp_path / "failure_free", 2)
+    run(tmp_path / "first", 2, "--moevement-persist-dir", windows)
+    second = run(tmp_path / "second", 2, "--moevement-load", windows, "--moevement-persist-dir", windows)
+    assert main(["verify", str(free.folder), str(second.folder), "--common"]) == 0
+    assert second.metrics()[0]["iteration"] > 1
+
+
+def test_the_example_knows_no_megatron() -> None:
+    """What it imports anywhere, and what the engine loads for it."""
+    tree = ast.parse(SCRIPT.read_text())
+    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert names
+    assert not [name for name in names if name.split(".")[0] == "megatron"]
