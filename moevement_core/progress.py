@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from moevement_core import log
 from moevement_core.run_record import RunRecord
 
 PLAIN_EVERY_S = 10.0
@@ -90,7 +91,7 @@ class Progress:
                     break
                 self._log_offset += len(line)
                 text = line.decode(errors="replace").rstrip()
-                if text.startswith(OURS):
+                if text.startswith(log.PREFIXES):
                     self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _print_plain(self) -> None:

@@ -3,7 +3,7 @@
 ====================  ==============================================================================
 ``config.yaml``       every resolved flag
 ``metrics.jsonl``     exactly one line for each committed iteration
-``events.jsonl``      starts, evaluations, checkpoints, failures, the end
+``events.jsonl``      starts, evaluations, checkpoints, failures, the end (``events.py``)
 ``ranks.json``        rank, pid, host and role of every process
 ``tensorboard/``      Megatron's TensorBoard scalars
 ``logs/``             output of each rank, where the launcher collects it
@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 
 from moevement_core.errors import RunRecordError
+from moevement_core.events import Event
 from moevement_core.persistence.lock import FolderLock
 
 _TAIL_BYTES = 16 << 10
@@ -69,10 +70,10 @@ class RunRecord:
         if not self._is_lost:
             _append(self.metrics_path, fields)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         """Append an event; ``time`` is seconds since the epoch."""
         if not self._is_lost:
-            _append(self.events_path, {"event": kind, "time": time.time(), **fields})
+            _append(self.events_path, {"event": event.kind, "time": time.time(), **event.as_dict()})
 
     def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Replace ``ranks.json``."""

@@ -17,8 +17,6 @@ from moevement_kernels import launch
 from moevement_kernels.backend import Backend, select
 from moevement_kernels.cuda.grouped_product import CudaKernelError, library
 from moevement_kernels.op import saved_bytes
-from moevement_kernels.pack import Piece, pack
-from moevement_kernels.popularity import popularity
 from moevement_kernels.weights import Weights
 
 from benchmarks.environment import measured_on
@@ -181,25 +179,17 @@ def _peak() -> float:
 
 
 def _bandwidths() -> dict[str, float]:
-    """GB/s: what pack reads and writes, against a copy of the device, and what popularity reads."""
+    """GB/s: what a copy on the device reads and writes, and what one to the host moves."""
     source = torch.randn(256 << 20, device="cuda")
-    target = torch.empty_like(source)
-    piece = [Piece(source, torch.float32)]
-    buffer = pack(piece).buffer
-    routed, probabilities = torch.rand(1 << 20, 64, device="cuda") < 0.1, torch.rand(1 << 20, 64, device="cuda")
-    host = torch.empty(source.numel(), pin_memory=True)
+    target, host = torch.empty_like(source), torch.empty(source.numel(), pin_memory=True)
     times = _times(
         {
-            "pack": lambda: pack(piece, buffer), "copy on the device": lambda: target.copy_(source),
-            "popularity": lambda: popularity(routed, probabilities),
+            "copy on the device": lambda: target.copy_(source),
             "copy to the host": lambda: host.copy_(source, non_blocking=True),
         },
         ROUNDS,
-    )  # fmt: skip
-    moved = {
-        "pack": 2 * source.nbytes, "copy on the device": 2 * source.nbytes,
-        "popularity": routed.nbytes + probabilities.nbytes, "copy to the host": source.nbytes,
-    }  # fmt: skip
+    )
+    moved = {"copy on the device": 2 * source.nbytes, "copy to the host": source.nbytes}
     return {name: moved[name] / milliseconds / 1e6 for name, milliseconds in times.items()}
 
 

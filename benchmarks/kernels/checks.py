@@ -9,10 +9,6 @@ from moevement_kernels import launch, reference
 from moevement_kernels.activations import Activation
 from moevement_kernels.backend import Backend, select
 from moevement_kernels.op import grouped_mlp
-from moevement_kernels.pack import Piece, pack
-from moevement_kernels.pack import reference as pack_reference
-from moevement_kernels.popularity import popularity
-from moevement_kernels.popularity import reference as popularity_reference
 from moevement_kernels.weights import E5M2, Weights
 
 COUNTS = [130, 0, 1, 1517, 64, 300]
@@ -32,8 +28,6 @@ def run(backends: list[Backend]) -> Iterator[tuple[str, bool]]:
     select(Backend.TRITON)
     yield "FP8 weights with BF16 and E5M2 gradients", _is_near_fp8()
     yield "more than 2^31 elements", _is_right_beyond_32_bits()
-    yield "snapshot pack: bytes and digests", _packs()
-    yield "popularity", _counts()
 
 
 def _draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -124,19 +118,3 @@ def _is_right_beyond_32_bits() -> bool:
     last = Weights(w1.data[:1]), Weights(w2.data[:1])
     wanted = reference.forward(x[-37:], p[-37:], [37], *last, Activation.RELU)
     return x.numel() > 2**31 and _near(y[-37:], wanted.y)
-
-
-def _packs() -> bool:
-    pieces = [
-        Piece(_draw(9_000_001), torch.float32), Piece(_draw(1000, 33), torch.bfloat16),
-        Piece(_draw(77).half(), torch.float16), Piece(torch.arange(3000, device="cuda").to(torch.uint8), torch.uint8),
-    ]  # fmt: skip
-    found, wanted = pack(pieces), pack_reference(pieces)
-    return torch.equal(found.buffer, wanted.buffer) and torch.equal(found.digests, wanted.digests)
-
-
-def _counts() -> bool:
-    routed = _draw(100_003, 96) > 1
-    probabilities = _draw(100_003, 96).sigmoid()
-    found, wanted = popularity(routed, probabilities), popularity_reference(routed, probabilities)
-    return torch.equal(found.tokens, wanted.tokens) and _near(found.probability.float(), wanted.probability.float())

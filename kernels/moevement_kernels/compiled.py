@@ -56,7 +56,6 @@ def cases(capability: int) -> Iterator[Case]:
     if capability >= 89:  # before, there are no conversions from FP8
         yield from _mlp_cases("bf16", 1)
         yield from _mlp_cases("bf16", 2)
-    yield from _other_cases()
 
 
 def _mlp_cases(dtype: str, form: int) -> Iterator[Case]:
@@ -96,19 +95,6 @@ def _mlp_cases(dtype: str, form: int) -> Iterator[Case]:
 
 def _sizes(tiles: Tiles) -> dict[str, int]:
     return {"BM": tiles.rows, "BN": tiles.columns, "BK": tiles.inner}
-
-
-def _other_cases() -> Iterator[Case]:
-    from triton import language as tl
-
-    from moevement_kernels import triton_pack, triton_popularity
-
-    pointers = dict.fromkeys(("address", "target", "place", "left", "sums"), "*i64") | {"buffer": "*u8"}
-    for source, target, item in ((tl.float32, tl.float32, 4), (tl.float32, tl.bfloat16, 2), (tl.uint8, tl.uint8, 1)):
-        constants = {"SOURCE": source, "TARGET": target, "ITEM": item, "CHUNK": 4096}
-        yield Case(f"pack {source} to {target}", triton_pack.pack_kernel, constants, pointers, False, 4)
-    pointers = {"routed": "*u8", "probabilities": "*fp32", "hard": "*i32", "soft": "*fp32"}
-    yield Case("popularity", triton_popularity.count_kernel, {"BT": 128, "BE": 32}, pointers, False, 4)
 
 
 def compile_case(case: Case, capability: int) -> Compiled:

@@ -15,10 +15,11 @@ from typing import Any
 
 import psutil
 
+from moevement_core import log
 from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
-from moevement_core.progress import OURS, Progress
+from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.run_record import RunRecord
@@ -77,7 +78,7 @@ def _say_who_failed(children: list[Child]) -> int:
         return 0
     if USAGE_ERROR in codes:
         for child in children:
-            lines = [line for line in child.lines_of("err") if line.startswith(OURS)]
+            lines = [line for line in child.lines_of("err") if line.startswith(log.PREFIXES)]
             if lines:
                 print("\n".join(lines), file=sys.stderr)
                 break

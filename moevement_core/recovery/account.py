@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 from moevement_core.recovery.outcome import Recovery
 
@@ -16,6 +16,7 @@ class Account:
     latest; the same on every rank.
     """
 
+    kind: ClassVar[str] = "failure"
     generation: int
     failures: Sequence[str]
     """Who failed and how, in words."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True)
 class Recovery:
     """How a recovery went; the same on every rank."""
 
+    kind: ClassVar[str] = "recovery"
     first: int
     """The iteration whose state it began from."""
     until: int

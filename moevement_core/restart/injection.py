@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moevement_core import log
 from moevement_core.errors import InjectedFault
 from moevement_core.injection import Fault, Phase, Signal, poisson_times, removals
 from moevement_core.replication.transport import Transport
@@ -67,7 +68,7 @@ def strike(fault: Fault, where: str) -> None:
     Raises:
         InjectedFault: if that is how.
     """
-    print(f"moevement: injecting {fault.signal} into rank {fault.rank} at {fault.phase} of {where}", flush=True)
+    log.info(f"injecting {fault.signal} into rank {fault.rank} at {fault.phase} of {where}")
     if fault.signal is Signal.EXC:
         raise InjectedFault(f"injected at {fault.phase} of {where}")
     if fault.signal is Signal.WAIT:

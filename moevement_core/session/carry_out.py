@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from moevement_core import log
 from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.operators import EMBEDDING
@@ -50,7 +51,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
         if plan is not None and parts.topology.speaks_for_stage and parts.topology.stage == min(plan.runs):
             operators = len(parts.topology.table)
             active = f"{operators - frozen} of {operators} operators of stage {parts.topology.stage} active"
-            print(f"moevement: replaying iteration {iteration} of {plan.until}, {active}", flush=True)
+            log.info(f"replaying iteration {iteration} of {plan.until}, {active}")
 
     def keep(iteration: int, record: Mapping[str, Any]) -> None:
         """Take the snapshots again that died with a rank, and those of windows that were under way."""

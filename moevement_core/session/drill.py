@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moevement_core import log
 from moevement_core.digest import digest
 from moevement_core.errors import RecoveryError
 from moevement_core.recovery.outcome import Recovery
@@ -27,7 +28,7 @@ def wipe_and_recover(
     before = _digests(parts)
     if parts.topology.rank == 0:
         where = "every rank" if stages is None else f"stage {', '.join(map(str, sorted(stages)))}"
-        print(f"moevement: wiping the state of iteration {committed} on {where}, as was asked for", flush=True)
+        log.info(f"wiping the state of iteration {committed} on {where}, as was asked for")
     parts.checkpointer.wait()
     parts.checkpointer.capturer.settle()
     if stages is None or parts.topology.stage in stages:

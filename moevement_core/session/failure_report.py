@@ -76,7 +76,7 @@ def report_failure(
     if dist.get_rank() == 0:
         for line in account.lines():
             session.reports.say(line)
-    session.reports.event("failure", **account.as_dict())
+    session.reports.event(account)
 
 
 def _lost_at(death: Death) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from moevement_core import log
 from moevement_core.errors import ConfigError, FolderInUse
 from moevement_core.persistence.bounded import within
 from moevement_core.persistence.lock import STALE_S, FolderLock, acquire
@@ -132,7 +133,7 @@ def lock_place(
         if place.is_first and held is not None and held.folder == place.path and held.lost is None:
             lock = held
         elif place.is_first:
-            taking = functools.partial(acquire, place.path, job, flag, may_wait=may_wait, report=_say)
+            taking = functools.partial(acquire, place.path, job, flag, may_wait=may_wait, report=log.info)
             lock = within(patience_s + (2 * STALE_S if may_wait else 0.0), taking)
     except FolderInUse as error:
         complaint = error
@@ -141,10 +142,6 @@ def lock_place(
     if refused := next((error for error in all_gather_objects(complaint) if error), None):
         raise refused
     return lock
-
-
-def _say(text: str) -> None:
-    print(f"moevement: {text}", flush=True)
 
 
 def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> None:

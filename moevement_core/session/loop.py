@@ -23,7 +23,9 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
+from moevement_core import log
 from moevement_core.errors import RecoveryError
+from moevement_core.events import Ended
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
@@ -171,7 +173,7 @@ class _Loop(Training):
             self._rejoined = rejoin(self._binding, self._config, session, self._rejoined)
         except NothingToResume as why:
             if dist.get_rank() == 0:
-                print(f"moevement: every rank restarts, because {why}", flush=True)
+                log.warning(f"every rank restarts, because {why}")
             self._forget()
             return False
         except RecoveryError:
@@ -188,7 +190,7 @@ class _Loop(Training):
         checkpointing, digests, record = session.finish(), state_digest(session.parts), session.binding.record
         if record is None:
             return
-        record.event("end", iteration=session.binding.iteration)
+        record.event(Ended(session.binding.iteration))
         record.write_summary(
             {
                 "iterations": session.binding.iteration,

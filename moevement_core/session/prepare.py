@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moevement_core import log
 from moevement_core.errors import RecoveryError
 from moevement_core.recovery.fetch import fetch
 from moevement_core.recovery.plan import Fetch, RecoveryPlan, Report, Source, plan_recovery
@@ -88,7 +89,7 @@ def prepare(
             mine = next((plan for plan in plans if report.stage in plan.runs), None)
             return Prepared(plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began)
         if report.rank == 0:
-            print(f"moevement: {len(failed)} snapshots could not be had where they were said to be; planning again")
+            log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
         reports = [_without(one, failed) for one in reports]
 
 
@@ -103,7 +104,7 @@ def _plans(reports: Sequence[Report], until: int | None, scope: Scope | None) ->
             return tuple(plans)
         except RecoveryError as error:
             if dist.get_rank() == 0:
-                print(f"moevement: all stages roll back, because {error}", flush=True)
+                log.warning(f"all stages roll back, because {error}")
     return (plan_recovery(reports, until),)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.events import NothingPersisted, WindowPersisted
 from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.replication.sender import Sender
 from moevement_core.session.reports import Reports
@@ -67,11 +68,11 @@ class ProgressWatch:
         if since < limit or since % limit or (since // limit) & (since // limit - 1):  # limit times 1, 2, 4, 8 ...
             return
         newest = "no window at all" if persisted == NONE else f"no window newer than that from iteration {persisted} on"
-        self._reports.warn(
-            "nothing_persisted", f"{since} iterations in a row have brought {newest} to all peers (a window has {size} "
-            "iterations); a failure now costs more than it should. The ranks' logs name peers that lag or refuse",
-            iterations=since, persisted_from=None if persisted == NONE else persisted,
-        )  # fmt: skip
+        text = (
+            f"{since} iterations in a row have brought {newest} to all peers (a window has {size} iterations); a "
+            "failure now costs more than it should. The ranks' logs name peers that lag or refuse"
+        )
+        self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
 
     def _announce(self, peers: int) -> None:
         """A line and an event for each window that is persisted on every rank."""
@@ -86,4 +87,4 @@ class ProgressWatch:
                 f"window from iteration {persisted} on persisted on every rank ({schedule.snapshots} slots, "
                 f"{peers} peers; replication lags {progress.lag})"
             )
-            self._reports.event("window", first=persisted, size=schedule.size, schedule=schedule.id, lag=progress.lag)
+            self._reports.event(WindowPersisted(persisted, schedule.size, schedule.id, progress.lag))

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from moevement_core.errors import RecoveryError
+from moevement_core.events import RecoveredFromDisk
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
 from moevement_core.session.carry_out import carry_out
@@ -126,7 +127,7 @@ class Recoverer:
         self.done.append(done)
         if is_told:  # else it is told with everything around it
             self._reports.say_once(done.sentence())
-        self._reports.event("recovery", **done.as_dict())
+        self._reports.event(done)
         return done
 
     def _prepare_from_disk(
@@ -145,11 +146,11 @@ class Recoverer:
         first, counts = prepared.mine.first, prepared.mine.sources()
         windows = sources[Source.FILE].windows  # type: ignore[attr-defined]
         name = next((one.name for one in windows if one.first <= first <= one.last), "a window")
-        self._reports.warn(
-            "recovery_from_disk", f"memory and peers cannot bring iteration {until} back ({gone}). All ranks fall back "
-            f"to {name} on disk and replay iterations {prepared.mine.begins + 1} to {until}; {counts[Source.FILE]} "
-            "snapshots come from files", window=name, until=until,
-        )  # fmt: skip
+        text = (
+            f"memory and peers cannot bring iteration {until} back ({gone}). All ranks fall back to {name} on disk and "
+            f"replay iterations {prepared.mine.begins + 1} to {until}; {counts[Source.FILE]} snapshots come from files"
+        )
+        self._reports.warn(text, RecoveredFromDisk(text, name, until))
         return replace(prepared, outcomes={})
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moevement_core import log
 from moevement_core.digest import digest
 from moevement_core.errors import FolderInUse
+from moevement_core.events import Started
 from moevement_core.persistence.lock import FolderLock, acquire
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.restart.environment import MEMBER_ENV
@@ -36,7 +38,7 @@ def lock_run_directory(folder: Path, name: str) -> FolderLock | None:
     lock, complaint, last = None, "", dist.get_world_size() - 1
     if dist.get_rank() == last:
         try:
-            lock = acquire(folder, name, "--run-dir", report=say)
+            lock = acquire(folder, name, "--run-dir", report=log.info)
         except FolderInUse as error:
             complaint = str(error)
         except OSError as error:
@@ -65,7 +67,7 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
         record.begin(dict(config), first_iteration=iteration + 1)
         if MEMBER_ENV not in os.environ:  # else the launcher writes it, who knows of spares, too
             record.write_ranks(ranks)
-        record.event("start", iteration=iteration, world_size=world_size)
+        record.event(Started(iteration, world_size))
     dist.barrier()
     return record
 
@@ -83,9 +85,9 @@ def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iterat
         None, with the reason told, if the directory cannot be written.
     """
     try:
-        lock = acquire(folder, name, "--run-dir", may_wait=False, report=say)
+        lock = acquire(folder, name, "--run-dir", may_wait=False, report=log.info)
     except (FolderInUse, OSError) as error:
-        say(f"nothing more is recorded: {error}")
+        log.warning(f"nothing more is recorded: {error}")
         return None
     record = RunRecord(folder, lock)
     record.begin(dict(config), first_iteration=iteration + 1)
@@ -133,8 +135,3 @@ class Lines:
 def _line(losses: Mapping[str, Any]) -> dict[str, Any]:
     numbers = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in losses.items()}
     return {"loss": numbers.pop("lm loss", None), **numbers}
-
-
-def say(text: str) -> None:
-    """A line of this process."""
-    print(f"moevement: {text}", flush=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from moevement_core import log
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.persistence.manifest import Manifest, manifests
@@ -45,7 +46,7 @@ class WindowFiles:
             try:
                 header = read_header(self._folder / name)
             except SnapshotError as error:
-                print(f"moevement: {error}", flush=True)
+                log.warning(str(error))
                 continue
             if (header.rank, header.iteration) == found:
                 yield Holding(
@@ -60,7 +61,7 @@ class WindowFiles:
         try:
             return read_snapshot(self._folder / file_name(owner, iteration))
         except SnapshotError as error:
-            print(f"moevement: {error}", flush=True)
+            log.warning(str(error))
             return None
 
 
@@ -139,7 +140,7 @@ def load_newest(
         except RecoveryError as error:
             refused.append(f"{manifest.name}: {error}")
             if dist.get_rank() == 0:
-                print(f"moevement: {refused[-1]}", flush=True)
+                log.warning(refused[-1])
     if refused:
         raise RecoveryError(f"no window in {place.path} is whole. {refused[0]}")
     return None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from moevement_core import log
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.persistence.manifest import Manifest, is_of_job
 from moevement_core.replication.transport import GlooTransport
@@ -54,7 +55,7 @@ def _load_own(binding: Binding, config: SessionConfig, names: JobNames) -> Loade
         return _load(binding, place, lambda manifest: is_of_job(manifest.name, names.name))
     except (ConfigError, RecoveryError) as error:  # on every rank alike
         if dist.get_rank() == 0:
-            print(f"moevement: no window of this job can be used: {error}", flush=True)
+            log.warning(f"no window of this job can be used: {error}")
         return None
 
 
@@ -68,7 +69,7 @@ def _load_named(binding: Binding, config: SessionConfig, names: JobNames) -> Loa
     loaded = _load(binding, place, lambda manifest: not is_of_job(manifest.name, names.name))
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
-        print(f"moevement: no newer window in --moevement-load {place.path}: starting from {began}", flush=True)
+        log.info(f"no newer window in --moevement-load {place.path}: starting from {began}")
     return loaded
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.errors import ConfigError
+from moevement_core.events import WindowsNotOnDisk, WindowsOnDiskAgain
 from moevement_core.persistence.lock import FolderLock, other_holder
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.session.binding import Binding
@@ -95,7 +96,9 @@ class WindowsOnDisk:
             return
         self.job_name, self._place = self.job_name or self._names.start, place
         if self._is_missing:
-            self._reports.all_is_well("windows_on_disk_again", f"windows are written to {place.path} again")
+            text = f"windows are written to {place.path} again"
+            self._reports.say_once(text)
+            self._reports.event(WindowsOnDiskAgain(text))
         self._is_missing, self._misses = False, 0
         self._writer = self._make_writer(place)
         self._checkpointer.write_to(self._writer, self._binding.iteration)
@@ -120,10 +123,11 @@ class WindowsOnDisk:
         """Report windows that could not be written on some rank, which all ranks have agreed on."""
         failed = self._writer.failed if self._writer is not None else 0
         if failed > self._failed and failed & (failed - 1) == 0:  # the 1st, 2nd, 4th, 8th ...
-            self._reports.warn(
-                "windows_not_on_disk", f"{failed} windows could not be written to --moevement-persist-dir; the logs of "
-                "the ranks concerned say why. The next is tried", failed=failed,
-            )  # fmt: skip
+            text = (
+                f"{failed} windows could not be written to --moevement-persist-dir; the logs of the ranks concerned "
+                "say why. The next is tried"
+            )
+            self._reports.warn(text, WindowsNotOnDisk(text, failed))
         self._failed = failed
 
     def that_lead_to(self, until: int) -> JobWindows:
@@ -174,10 +178,11 @@ class WindowsOnDisk:
         self._misses += 1
         self._is_missing = True
         if self._misses == 1:
-            self._reports.warn(
-                "windows_not_on_disk", f"no windows are written to disk for now: {why}. Training goes on, and the "
-                "folder is tried again after the next failure and with new windows"
-            )  # fmt: skip
+            text = (
+                f"no windows are written to disk for now: {why}. Training goes on, and the folder is tried again after "
+                "the next failure and with new windows"
+            )
+            self._reports.warn(text, WindowsNotOnDisk(text))
         # 1, 2, 4, 8, ... windows later: where the disk does not answer every try takes seconds.
         self._wait = 1 << min(self._misses - 1, 6)
 

@@ -98,7 +98,7 @@ def _refused(tmp_path: Path, **flags: Any) -> str:
 
 def _one_line(ranks: list[Outcome]) -> str:
     lines = [line for rank in ranks for line in rank.output.splitlines() if line.startswith("moevement: ")]
-    errors = [line for line in lines if not line.startswith("moevement: no ")]
+    errors = [line for line in lines if not line.startswith("moevement: INFO ")]
     assert len(errors) == 1, lines
     return errors[0]
 

@@ -47,7 +47,7 @@ def run(**job: Any) -> tuple[int, str, str]:
 def test_what_runs_is_said() -> None:
     code, out, err = run(**ON)
     assert code == 0, err
-    assert "moevement: experts run on the kernels' reference in torch, as there is no GPU" in out
+    assert "moevement: INFO rank 0: experts run on the kernels' reference in torch, as there is no GPU" in out
 
 
 @pytest.mark.parametrize(

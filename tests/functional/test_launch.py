@@ -28,8 +28,8 @@ def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
         code, out, err = finished(launch(*words))
         assert (code, err) == (0, "")
         assert "iteration 4/4, loss " in out
-        assert "moevement: no GPU: running on the CPU with --distributed-backend gloo" in out
-        assert "moevement: no --data-path: training on the embedded corpus" in out
+        assert "moevement: INFO rank 0: no GPU: running on the CPU with --distributed-backend gloo" in out
+        assert "moevement: INFO rank 0: no --data-path: training on the embedded corpus" in out
         assert (tmp_path / name / "logs" / "rank_1.out").read_text()
         ranks = json.loads((tmp_path / name / "ranks.json").read_text())
         assert [rank["rank"] for rank in ranks] == [0, 1]

@@ -129,7 +129,7 @@ def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_pa
     unhurt = train(2, tmp_path / "unhurt", **job)
     argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "hurt")]
     outcomes = run_ranks(wiped_with_a_damaged_log, 2, argv, 0, init_process_group=False)
-    assert "rank 0: what iterations 6 sent is damaged in host memory" in outcomes[0].output
+    assert "WARNING rank 0: what iterations 6 sent is damaged in host memory" in outcomes[0].output
     hurt = RunRecord(tmp_path / "hurt")
     check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})
 

@@ -253,7 +253,7 @@ def test_a_peer_killed_while_it_sends_leaves_the_persisted_window_whole_on_all_o
         assert window <= set(told["own"])
         assert window <= set(told["kept"][1]), "what the dead rank had persisted is on its peers"
         assert 9 not in told["kept"][1], "half a snapshot is none"
-        assert "moevement: rank" in outcome.output
+        assert "moevement: WARNING rank " in outcome.output
         assert "peer 1 keeps no more copies" in outcome.output or "rank 1, whose snapshots are kept here, is gone" in (
             outcome.output
         )

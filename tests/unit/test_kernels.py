@@ -43,7 +43,7 @@ def test_kernels_compile_to_tensor_core_instructions(processes: dict[str, subpro
     out, _ = processes["compiled"].communicate(timeout=280)
     assert processes["compiled"].returncode == 0, out
     made = json.loads(out.splitlines()[-1])
-    products = [one for one in made if "bf16" in one["name"] and not one["name"].startswith("pack")]
+    products = [one for one in made if "bf16" in one["name"]]
     assert {one["capability"] for one in products} == set(COMPILED_FOR)
     for one in products:
         assert one["instruction"].startswith("wgmma" if one["capability"] == 90 else "mma.sync"), one

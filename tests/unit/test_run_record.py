@@ -10,6 +10,7 @@ import pytest
 
 from moevement_cli.main import main
 from moevement_core.errors import RunRecordError
+from moevement_core.events import Evaluated
 from moevement_core.persistence.lock import LOCK, Holder, acquire
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
@@ -140,7 +141,7 @@ def test_a_run_whose_directory_another_job_has_taken_over_writes_nothing_more(tm
         assert time.monotonic() < deadline
         time.sleep(0.01)
     run.metric(iteration=2)
-    run.event("evaluation")
+    run.event(Evaluated("validation", 1, 2.0))
     assert [line["iteration"] for line in run.metrics()] == [1]
     assert not run.events()
     with pytest.raises(RunRecordError, match="taken over by job bbbb"):

@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 from megatron.moevement.data.token_files import BYTE_VOCAB_SIZE, ByteTokenizer, build_token_files
+from moevement_core import log
 
 VOCAB_SIZE = BYTE_VOCAB_SIZE
 SPLIT = "95,4,1"
@@ -42,7 +43,7 @@ def corpus_prefix() -> Path:
         with open(prefix.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not prefix.with_suffix(".idx").exists():
-                print("moevement: building the embedded corpus, once", flush=True)
+                log.info("building the embedded corpus, once")
                 build_token_files(stdlib_sources(), prefix, ByteTokenizer())
     return prefix
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement.preflight import files, machine, sizes, sparse
+from moevement_core import log
 from moevement_core.errors import ConfigError
 
 Check = Callable[[Namespace], Iterator[str]]
@@ -37,7 +38,7 @@ def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[...,
         check(args)
         if args.rank == 0:
             for line in describe_filled_in(args):
-                print(f"moevement: {line}", flush=True)
+                log.info(line)
         try:
             return original(args, defaults or {})
         except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:

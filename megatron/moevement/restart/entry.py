@@ -23,7 +23,9 @@ from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import TrainLoop
+from moevement_core import log
 from moevement_core.errors import RecoveryError
+from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
@@ -115,8 +117,8 @@ def _begin(job: Job, setup: Setup, groups: Groups | None, first: _FirstProgress)
 def _report_restart(job: Job, source: str) -> None:
     text = f"the job restarts at iteration {job.live.iteration}, from {source}"
     if dist.get_rank() == 0:
-        print(f"moevement: {text}", flush=True)
-    job.event("restart", iteration=job.live.iteration, text=text)
+        log.info(text)
+    job.event(Restarted(job.live.iteration, text))
 
 
 def _connect(job: Job) -> None:
@@ -151,7 +153,7 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: _Firs
         job.rejoined = rejoin(binding, config, job.session if job.has_begun else None, job.rejoined)
     except NothingToResume as why:
         if dist.get_rank() == 0:
-            print(f"moevement: every rank restarts, because {why}", flush=True)
+            log.warning(f"every rank restarts, because {why}")
         process.start_over()
         return False
     except RecoveryError:

@@ -15,6 +15,8 @@ import torch
 
 from megatron.moevement.restart import origin
 from megatron.moevement.runtime.job import Job, Process
+from moevement_core import log
+from moevement_core.events import CheckpointFailed, CheckpointSaved
 from moevement_core.injection import Phase
 from moevement_core.restart import injection
 
@@ -40,7 +42,7 @@ def save_or_report(process: Process) -> Wrapper:
                 if save and torch.distributed.get_rank() == 0:
                     _mark(Path(save), iteration, job.binding.job_name)
             if outcome.succeeded and not get_args().async_save:
-                job.event("checkpoint", iteration=iteration, folder=str(save))
+                job.event(CheckpointSaved(iteration, str(save)))
             return None
 
         return save_checkpoint
@@ -54,7 +56,7 @@ def _mark(save: Path, iteration: int, name: str) -> None:
     try:
         origin.mark_saved(save, iteration, name, get_args())
     except OSError as error:  # a restart within the job will not use it, which is all
-        print(f"moevement: the checkpoint of iteration {iteration} is not marked: {error.strerror}", flush=True)
+        log.warning(f"the checkpoint of iteration {iteration} is not marked: {error.strerror}")
 
 
 def finalize_or_report(process: Process) -> Wrapper:
@@ -96,8 +98,8 @@ class _Reported:
 def _report(job: Job, iteration: int | None, reason: str) -> None:
     which = "" if iteration is None else f" of iteration {iteration}"
     if torch.distributed.get_rank() == 0:
-        print(f"moevement: the checkpoint{which} was NOT saved: {reason}; training goes on", flush=True)
-    job.event("checkpoint_failed", iteration=iteration, reason=reason)
+        log.warning(f"the checkpoint{which} was NOT saved: {reason}; training goes on")
+    job.event(CheckpointFailed(iteration, reason))
 
 
 def _unwritable(folder: Path) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 from megatron.moevement.binding import MegatronBinding
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
+from moevement_core.events import Event
 from moevement_core.session.identity import JobNames
 from moevement_core.session.rejoin import Rejoined
 from moevement_core.session.session import Session
@@ -41,10 +42,10 @@ class Job:
         self.ledger = Ledger(self.live)
         self.binding = MegatronBinding(self.live, self.ledger)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         """Append an event to the run's record, on the rank that keeps it."""
         if self.live.record is not None:
-            self.live.record.event(kind, **fields)
+            self.live.record.event(event)
 
 
 class Process:

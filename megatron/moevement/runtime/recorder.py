@@ -19,10 +19,12 @@ from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.ledger import number
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import job_digest
+from moevement_core import log
+from moevement_core.events import Ended, Evaluated
 from moevement_core.injection import Phase
 from moevement_core.persistence.lock import FolderLock
 from moevement_core.restart import injection
-from moevement_core.session.run_directory import begin_record, go_on_with_record, say
+from moevement_core.session.run_directory import begin_record, go_on_with_record
 from moevement_core.snapshot.cost import cost_line
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -128,7 +130,7 @@ def record_evaluated(process: Process) -> Wrapper:
             if losses and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
                 loss = number(losses["lm loss"]) if "lm loss" in losses else None
                 job.ledger.held_out[job.ledger.evaluated_set] = loss
-                job.event("evaluation", set=job.ledger.evaluated_set, iteration=job.live.iteration, loss=loss)
+                job.event(Evaluated(job.ledger.evaluated_set, job.live.iteration, loss))
             return result
 
         return evaluate
@@ -181,14 +183,14 @@ def _write_summary(job: Job, started_s: float) -> None:
         return
     checkpointing = job.session.finish() if job.session is not None else None
     if checkpointing and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-        say(cost_line(checkpointing))
+        log.info(cost_line(checkpointing))
     if RunConfig.from_args(get_args()).run_dir is None:
         return
     digest = job_digest(job.live)
     record, ledger = job.live.record, job.ledger
     if record is None:
         return
-    job.event("end", iteration=job.live.iteration)
+    job.event(Ended(job.live.iteration))
     record.write_summary(
         {
             "iterations": job.live.iteration,

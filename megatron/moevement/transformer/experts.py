@@ -17,6 +17,7 @@ from moevement_kernels.cuda import grouped_product
 from moevement_kernels.op import grouped_mlp
 
 from megatron.moevement.transformer.kernel_choice import activation_of, backend_of
+from moevement_core import log
 from moevement_core.errors import ConfigError
 
 
@@ -56,7 +57,7 @@ def _say_once(backend: str) -> None:
     if torch.distributed.get_rank() == 0:
         reason = why_reference()
         running = f"the {backend} kernels" if reason is None else f"the kernels' reference in torch, as {reason}"
-        print(f"moevement: experts run on {running}", flush=True)
+        log.info(f"experts run on {running}")
 
 
 @functools.cache

@@ -1,0 +1,157 @@
+"""What ``events.jsonl`` holds: one record for each event, with its kind, its time, and the fields of its class.
+
+``docs/events.md`` is made from this file and the two accounts of a recovery; ``scripts/events_table.py`` writes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol
+
+
+class Event(Protocol):
+    """One record; :class:`~moevement_core.recovery.outcome.Recovery` and ``Account`` are events, too."""
+
+    kind: ClassVar[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields as JSON can hold them."""
+
+
+class _Plain:
+    def as_dict(self) -> dict[str, Any]:
+        """Its fields as JSON can hold them."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class Started(_Plain):
+    """A start of the job."""
+
+    kind: ClassVar[str] = "start"
+    iteration: int
+    """The one that it starts from; 0 for the first."""
+    world_size: int
+    """Ranks."""
+
+
+@dataclass(frozen=True)
+class Restarted(_Plain):
+    """The job has started again by itself, because all its state in memory was lost."""
+
+    kind: ClassVar[str] = "restart"
+    iteration: int
+    """The one that it restarts from."""
+    text: str
+    """From what, in words."""
+
+
+@dataclass(frozen=True)
+class Ended(_Plain):
+    """The job has come to its end."""
+
+    kind: ClassVar[str] = "end"
+    iteration: int
+    """The last one."""
+
+
+@dataclass(frozen=True)
+class Evaluated(_Plain):
+    """An evaluation on held-out data."""
+
+    kind: ClassVar[str] = "evaluation"
+    set: str
+    """``validation`` or ``test``."""
+    iteration: int
+    """After which it was made."""
+    loss: float | str | None
+    """The language model's; the name of a number that JSON has no word for."""
+
+
+@dataclass(frozen=True)
+class CheckpointSaved(_Plain):
+    """A dense checkpoint of Megatron's was saved."""
+
+    kind: ClassVar[str] = "checkpoint"
+    iteration: int
+    """Whose state it is."""
+    folder: str
+    """What ``--save`` says."""
+
+
+@dataclass(frozen=True)
+class CheckpointFailed(_Plain):
+    """A dense checkpoint of Megatron's could not be saved; training goes on."""
+
+    kind: ClassVar[str] = "checkpoint_failed"
+    iteration: int | None
+    """Whose state it was to be; None where an asynchronous save shows its failure later."""
+    reason: str
+    """In words."""
+
+
+@dataclass(frozen=True)
+class WindowPersisted(_Plain):
+    """A sparse window is persisted on every rank: the job can be recovered from it."""
+
+    kind: ClassVar[str] = "window"
+    first: int
+    """The iteration of its first snapshot."""
+    size: int
+    """Iterations."""
+    schedule: str
+    """The id of the schedule that it was made by."""
+    lag: int
+    """Iterations by which the newest snapshot on all peers trails the newest captured one."""
+
+
+@dataclass(frozen=True)
+class NothingPersisted(_Plain):
+    """A warning: no newer window has come to all peers for long, and a failure costs more than it should."""
+
+    kind: ClassVar[str] = "nothing_persisted"
+    text: str
+    """The warning."""
+    iterations: int
+    """In a row."""
+    persisted_from: int | None
+    """Where the newest persisted window begins; None if there is none."""
+
+
+@dataclass(frozen=True)
+class WindowsNotOnDisk(_Plain):
+    """A warning: windows could not be written to ``--moevement-persist-dir``."""
+
+    kind: ClassVar[str] = "windows_not_on_disk"
+    text: str
+    """The warning."""
+    failed: int | None = None
+    """How many so far; None while the folder cannot be used at all."""
+
+
+@dataclass(frozen=True)
+class WindowsOnDiskAgain(_Plain):
+    """The folder of windows can be used again."""
+
+    kind: ClassVar[str] = "windows_on_disk_again"
+    text: str
+    """In words."""
+
+
+@dataclass(frozen=True)
+class RecoveredFromDisk(_Plain):
+    """A warning: memory and peers did not have what a recovery needed, and a window on disk did."""
+
+    kind: ClassVar[str] = "recovery_from_disk"
+    text: str
+    """The warning."""
+    window: str
+    """Its name."""
+    until: int
+    """The iteration that was recovered."""
+
+
+PLAIN = (
+    Started, Restarted, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, NothingPersisted,
+    WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk,
+)  # fmt: skip
