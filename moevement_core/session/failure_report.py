@@ -45,13 +45,13 @@ def report_failure(
     assert now is not None
     mine = (
         now.interrupted_at, times.usable_at, times.prepared_at, times.replay_at, times.resumed_at,
-        session.windows.iteration_s, session.copies_missing,
+        session.saving.windows.iteration_s, session.saving.copies_missing,
     )  # fmt: skip
     *moments, iteration_s, missing = zip(*all_gather_objects(mine), strict=True)
     interrupted_at, usable_at, prepared_at, replay_at, resumed_at = (max(its) for its in moments)
     roster = now.roster
     failed_at = min((_lost_at(death) for death in roster.deaths), default=interrupted_at)
-    iterations_s = max(iteration_s) * (until - session.began_at)
+    iterations_s = max(iteration_s) * (until - session.saving.began_at)
     account = Account(
         generation=roster.generation,
         failures=[_failure(death) for death in roster.deaths] or list(roster.reasons),
@@ -64,7 +64,7 @@ def report_failure(
         prepared_at=prepared_at,
         replay_at=replay_at,
         resumed_at=resumed_at,
-        scope=_scope(session.topology.pipeline.stages, lost, recovery),
+        scope=_scope(session.saving.topology.pipeline.stages, lost, recovery),
         recovery=recovery.as_dict() if recovery is not None else None,
         effective=iterations_s / (resumed_at - roster.first_formed_at) if iterations_s else None,
         kept=str(kept),
@@ -75,8 +75,8 @@ def report_failure(
     )
     if dist.get_rank() == 0:
         for line in account.lines():
-            session.reports.say(line)
-    session.reports.event(account)
+            session.saving.reports.say(line)
+    session.saving.reports.event(account)
 
 
 def _lost_at(death: Death) -> float:

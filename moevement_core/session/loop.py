@@ -100,7 +100,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
         step_s = time.perf_counter() - began
         losses = {name: torch.as_tensor(value) for name, value in binding.losses.get(committed + 1, {}).items()}
         session.end_iteration(committed + 1, step_s, {"skipped": False, "grad_norm": None, "losses": losses})
-        Lines(binding, session.began_at).write(committed + 1, iteration_s=step_s, **session.metrics())
+        Lines(binding, session.saving.began_at).write(committed + 1, iteration_s=step_s, **session.metrics())
 
 
 class _Loop(Training):
@@ -145,7 +145,7 @@ class _Loop(Training):
             session.begin_training()
         self._has_begun = True
         self._resumed_in = now.roster.generation if now is not None else -1
-        Lines(session.binding, session.began_at).write(session.binding.iteration)
+        Lines(session.binding, session.saving.began_at).write(session.binding.iteration)
         result = self._loop(session)
         self._finish(session)
         if now is None:
@@ -187,7 +187,7 @@ class _Loop(Training):
 
     def _finish(self, session: Session) -> None:
         """The summary, when the loop has come to its end; every rank calls it."""
-        checkpointing, digests, record = session.finish(), state_digest(session.parts), session.binding.record
+        checkpointing, digests, record = session.finish(), state_digest(session.saving.parts), session.binding.record
         if record is None:
             return
         record.event(Ended(session.binding.iteration))

@@ -29,7 +29,8 @@ from moevement_core.session.identity import JobNames, job_name
 from moevement_core.session.peers import Copies
 from moevement_core.session.policy import Policy, agree
 from moevement_core.session.prepare import Prepared
-from moevement_core.session.session import Joining, Session
+from moevement_core.session.saving import Joining
+from moevement_core.session.session import Session
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Rejoined:
 
     def _replay(self, prepared: Prepared) -> Recovery:
         session, binding = self.session, self.session.binding
-        is_lost = session.topology.stage in self.lost
+        is_lost = session.saving.topology.stage in self.lost
         if is_lost:
             session.commit.mark = None  # until it is back
         with waiting_for_others():
@@ -119,9 +120,13 @@ def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | No
     status = RankStatus(stage=place.stage, replica=place.replica)
     if session is None:
         return RankReport(status)
-    status = replace(status, was_training=True, began_at=session.began_at)
+    status = replace(status, was_training=True, began_at=session.saving.began_at)
     kept = RankReport(
-        status, keeps=session.keeps(), shared=binding.shared(), policy=session.policy(), books=binding.books()
+        status,
+        keeps=session.saving.keeps(),
+        shared=binding.shared(),
+        policy=session.saving.policy(),
+        books=binding.books(),
     )
     mark = session.commit.mark if not session.commit.torn else None
     if mark is None:
@@ -171,16 +176,16 @@ def rejoin(
     binding.clear_gradients()
     session = _go_on_or_join(binding, config, session, reports)
     if is_as_at_start:
-        session.take_start()
+        session.saving.take_start()
     common = reached.common if point.is_between else reached.begun or reached.common
     binding.put_progress(common["progress"])
     binding.resume(point.iteration, reached.books)
-    session.disk.start()
+    session.saving.disk.start()
     prepared = None
     if point.lost_stages:
         with waiting_for_others():
             prepared = session.recoverer.prepare(point.iteration, point.lost_stages)
-    if session.topology.stage not in point.lost_stages:
+    if session.saving.topology.stage not in point.lost_stages:
         session.commit.gather(now=True)
     return Rejoined(
         session, point.iteration, point.lost_stages, prepared, reached, point.is_between, usable_at, time.time()

@@ -107,7 +107,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
     Checkpointer.capture, Checkpointer.wait = capture_and_note, wait_and_note  # type: ignore[method-assign]
     try:
         run_rank(argv)
-        checkpointer = process().job.session.checkpointer  # type: ignore[union-attr]
+        checkpointer = process().job.session.saving.checkpointer  # type: ignore[union-attr]
         look(checkpointer)
     finally:
         Checkpointer.capture, Checkpointer.wait = capture, wait  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> di
     except (Exception, SystemExit) as error:
         failed = type(error).__name__
     time.sleep(1)  # let the background threads notice too
-    checkpointer = process().job.session.checkpointer  # type: ignore[union-attr]
+    checkpointer = process().job.session.saving.checkpointer  # type: ignore[union-attr]
     held = {**checkpointer.own.snapshots()}
     kept = {store.source: store.snapshots() for store in checkpointer.replicator.stores}
     for snapshot in (*held.values(), *(s for snapshots in kept.values() for s in snapshots.values())):
@@ -248,8 +248,8 @@ def wiped_with_damaged_snapshots(argv: list[str], victim: int) -> None:
         original(self)
         session = process().job.session
         assert session is not None
-        if session.topology.rank == victim:
-            for snapshot in session.checkpointer.own.snapshots().values():
+        if session.saving.topology.rank == victim:
+            for snapshot in session.saving.checkpointer.own.snapshots().values():
                 entry = snapshot.header.entries[0]
                 snapshot.bytes_of(entry)[entry.nbytes // 2] ^= 4
 
@@ -338,7 +338,7 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
     assert isinstance(commit, CommittedOptimizer)
     commit._section = "open"  # type: ignore[assignment]
     commit.mode = Replay(job.live.optimizer, {})
-    counts = job.session.windows._counts
+    counts = job.session.saving.windows._counts
     assert counts is not None
     job.session.recoverer.is_replaying = counts.paused = True
     torch.set_grad_enabled(False)

@@ -55,7 +55,7 @@ class Observer(observers.Observer):
         """Note the iteration that has just ended and choose the mode of the next."""
         now_s = time.perf_counter()
         if self._began_s is not None:
-            last, progress = committed - 1, session.checkpointer.progress
+            last, progress = committed - 1, session.saving.checkpointer.progress
             self.samples.append(
                 Sample(
                     last, mode_of(last, self._block), last % self._block == 0, now_s - self._began_s,
@@ -66,7 +66,7 @@ class Observer(observers.Observer):
         self._began_s = now_s
         mode = mode_of(committed, self._block)
         self.is_capturing = mode != "off"
-        session.checkpointer.replicator.enabled = mode == "replicate"
+        session.saving.checkpointer.replicator.enabled = mode == "replicate"
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ class Observer(observers.Observer):
             self._note(*self._began)
         if committed >= BEGIN and committed % self._every == 0:
             stages = frozenset({self._stage}) if self._next_is_stage else None
-            done = wipe_and_recover(session.parts, session.recoverer, committed, stages)
+            done = wipe_and_recover(session.saving.parts, session.recoverer, committed, stages)
             self.samples.append(
                 Sample(
                     "stage" if stages else "all", done.replay_s, done.replay_cpu_s, done.replayed, done.fetch_s,

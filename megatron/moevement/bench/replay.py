@@ -50,11 +50,11 @@ class Observer(observers.Observer):
         """Replay every share in every round."""
         if committed != AT:
             return
-        schedule = session.checkpointer.history.newest
+        schedule = session.saving.checkpointer.history.newest
         assert isinstance(schedule, SparseSchedule)
-        names = [session.topology.table.names[place] for place in schedule.order]
+        names = [session.saving.topology.table.names[place] for place in schedule.order]
         self.skewness = _skewness(session)
-        session.checkpointer.capturer.settle()
+        session.saving.checkpointer.capturer.settle()
         iteration = committed
         with session.recoverer.replaying(), session.binding.replaying(None, None) as trainer:
             for number in range(self._rounds + 1):  # the first one warms up
@@ -73,10 +73,13 @@ class Observer(observers.Observer):
 
 def _skewness(session: Session) -> float:
     """S of the counted routing, mean over layers (MoEvement appendix D)."""
-    strategy, layers = session.windows.strategy, dict[str, list[float]]()
+    strategy, layers = session.saving.windows.strategy, dict[str, list[float]]()
     assert isinstance(strategy, MoEvement)
     for name, kind, score in zip(
-        session.topology.table.names, session.topology.table.kinds, strategy.popularity.scores, strict=True
+        session.saving.topology.table.names,
+        session.saving.topology.table.kinds,
+        strategy.popularity.scores,
+        strict=True,
     ):
         if kind is OperatorKind.EXPERT:
             layers.setdefault(name.rsplit(".", 1)[0], []).append(float(score))

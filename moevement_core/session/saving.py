@@ -1,0 +1,277 @@
+"""What is saved of one rank, window by window, and what of it is needed: through all generations of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moevement_core.device import current_device
+from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.layout import buffer_bytes
+from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.session.binding import Binding
+from moevement_core.session.config import SessionConfig, Verify
+from moevement_core.session.identity import JobNames
+from moevement_core.session.parts import Parts
+from moevement_core.session.peers import Copies, Peers, peers_have
+from moevement_core.session.policy import Policy
+from moevement_core.session.progress_watch import ProgressWatch
+from moevement_core.session.reports import Reports
+from moevement_core.session.topology import connect
+from moevement_core.session.windows import WindowDecisions
+from moevement_core.session.windows_on_disk import WindowsOnDisk
+from moevement_core.snapshot import plain
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
+
+RECORD_SLACK_BYTES = 64 << 10
+"""Room for a boundary record to grow."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What a rank knows that joins a running job."""
+
+    policy: Policy
+    """Of a stage."""
+    is_of_same_stage: bool
+    """Whether of this rank's."""
+    kept: Sequence[Copies]
+    """What every rank keeps for others."""
+
+
+class Saving:
+    """Of one rank; every rank makes one at the same point and calls alike.
+
+    Args:
+        binding: the trainer.
+        config: the flags.
+        names: of the job.
+        joining: what a replacement knows of the running job; None where the job starts.
+    """
+
+    def __init__(self, binding: Binding, config: SessionConfig, names: JobNames, joining: Joining | None) -> None:
+        self._binding, self._config = binding, config
+        self.topology = connect(config, binding, is_running=joining is not None)
+        self.reports = Reports(binding, self.topology.rank)
+        self._warn_of_copies()
+        self.began_at = binding.iteration if joining is None else joining.policy.began_at
+        """The iteration that the job started from."""
+        self.windows = self._window_decisions(joining)
+        self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report)
+        self._states = binding.states()
+        self.checkpointer = self._start_checkpointer(joining)
+        disk_job, announced = (joining.policy.disk_job, joining.policy.announced) if joining else ("", NONE)
+        self.disk = WindowsOnDisk(binding, names, config, self.topology, self.checkpointer, self.reports, disk_job)
+        self.watch = ProgressWatch(
+            binding.iteration, self.checkpointer, self.reports, config.timeouts.peer_s, announced
+        )  # fmt: skip
+        self._settled = self._joined_policy(joining) if joining is not None else self._policy(binding.iteration)
+        """As of the last window whose decisions this rank has come to the end of: others may still be in the middle."""
+        if joining is None:
+            self.peers.refuse_without_copies(self.topology, config.timeouts.peer_s, config.copies.replicas)
+            self.disk.start()
+
+    # Once
+
+    @property
+    def parts(self) -> Parts:
+        """What a recovery needs of this rank, in this generation."""
+        return Parts(self._binding, self.topology, self._states, self.checkpointer)
+
+    def _window_decisions(self, joining: Joining | None) -> WindowDecisions:
+        config, table = self._config, self.topology.table
+        strategy = config.strategy.of(table)
+        counts = self._binding.counts(table, strategy.counts) if strategy.counts is not None else None
+        windows = WindowDecisions(
+            strategy, counts, self.topology, config.budget, self.reports.report, self._binding.sent_bytes,
+            asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None,
+        )  # fmt: skip
+        if joining is not None:
+            windows.adopt(self._joined_policy(joining, windows))
+        return windows
+
+    def _joined_policy(self, joining: Joining, windows: WindowDecisions | None = None) -> Policy:
+        if joining.is_of_same_stage:
+            return joining.policy
+        strategy = (windows or self.windows).strategy
+        return joining.policy.for_stage(strategy.first(0, self.topology.most_operators), strategy.learned())
+
+    def _policy(self, window_start: int) -> Policy:
+        windows = self.windows
+        return Policy(
+            window_start, self.checkpointer.history.all, windows.strategy.learned(), windows.strategy.settled,
+            self.watch.announced, self.began_at, self.disk.job_name, self.checkpointer.needed,
+        )  # fmt: skip
+
+    def _start_checkpointer(self, joining: Joining | None) -> Checkpointer:
+        record_bytes = self._measure_record()
+
+        def bytes_of(schedule: Schedule) -> int:
+            return int(buffer_bytes(schedule, self._states, record_bytes))
+
+        if joining is not None:
+            history = ScheduleHistory(*self._joined_policy(joining).schedules)
+        else:
+            history = self.windows.first(self._binding.iteration, bytes_of)
+        own_bytes = max(map(self.windows.slots, history.all)) * max(map(bytes_of, history.all))
+        budget = self._budget_for_copies(own_bytes, history.all)
+        senders, receivers = self.peers.connect(self.topology, budget, {})
+        return Checkpointer(
+            self.topology.rank,
+            self._states,
+            self.windows.strategy,
+            history,
+            current_device(),
+            senders,
+            receivers,
+            self.topology.agreement,
+            record_bytes,
+            self.reports.report,
+            to_disk=self._config.disk.persist_dir is not None,
+            has=peers_have(self.topology, joining.kept if joining is not None else ()),
+            needed=joining.policy.needed if joining is not None else (NONE, NONE),
+        )
+
+    def _budget_for_copies(self, own_bytes: float, schedules: Sequence[Schedule]) -> float:
+        """Host memory that is left for copies of other ranks' snapshots, beside own ones and the log."""
+        return self._config.budget.host_memory_bytes - own_bytes - max(map(self.windows.log_bytes, schedules))
+
+    def log_cap_bytes(self) -> float:
+        """Host memory for the boundary log: what is left beside snapshots; at least what was set aside for it."""
+        budget, checkpointer = self._config.budget, self.checkpointer
+        aside = max(map(self.windows.log_bytes, checkpointer.history.all))
+        snapshots = checkpointer.capturer.memory_needed(checkpointer.history.newest)
+        left = budget.host_memory_bytes - snapshots - checkpointer.replicator.memory_bytes
+        return min(budget.log_memory_bytes, max(left, aside))
+
+    def _measure_record(self) -> int:
+        """Bytes to set aside for boundary records."""
+        _, tensors = plain.flatten(self._binding.boundary())
+        needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
+        return needed + RECORD_SLACK_BYTES
+
+    def _warn_of_copies(self) -> None:
+        if self.topology.rank == 0 and self.topology.warning is not None:
+            self.reports.report(self.topology.warning)
+
+    # Once an iteration
+
+    def decide(self, committed: int) -> None:
+        """At a window's beginning: order and window of the one that begins."""
+        # Iterations may be left out (--iterations-to-skip), the first of a window among them.
+        window_start = self.checkpointer.history.at(committed).window_start(committed)
+        if window_start > self._settled.window_start:
+            self.windows.decide(committed, self.checkpointer, self.peers.senders)
+            self._settled = self._policy(window_start)
+            self.disk.try_again()
+
+    def capture(self, committed: int, record: Mapping[str, Any], *, is_first: bool) -> None:
+        """``SS_committed``.
+
+        Args:
+            committed: the iteration whose state is live.
+            record: boundary and iteration record.
+            is_first: whether it is the first iteration of the job: then a whole window, so that a run is recoverable
+                from its start on.
+        """
+        history = self.checkpointer.history
+        schedule = history.at(committed)
+        before = max(history.oldest.start, schedule.window_start(committed) - schedule.size)
+        first = before if is_first else committed
+        for iteration in range(first, committed + 1):
+            self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))
+
+    def oldest_needed(self, committed: int) -> int:
+        """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.
+
+        Where no window is persisted for long, what a plan could use in the best case is the bound.
+        """
+        reach = max(map(self.windows.iterations_logged, self.checkpointer.history.all))
+        return max(self.checkpointer.progress.persisted, committed + 2 - reach)
+
+    def _digests_whole(self, iteration: int) -> bool:
+        """Whether ``SS_iteration`` has a digest of the whole state."""
+        match self._config.verify:
+            case Verify.NOTHING:
+                return False
+            case Verify.WINDOW:  # where a replay of the window has brought every operator back
+                schedule = self.checkpointer.history.at(iteration)
+                return iteration == schedule.last_of_run(schedule.window_start(iteration))
+            case Verify.ITERATION:
+                return True
+
+    # After a failure
+
+    def policy(self) -> Policy:
+        """What this rank has decided with the others of its stage; a decision that is under way is left out."""
+        return replace(
+            self._settled, announced=self.watch.announced, disk_job=self.disk.job_name, needed=self.checkpointer.needed
+        )
+
+    def keeps(self) -> dict[int, dict[int, str]]:
+        """The snapshots that are kept here for others, by their rank: the id of the schedule by iteration."""
+        return {
+            store.source: {iteration: one.header.schedule for iteration, one in sorted(store.snapshots().items())}
+            for store in self.checkpointer.replicator.stores
+        }
+
+    def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
+        """Go on in a new generation; every rank calls it, or makes its :class:`Saving`, at the same point.
+
+        Args:
+            policy: of its stage; some ranks may have been interrupted in the middle of a decision, and some after it.
+            kept: what :meth:`keeps` gave, of every rank.
+        """
+        self._go_by(policy)
+        checkpointer = self.checkpointer
+        self.topology = self.windows.topology = self.disk.topology = connect(
+            self._config, self._binding, self.topology, is_running=True
+        )
+        self._warn_of_copies()
+        checkpointer.make_room(*policy.schedules)
+        before = {store.source: store for store in checkpointer.replicator.stores}
+        own_bytes = checkpointer.capturer.memory_needed(checkpointer.history.newest)
+        budget = self._budget_for_copies(own_bytes, checkpointer.history.all)
+        senders, receivers = self.peers.connect(self.topology, budget, before)
+        others = [store for source, store in before.items() if source not in self.topology.sources]
+        # What is kept for ranks that have other peers now is of use until they have brought it there.
+        has = peers_have(self.topology, kept)
+        checkpointer.rewire(senders, receivers, self.topology.agreement, has, former=others)
+        self.watch.forget_peers()
+
+    def interrupted(self) -> None:
+        """An exception from outside came at any moment: a decision that was under way is none."""
+        self._go_by(self._settled)
+
+    def _go_by(self, policy: Policy) -> None:
+        """Take ``policy`` for this rank's own, whatever was under way."""
+        self._settled = policy
+        self.windows.adopt(policy)
+        self.checkpointer.history = ScheduleHistory(*policy.schedules)
+
+    def take_start(self) -> None:
+        """Snapshots of the state that the job began from, which this new rank was just built with.
+
+        So a rank that dies before anything of it has reached a peer is recovered like any other.
+        """
+        schedule = self.checkpointer.history.oldest
+        if schedule.start > self.began_at or self.began_at > 0:
+            return  # windows have been persisted since; or the state was loaded, and is not what was built
+        # Peers have dropped what no way back begins with any more, and would not take it.
+        first = max(schedule.start, self.checkpointer.oldest_needed)
+        record = {"boundary": self._binding.boundary_copy(), "iteration": {}}
+        for iteration in filter(self.checkpointer.takes, range(first, self.began_at + 1)):
+            whole = self._digests_whole(iteration)
+            self.checkpointer.take(iteration, record, state=self.began_at, whole=whole)
+            self.checkpointer.wait()
+
+    @property
+    def copies_missing(self) -> int:
+        """Snapshots of this rank, each as often as a peer does not have it yet."""
+        return sum(
+            peer not in snapshot.acknowledged
+            for snapshot in self.checkpointer.own.snapshots().values()
+            for peer in self.topology.peers[self.topology.rank]
+        )
