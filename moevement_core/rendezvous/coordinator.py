@@ -8,20 +8,18 @@ it: only then does any of them enter training.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
 from moevement_core.rendezvous.attempts import Attempts
+from moevement_core.rendezvous.entered import Entered
+from moevement_core.rendezvous.losses import Losses
+from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
-    FINISHED,
     GIVEN_UP,
-    JOINED,
-    LEFT,
-    MEMBER,
     NEWEST,
     ROSTER,
     START,
@@ -35,10 +33,6 @@ from moevement_core.rendezvous.roster import (
 
 LEASE_S = 10.0
 """The default of ``--moevement-lease-seconds``, from which every other timeout derives."""
-LEASES_TO_LEAVE = 3
-"""How many lease times a rank has to stop what it does after an interruption, or to acknowledge a roster."""
-RESET_GRACE_S = 0.5
-"""How long a supervisor whose connection broke has to connect again."""
 
 
 class State(Enum):
@@ -79,88 +73,65 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = State.FORMING
-        self.members: dict[int, MemberInfo] = {}
-        """Everyone who has joined and lives."""
         self.roster = Roster(-1, {})
         """The newest; a proposal while the state is PROPOSED."""
-        self.lease_s = lease_s
+        self.membership = Membership(store, lease_s, clock)
+        self.losses = Losses()
         self.given_up: set[int] = set()
         """Members that the job goes on without though nobody saw them end: whoever started them ends them."""
-        self.deaths: list[Death] = []
-        """All of the job, spares included, in the order in which they were noticed."""
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
         self._interrupt, self._clock = interrupt, clock
-        self._joined = 0
-        self._joined_at = clock()
-        """When the newest member joined."""
-        self._is_told = False
-        self._unwritten: dict[int, float] = {}
-        """Numbers whose member's information has not been found yet, and since when."""
-        self._renewed: dict[int, float] = {}
-        """When the lease of each member was last renewed."""
-        self._disconnected: dict[int, float] = {}
-        """Members whose supervisor's connection broke, and when."""
-        self._dead: set[int] = set()
-        self._new_deaths: list[Death] = []
-        self._unrecovered: list[Death] = []
-        """Those before them, from which the job has not recovered yet."""
-        self._interrupted_at = 0.0
-        self._proposed_at = 0.0
-        self._started = -1
-        """The newest generation whose ranks have entered training."""
-        self._entered: set[int] = set()
-        """The members of that generation."""
-        self._left: dict[int, Mapping[str, Any]] = {}
-        """What survivors of it wrote when they left it."""
-        self._uncounted: list[int] = []
-        """Ranks that died since it was last decided whether the job goes on."""
-        self._finished: set[int] = set()
-        self._counts: dict[str, int] = {}
+        self._entered = Entered(store)
         self._attempts = Attempts()
+        self._is_told = False
+        self._interrupted_at = self._proposed_at = 0.0
         self._form_at: float | None = None
         """When the job may be formed anew; nothing while that is not decided for this interruption."""
         self._short_since: float | None = None
         """Since when everyone else is there and only spares are missing."""
-        self._stepped_at = clock()
         store.set(NEWEST, "-1")
+
+    @property
+    def members(self) -> Mapping[int, MemberInfo]:
+        """Everyone who has joined and lives."""
+        return self.membership.alive
+
+    @property
+    def lease_s(self) -> float:
+        """After so many seconds without a word of it a member is dead."""
+        return self.membership.lease_s
+
+    @lease_s.setter
+    def lease_s(self, lease_s: float) -> None:
+        self.membership.lease_s = lease_s
+
+    @property
+    def deaths(self) -> Sequence[Death]:
+        """All of the job, spares included, in the order in which they were noticed."""
+        return self.losses.all
 
     # Who lives
 
     def renew(self, members: Mapping[int, int | None]) -> None:
         """A supervisor has found these members alive; with the newest iteration that each has committed, if any."""
-        now = self._clock()
         for member, committed in members.items():
-            if member not in self._dead:
-                self._renewed[member] = now
-                self._disconnected.pop(member, None)
+            self.membership.renew(member)
             if committed is not None:
                 self._attempts.committed(committed)
 
     def disconnected(self, members: Iterable[int]) -> None:
         """The connection of the supervisor of these members broke."""
-        for member in members:
-            if member not in self._dead:
-                self._disconnected.setdefault(member, self._clock())
+        self.membership.disconnected(members)
 
     def died(self, member: int, pid: int, how: str, noticed_by: NoticedBy = NoticedBy.SUPERVISOR) -> int | None:
         """A member is gone; returns the rank that it was, nothing if it was none."""
-        if member in self._dead:
+        if member in self.membership.dead:
             return None  # given up before its process ended
         rank = self.roster.rank_of(member)
-        silent_s = self._clock() - self._renewed.get(member, self._clock())
-        now = time.time()
-        death = Death(member, rank, pid, how, now, noticed_by, now - silent_s)
-        self._dead.add(member)
-        self.deaths.append(death)
-        self.members.pop(member, None)
-        self._renewed.pop(member, None)
-        self._disconnected.pop(member, None)
+        self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
         if noticed_by is not NoticedBy.SUPERVISOR:
             self.given_up.add(member)
             self._store.set(GIVEN_UP.format(member), how)
-        if rank is not None:
-            self._new_deaths.append(death)
-            self._uncounted.append(rank)
         if rank is not None and self.state not in (State.STOPPED, State.DONE):
             self._interrupt(self.roster.generation, rank)
             self._interrupted()
@@ -174,8 +145,9 @@ class Coordinator:
 
     def step(self) -> None:
         """Look at the store and the leases and do what is to be done; never waits."""
-        self._welcome()
-        self._end_leases()
+        self.membership.welcome()
+        for member, how, noticed_by in self.membership.lost():
+            self._lose(member, how, noticed_by)
         if self.state in (State.STOPPED, State.DONE):
             return
         if self._all_finished():
@@ -190,10 +162,7 @@ class Coordinator:
 
     def waiting(self) -> list[int]:
         """Members that could take a rank, those of the roster not among them; in the order in which they came."""
-        ranks, now = set(self.roster.ranks.values()), self._clock()
-        free = [member for member in self.members if member not in ranks and member not in self._disconnected]
-        # Those that were heard of lately first: one that is silent might be lost with its node.
-        return sorted(free, key=lambda member: now - self._renewed.get(member, now) > self.lease_s / 3)
+        return self.membership.waiting(set(self.roster.ranks.values()))
 
     def who(self) -> list[dict[str, Any]]:
         """Everyone who takes part, as ``ranks.json`` has it: ranks in their order, then spares."""
@@ -210,38 +179,6 @@ class Coordinator:
             for rank, info in known
         ]  # fmt: skip
 
-    def _welcome(self) -> None:
-        joined = int(self._store.add(JOINED, 0))
-        for number in [*self._unwritten, *range(self._joined, joined)]:
-            if not self._store.check([MEMBER.format(number)]):
-                # Its number is taken, its information not yet written: it may have died between the two, and others
-                # must not wait for it.
-                since = self._unwritten.setdefault(number, self._clock())
-                if self._clock() - since > LEASES_TO_LEAVE * self.lease_s:
-                    del self._unwritten[number]
-                continue
-            self._unwritten.pop(number, None)
-            info = MemberInfo(**json.loads(self._store.get(MEMBER.format(number))))
-            if info.member not in self._dead:
-                self.members[info.member] = info
-                self._joined_at = self._clock()
-                self._renewed.setdefault(info.member, self._clock())
-        self._joined = joined
-
-    def _end_leases(self) -> None:
-        now = self._clock()
-        if (paused_s := now - self._stepped_at) > self.lease_s / 4:
-            # This process did not run: what was sent to it meanwhile has not been read.
-            self._renewed = {member: at + paused_s for member, at in self._renewed.items()}
-            self._disconnected = {member: at + paused_s for member, at in self._disconnected.items()}
-        self._stepped_at = now
-        for member, at in list(self._disconnected.items()):
-            if now - at > RESET_GRACE_S:
-                self._lose(member, "was lost with its supervisor's connection", NoticedBy.RESET)
-        for member, at in list(self._renewed.items()):
-            if now - at > self.lease_s:
-                self._lose(member, f"was silent for {self.lease_s:g} s", NoticedBy.LEASE)
-
     def _lose(self, member: int, how: str, noticed_by: NoticedBy) -> None:
         info = self.members.get(member)
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
@@ -254,39 +191,22 @@ class Coordinator:
                 self._interrupted_at = self._clock()
             self.state, self._short_since, self._form_at = State.FORMING, None, None
 
-    # Counters in the store, so that a job of a thousand ranks is not asked a thousand questions at every step
-
-    def _written_by(self, key: str, generation: int) -> set[int] | None:
-        """Members of the roster that have written ``key``; nothing if that is nobody new since the last look."""
-        name = key.format(generation)
-        count = int(self._store.add(name, 0))
-        if count == self._counts.get(name, 0):
-            return None
-        self._counts[name] = count
-        return {member for member in self.roster.ranks.values() if self._store.check([f"{name}/{member}"])}
-
     def _leaving(self) -> bool:
         """Whether any survivor has left; what they wrote is kept."""
-        for member in self._written_by(LEFT, self._started) or ():
-            if member not in self._left:
-                text = self._store.get(f"{LEFT.format(self._started)}/{member}")
-                self._left[member] = json.loads(text)
-                self._attempts.committed(self._left[member]["committed"])
-                if self._left[member]["had_recovered"]:
-                    self._unrecovered.clear()
-        return bool(self._left)
+        for left in self._entered.leaving():
+            self._attempts.committed(left["committed"])
+            if left["had_recovered"]:
+                self.losses.recovered()
+        return bool(self._entered.left)
 
     def _all_finished(self) -> bool:
-        if self._started < 0 or self._started != self.roster.generation:
-            return False
-        self._finished |= self._written_by(FINISHED, self._started) or set()
-        # What dies on its way out after everyone has come to the end takes nothing of the job with it.
-        return bool(self._finished) and set(self.roster.ranks.values()) <= self._finished
+        entered = self._entered
+        return entered.generation >= 0 and entered.generation == self.roster.generation and entered.all_finished()
 
     # Forming the job
 
     def _form(self) -> None:
-        survivors = {rank: member for rank, member in self.roster.ranks.items() if member not in self._dead}
+        survivors = {rank: member for rank, member in self.roster.ranks.items() if member not in self.membership.dead}
         if not self._have_left(survivors):
             return
         if self._form_at is None:
@@ -304,10 +224,12 @@ class Coordinator:
 
     def _waits_for_the_first(self) -> bool:
         """The first ones are the ranks, in their order; others are where some of them do not come."""
-        gone = [member for member in range(self._ranks) if member not in self.members and member not in self._dead]
+        gone = [
+            member for member in range(self._ranks) if member not in self.members and member not in self.membership.dead
+        ]
         if not gone:
             return False
-        if not self.members or self._clock() - self._joined_at < self._spare_timeout_s:
+        if not self.members or self._clock() - self.membership.joined_at < self._spare_timeout_s:
             return True
         missing = ", ".join(map(str, gone[:5])) + (f" and {len(gone) - 5} more" if len(gone) > 5 else "")
         since = f"members {missing} have not come within {self._spare_timeout_s:g} s of the last one"
@@ -321,11 +243,12 @@ class Coordinator:
 
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
         """Whether everyone who had entered training has stopped; who does not in time is given up."""
-        if self._started < 0:
+        if self._entered.generation < 0:
             return True
         self._leaving()
         late = self._clock() - self._interrupted_at > LEASES_TO_LEAVE * self.lease_s
-        entered = [member for member in survivors.values() if member in self._entered and member not in self._left]
+        inside = self._entered
+        entered = [member for member in survivors.values() if member in inside.members and member not in inside.left]
         if entered and late:
             for member in entered:
                 how = f"did not stop within {LEASES_TO_LEAVE * self.lease_s:g} s of an interruption"
@@ -334,11 +257,10 @@ class Coordinator:
 
     def _decide_to_go_on(self) -> float:
         """How long to wait before the job is formed anew; stops it if there is no point in that."""
-        if self._started < 0:
+        entered = self._entered
+        if entered.generation < 0:
             return 0.0
-        reasons = sorted({left["reason"] for left in self._left.values() if left["reason"]})
-        ranks, self._uncounted = self._uncounted, []
-        if reason := self._attempts.failed(self._started, ranks, reasons):
+        if reason := self._attempts.failed(entered.generation, self.losses.uncounted(), entered.reasons):
             self.stop(reason)
             return 0.0
         if back_off_s := self._attempts.back_off_s:
@@ -356,12 +278,12 @@ class Coordinator:
         self.roster = Roster(
             self.roster.generation + 1,
             dict(sorted(ranks.items())),
-            tuple(self._new_deaths),
-            tuple(self._unrecovered),
-            tuple(sorted({left["reason"] for left in self._left.values() if left["reason"]})),
+            tuple(self.losses.new),
+            tuple(self.losses.unrecovered),
+            tuple(self._entered.reasons),
             formed_at=now,
             first_formed_at=self.roster.first_formed_at or now,
-            left_at=max((left["at"] for left in self._left.values()), default=now),
+            left_at=max((left["at"] for left in self._entered.left.values()), default=now),
             spares=spares,
             nodes={rank: info.node for rank, info in members.items()},
             devices=assign_devices(members, kept),
@@ -375,12 +297,10 @@ class Coordinator:
     def _start_if_acknowledged(self) -> None:
         generation = self.roster.generation
         members = set(self.roster.ranks.values())
-        acknowledged = self._written_by(ACKNOWLEDGED, generation)
+        acknowledged = self._entered.written_by(ACKNOWLEDGED, generation, members)
         if acknowledged is not None and members <= acknowledged:
-            self._started, self._entered = generation, members
-            self._left, self._finished = {}, set()
-            self._unrecovered += self._new_deaths
-            self._new_deaths.clear()
+            self._entered.begin(generation, members)
+            self.losses.entered()
             self._store.set(START.format(generation), "go")
             self.state = State.RUNNING
         elif self._clock() - self._proposed_at > LEASES_TO_LEAVE * self.lease_s:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous import attempts
-from moevement_core.rendezvous.coordinator import LEASES_TO_LEAVE, RESET_GRACE_S, Coordinator, State
+from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.member import Member
+from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, RESET_GRACE_S
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     JOINED,

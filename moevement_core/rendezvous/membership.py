@@ -1,0 +1,106 @@
+"""Who lives: members that have joined, and their leases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+from moevement_core.rendezvous.roster import JOINED, MEMBER, MemberInfo, NoticedBy
+
+LEASES_TO_LEAVE = 3
+"""How many lease times a rank has to stop what it does after an interruption, or to acknowledge a roster."""
+RESET_GRACE_S = 0.5
+"""How long a supervisor whose connection broke has to connect again."""
+
+
+class Membership:
+    """As the coordinator sees it; every member's lease is renewed by its supervisor.
+
+    Args:
+        store: the job's.
+        lease_s: after so many seconds without a word of it a member is dead.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, store: Any, lease_s: float, clock: Callable[[], float]) -> None:
+        self.alive: dict[int, MemberInfo] = {}
+        """Everyone who has joined and lives."""
+        self.dead: set[int] = set()
+        self.lease_s = lease_s
+        self.joined_at = clock()
+        """When the newest member joined."""
+        self._store, self._clock = store, clock
+        self._joined = 0
+        self._unwritten: dict[int, float] = {}
+        """Numbers whose member's information has not been found yet, and since when."""
+        self._renewed: dict[int, float] = {}
+        """When the lease of each member was last renewed."""
+        self._disconnected: dict[int, float] = {}
+        """Members whose supervisor's connection broke, and when."""
+        self._stepped_at = clock()
+
+    def welcome(self) -> None:
+        """Take in who has joined since."""
+        joined = int(self._store.add(JOINED, 0))
+        for number in [*self._unwritten, *range(self._joined, joined)]:
+            if not self._store.check([MEMBER.format(number)]):
+                # Its number is taken, its information not yet written: it may have died between the two, and others
+                # must not wait for it.
+                since = self._unwritten.setdefault(number, self._clock())
+                if self._clock() - since > LEASES_TO_LEAVE * self.lease_s:
+                    del self._unwritten[number]
+                continue
+            self._unwritten.pop(number, None)
+            info = MemberInfo(**json.loads(self._store.get(MEMBER.format(number))))
+            if info.member not in self.dead:
+                self.alive[info.member] = info
+                self.joined_at = self._clock()
+                self._renewed.setdefault(info.member, self._clock())
+        self._joined = joined
+
+    def renew(self, member: int) -> None:
+        """Its supervisor has found it alive."""
+        if member not in self.dead:
+            self._renewed[member] = self._clock()
+            self._disconnected.pop(member, None)
+
+    def disconnected(self, members: Iterable[int]) -> None:
+        """The connection of the supervisor of these members broke."""
+        for member in members:
+            if member not in self.dead:
+                self._disconnected.setdefault(member, self._clock())
+
+    def lost(self) -> Iterator[tuple[int, str, NoticedBy]]:
+        """Members whose lease has run out, or whose supervisor is gone; how, and how it was noticed."""
+        now = self._clock()
+        if (paused_s := now - self._stepped_at) > self.lease_s / 4:
+            # This process did not run: what was sent to it meanwhile has not been read.
+            self._renewed = {member: at + paused_s for member, at in self._renewed.items()}
+            self._disconnected = {member: at + paused_s for member, at in self._disconnected.items()}
+        self._stepped_at = now
+        for member, at in list(self._disconnected.items()):
+            if now - at > RESET_GRACE_S:
+                yield member, "was lost with its supervisor's connection", NoticedBy.RESET
+        for member, at in list(self._renewed.items()):
+            if now - at > self.lease_s:
+                yield member, f"was silent for {self.lease_s:g} s", NoticedBy.LEASE
+
+    def remove(self, member: int) -> float:
+        """It is dead; returns seconds since anybody heard of it."""
+        silent_s = self._clock() - self._renewed.get(member, self._clock())
+        self.dead.add(member)
+        for known in (self.alive, self._renewed, self._disconnected):
+            known.pop(member, None)
+        return silent_s
+
+    def waiting(self, but: Collection[int]) -> list[int]:
+        """Members that could take a rank; in the order in which they came.
+
+        Args:
+            but: those that have one.
+        """
+        now = self._clock()
+        free = [member for member in self.alive if member not in but and member not in self._disconnected]
+        # Those that were heard of lately first: one that is silent might be lost with its node.
+        return sorted(free, key=lambda member: now - self._renewed.get(member, now) > self.lease_s / 3)
