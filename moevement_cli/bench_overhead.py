@@ -88,7 +88,7 @@ def _summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
     taken = every["capture"] + every["replicate"]
     megabytes = _median(taken, lambda s: s["copied_bytes"] / 1e6)
     cost_s = _median(taken, lambda s: s["copy_cpu_s"] + s["digest_cpu_s"] + s["begin_s"])
-    # What a digest cost is told an iteration later.
+    # What a digest cost is known an iteration later.
     with_digest = [sample for sample in taken if sample["whole_cpu_s"]]
     return {
         "iteration_s": _median(every["off"], lambda s: s["seconds"]),

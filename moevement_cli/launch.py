@@ -35,7 +35,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="S",
         help="start S processes more, of which one takes the place of each rank that dies; the job goes on "
-        "(0: of those that are started anew then; without the option the first failure ends the job)",
+        "(0: of those that are started again then; without the option the first failure ends the job)",
     )
     parser.add_argument(
         "--ranks-per-node",

@@ -88,7 +88,7 @@ def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[st
 
 
 def profile_of(runs: Sequence[Mapping[str, Any]]) -> Profile:
-    """From what the ranks of each run have told, one run for each size of micro-batches."""
+    """From what the ranks of each run have measured, one run for each size of micro-batches."""
     told = runs[0]
     ranks: Sequence[Mapping[str, Any]] = told["ranks"]
     fits = [

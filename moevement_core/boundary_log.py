@@ -92,7 +92,7 @@ class BoundaryLog:
     Args:
         device: where the tensors live.
         cap_bytes: host memory that the log may take; beyond it the oldest iterations go.
-        report: told, in words, when that happens.
+        report: called, in words, when that happens.
     """
 
     def __init__(self, device: Device, cap_bytes: float, report: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ class BoundaryLog:
             buffer.copy_(source, non_blocking=True)
             copied.record(self._stream)
         if source.is_cuda:
-            source.record_stream(self._stream)  # its memory may not be used anew before the copy is over
+            source.record_stream(self._stream)  # its memory may not be used again before the copy is over
         its = self._logged[self._iteration][direction]
         dtype = str(tensor.dtype).removeprefix("torch.")
         digested = self._digests.of(buffer, copied)
@@ -203,7 +203,7 @@ class BoundaryLog:
             yield from its
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory of exactly this size, used anew where some is free: an iteration sends the same sizes again."""
+        """Host memory of exactly this size, used again where some is free: an iteration sends the same sizes again."""
         if self._free[nbytes]:
             return self._free[nbytes].pop()
         while self._nbytes + nbytes > self._cap_bytes and (old := self._oldest()) is not None:

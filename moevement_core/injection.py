@@ -1,4 +1,4 @@
-"""Faults that are injected for drills: where and when, told from flags."""
+"""Faults that are injected for drills: where and when, parsed from flags."""
 
 from __future__ import annotations
 

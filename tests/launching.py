@@ -56,7 +56,7 @@ class Survived:
         return [event for event in self.record.events() if event["event"] == kind]
 
     def failures(self) -> list[dict[str, Any]]:
-        """One of each time that the job was formed anew."""
+        """One of each time that the job was formed again."""
         return self.events("failure")
 
     def ranks(self) -> list[dict[str, Any]]:

@@ -96,7 +96,7 @@ def figure_1(stated: Costs, slow: Costs) -> tuple[str, Draw]:
 
 The overhead of an interval of 1 is what was fitted (150%). The published best ETTR falls much faster: 0.47 at ten minutes
 needs more than 500 s for each failure at any interval, where half of the best interval is well below 100 s. Recovery takes
-something else there that is not in the formula, such as starting processes anew and loading."""
+something else there that is not in the formula, such as starting processes again and loading."""
     return text, draw
 
 
@@ -251,7 +251,7 @@ Shares of a layer drawn from the Dirichlet distribution of appendix D, {tokens /
 
 By the appendix's own parameters half of the experts get no token at a skew of 0.25 and most at 0.5: with alpha =
 0.000158 one has all. The published boxes show most of them active, so popularity was not held for an iteration as the appendix describes it, or was
-drawn anew within it.""",
+drawn again within it.""",
         draw,
     )
 

@@ -61,7 +61,7 @@ class MegatronBinding(Binding):
         self.on_back: Callable[[int, Mapping[str, Any], bool], None] = lambda until, outcome, is_between: None
         """Called when state is that of the iteration, inside the training loop."""
         self.parameter_keys: list[Any] = []
-        """What ranks told each other of their parameters when the optimizer was built."""
+        """What ranks exchanged about their parameters when the optimizer was built."""
         self.groups: list[Groups] = []
         """The process groups that live objects refer to; of several generations only while they are replaced."""
         self.groups_now: Groups | None = None

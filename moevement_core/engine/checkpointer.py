@@ -23,7 +23,7 @@ from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import NONE, Agreement, Writing
-from moevement_core.snapshot.snapshot import Lent, Snapshot
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.strategies.strategy import Strategy
 
 Report = Callable[[str], None]
@@ -68,10 +68,10 @@ class Checkpointer:
         receivers: one for each rank whose snapshots are kept here.
         agreement: how ranks learn what all of them have.
         record_bytes: the most that a boundary record's tensors take.
-        report: told, in words, what an operator should know.
+        report: called, in words, with what an operator should know.
         to_disk: whether there are to be buffers for windows that are being written to disk; see :meth:`write_to`.
         has: by peer, the snapshots of this rank that it has from before, taken by another process: the id of the
-            schedule by iteration. One of another schedule holds other operators, and is sent anew.
+            schedule by iteration. One of another schedule holds other operators, and is sent again.
         needed: first and last snapshot of the run that is persisted on every rank, where the job has one already: peers
             keep their copies of it until there is a newer one.
     """
@@ -190,20 +190,20 @@ class Checkpointer:
         """
         self._writer, self._written_from = writer, first
 
-    def lend(self, first: int, last: int, stores: Sequence[ReplicaStore]) -> list[Lent] | None:
+    def lease(self, first: int, last: int, stores: Sequence[ReplicaStore]) -> list[SnapshotLease] | None:
         """Snapshots ``first`` to ``last`` of this rank and those that ``stores`` have.
 
         Nothing if one is gone, or if they are not enough: right after a reorder a run of this stage may be longer.
         """
         if self.lifetime.last_needed > last:
             return None
-        lent: list[Lent | None] = [self.own.lend(iteration) for iteration in range(first, last + 1)]
-        lent += [store.lend(iteration) for store in stores for iteration in range(first, last + 1)]
-        whole = [one for one in lent if one is not None]
-        if len(whole) == len(lent):
+        leased: list[SnapshotLease | None] = [self.own.lease(iteration) for iteration in range(first, last + 1)]
+        leased += [store.lease(iteration) for store in stores for iteration in range(first, last + 1)]
+        whole = [one for one in leased if one is not None]
+        if len(whole) == len(leased):
             return whole
         for one in whole:
-            one.give_back()
+            one.release()
         return None
 
     # After a failure
@@ -269,8 +269,8 @@ class Checkpointer:
                 if self.lifetime.persisted >= self._written_from:
                     first = self.lifetime.persisted
                     self._writer.begin(first, self.history.at(first).last_of_run(first))
-        standing = self.lifetime.standing(iteration, self.own.deliverable(), self.persisted())
-        self._agreement.propose(iteration, standing, self._writer.writing if self._writer else Writing.NOTHING)
+        statuses = self.lifetime.statuses(iteration, self.own.deliverable(), self.persisted())
+        self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
 
     def _has_room(self, iteration: int) -> bool:
         """Whether a window that begins now could be captured whole."""
@@ -285,7 +285,7 @@ class Checkpointer:
             self.replicator.drop(under_way[0], under_way[-1])
         self._paused = True
         self.progress.abandoned += 1
-        if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is told
+        if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is reported
             return
         lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"
         self._report(

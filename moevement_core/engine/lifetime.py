@@ -1,4 +1,4 @@
-"""Which snapshots a rank has to keep. Pure: it is told what all ranks have, and answers with what may go.
+"""Which snapshots a rank has to keep. Pure: given what all ranks have, it answers with what may go.
 
 A snapshot is *persisted* when every peer has acknowledged it. A run of snapshots that is persisted on every rank of the
 job is the state to fall back to; only when a newer one is, the older may go. What no run can use that may still be
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from moevement_core.policy.schedule import Contents
-from moevement_core.snapshot.agreement import NONE, Agreed, Standing
+from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
 from moevement_core.strategies.strategy import Strategy
 
 
@@ -60,9 +60,9 @@ class Lifetime:
         lost = [one for one in here if self.last_needed < one < first_open]
         return Unneeded(old, lost, is_newer)
 
-    def standing(
+    def statuses(
         self, iteration: int, deliverable: Mapping[int, Contents], had: Mapping[int, Contents]
-    ) -> dict[int, Standing]:
+    ) -> dict[int, RunStatus]:
         """How far the runs of this rank are, by their first snapshot.
 
         Args:
@@ -75,7 +75,7 @@ class Lifetime:
         open_ = {run.first for run in self._strategy.restore_points(deliverable)}
         if iteration - 1 in deliverable:  # no run reaches over a snapshot that was left out
             open_ |= set(self._strategy.open_starts(deliverable))
-        return dict.fromkeys(open_, Standing.OPEN) | dict.fromkeys(self._runs, Standing.PERSISTED)
+        return dict.fromkeys(open_, RunStatus.OPEN) | dict.fromkeys(self._runs, RunStatus.PERSISTED)
 
     def under_way(self, deliverable: Mapping[int, Contents]) -> list[int]:
         """What is given up when no buffer is free: snapshots beyond every run whose delivery is a matter of time."""

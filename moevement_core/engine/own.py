@@ -9,7 +9,7 @@ from typing import Any
 
 from moevement_core.policy.schedule import Contents
 from moevement_core.snapshot.pool import BufferPool
-from moevement_core.snapshot.snapshot import Lent, Snapshot
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 Copies = Mapping[int, Mapping[int, str]]
 """By peer, the snapshots of this rank that it has: the id of the schedule by iteration."""
@@ -90,13 +90,13 @@ class OwnSnapshots:
                 if held.users == 0:
                     held.pool.release(held.buffer)
 
-    def lend(self, iteration: int) -> Lent | None:
+    def lease(self, iteration: int) -> SnapshotLease | None:
         """A snapshot whose buffer stays as it is until it is given back; nothing if there is none."""
         with self._lock:
             held = self._held.get(iteration)
         if held is None or held.snapshot is None or not self.begin_use(held):
             return None
-        return Lent(held.snapshot, lambda: self.end_use(held))
+        return SnapshotLease(held.snapshot, lambda: self.end_use(held))
 
     def acknowledged(self, snapshot: Snapshot, peer: int) -> None:
         """A peer has all of ``snapshot``."""
@@ -154,5 +154,5 @@ class OwnSnapshots:
 
 
 def peers_with(snapshot: Snapshot, has: Copies) -> list[int]:
-    """Those that have ``snapshot``. One of another schedule holds other operators, and is sent anew."""
+    """Those that have ``snapshot``. One of another schedule holds other operators, and is sent again."""
     return [peer for peer, its in has.items() if its.get(snapshot.iteration) == snapshot.header.schedule]

@@ -126,7 +126,7 @@ class NodeTasks:
     Args:
         command: for each node.
         environment: for all, beyond this process's own.
-        report: told what an operator should know.
+        report: called with what an operator should know.
     """
 
     def __init__(self, command: NodeCommand, environment: Mapping[str, str], report: Callable[[str], None]) -> None:

@@ -39,7 +39,7 @@ class Trainer:
     """The script's flag without which it is not fault tolerant; None if it always is."""
 
     def program(self, argv: list[str], *, fresh_interpreters: bool) -> Program:
-        """What a rank runs: forked from this process where no GPU is, unless told otherwise."""
+        """What a rank runs: forked from this process where no GPU is, unless asked otherwise."""
         if fresh_interpreters or self.uses_gpus():
             return Program(command=[sys.executable, "-m", self.module, *argv])
         self.preload()

@@ -169,7 +169,7 @@ def acquire(
         job: a name that all processes of one job, and no others, have.
         flag: what the user gave the folder by, for the message.
         may_wait: whether a lock whose holder may be dead is watched for ``stale_s``; otherwise it is refused at once.
-        report: told, in words, when that takes a while, and later if another job takes the lock over.
+        report: called, in words, when that takes a while, and later if another job takes the lock over.
         beat_s: seconds between heartbeats.
         stale_s: seconds without a heartbeat after which a holder is taken for dead.
 
@@ -229,7 +229,7 @@ def _write(descriptor: int, holder: Holder) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """Opened anew each time: only then does NFS ask the server."""
+    """Opened again each time: only then does NFS ask the server."""
     try:
         return path.read_bytes()
     except FileNotFoundError:

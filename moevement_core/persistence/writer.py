@@ -30,7 +30,7 @@ from moevement_core.persistence.manifest import (
     sync_folder,
 )
 from moevement_core.snapshot.agreement import NONE, Writing
-from moevement_core.snapshot.snapshot import Lent, Snapshot
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 Report = Callable[[str], None]
 KEPT = 2
@@ -64,10 +64,10 @@ class WindowWriter:
         folder: where.
         job: a name of this start of the job, the same on all ranks.
         settings: for the manifest.
-        lend: the snapshots of this rank that belong to a window, from its first to its last: own ones, then copies
+        lease: the snapshots of this rank that belong to a window, from its first to its last: own ones, then copies
             that this rank's folder must hold; nothing if one is missing.
         progress_of: iteration and consumed samples of the state that a snapshot holds.
-        report: told, in words, what goes wrong.
+        report: called, in words, with what goes wrong.
         taken_over: says, in words, if another job has the folder now; may take as long as the disk does.
         left_behind: writers of earlier generations; while a stalled disk holds one of them up, no window is begun, so
             that stalled ones do not take one another's buffers.
@@ -78,7 +78,7 @@ class WindowWriter:
         folder: Folder,
         job: str,
         settings: dict[str, Any],
-        lend: Callable[[int, int], Sequence[Lent] | None],
+        lease: Callable[[int, int], Sequence[SnapshotLease] | None],
         progress_of: Callable[[Snapshot], Mapping[str, int]],
         report: Report,
         taken_over: Callable[[], str | None] = lambda: None,
@@ -91,7 +91,7 @@ class WindowWriter:
         self.failed = 0
         """Windows that could not be written on some rank."""
         self._folder, self._job, self._settings = folder, job, settings
-        self._lend, self._progress_of, self._report = lend, progress_of, report
+        self._lend, self._progress_of, self._report = lease, progress_of, report
         self._taken_over, self._left_behind = taken_over, left_behind
         self._abandoned = False
         self._found: frozenset[str] = frozenset()
@@ -107,7 +107,7 @@ class WindowWriter:
 
     @property
     def writing(self) -> Writing:
-        """How far this rank is with the window that the job is writing, to be told to all ranks."""
+        """How far this rank is with the window that the job is writing, to be reported to all ranks."""
         return self._window.writing if self._window else Writing.NOTHING
 
     def learn(self, writing: Writing) -> None:
@@ -121,18 +121,18 @@ class WindowWriter:
             return
         self._last_begun = first
         is_stalled = any(writer.is_alive for writer in self._left_behind)
-        lent = None if is_stalled else self._lend(first, last)
+        leased = None if is_stalled else self._lend(first, last)
         reaches, progress = last, {}
-        if lent is not None:
-            newest = next(one.snapshot for one in lent if one.snapshot.iteration == last)
+        if leased is not None:
+            newest = next(one.snapshot for one in leased if one.snapshot.iteration == last)
             reaches, progress = newest.header.state, dict(self._progress_of(newest))
         manifest = Manifest(self._job, first, last, reaches, progress, self._settings)
-        files = tuple(file_name(one.snapshot.header.rank, one.snapshot.iteration) for one in lent or ())
+        files = tuple(file_name(one.snapshot.header.rank, one.snapshot.iteration) for one in leased or ())
         window = self._window = _Window(manifest, files)
-        if lent is None:
+        if leased is None:
             self._fail(window, "the disk still holds up an older one" if is_stalled else "a snapshot of it is gone")
         else:
-            self._jobs.put(lambda: self._write(window, lent))
+            self._jobs.put(lambda: self._write(window, leased))
 
     def close(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
         """Finish the window that is being written; every rank calls it.
@@ -152,7 +152,7 @@ class WindowWriter:
         """Give up after a failure; does not wait for the disk.
 
         A window that is being written is no window: it gets no further file and no manifest, and what there is of it
-        is deleted when the job writes the next. Its buffers stay lent until the disk lets go of them. A window that
+        is deleted when the job writes the next. Its buffers stay leased until the disk lets go of them. A window that
         all ranks have agreed on is durable, and gets its manifest.
         """
         self._abandoned, self._window = True, None
@@ -201,14 +201,14 @@ class WindowWriter:
         if others := [name for name in new if not is_of_job(name, self._job)]:
             raise FolderInUse(f"another job has begun to write there ({min(others)}); this job stops to")
 
-    def _write(self, window: _Window, lent: Sequence[Lent]) -> None:
+    def _write(self, window: _Window, leased: Sequence[SnapshotLease]) -> None:
         folder, began_s = self._folder.path / window.manifest.name, time.perf_counter()
         try:
             self._refuse_if_taken_over()
             if self._folder.writes_manifest:
                 remove_unfinished(self._folder.path, self._job, but=window.manifest.name)
             make_window_folder(self._folder.path, window.manifest.name)
-            for one in lent:
+            for one in leased:
                 if self._abandoned:
                     return
                 write_snapshot(folder, one.snapshot, lambda: not self._abandoned)
@@ -221,8 +221,8 @@ class WindowWriter:
             self.write_s += time.perf_counter() - began_s
             window.writing = Writing.DURABLE
         finally:
-            for one in lent:
-                one.give_back()
+            for one in leased:
+                one.release()
 
     def _commit(self, manifest: Manifest) -> None:
         try:

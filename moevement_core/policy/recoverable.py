@@ -1,4 +1,4 @@
-"""Which snapshots recover a state, told from what they hold (MoEvement section 3.3; figure 8).
+"""Which snapshots recover a state, by what they hold (MoEvement section 3.3; figure 8).
 
 Consecutive snapshots ``SS_a ... SS_b`` are a recoverable run if every operator's full state is in one of them, and its
 compute weights are in each one before that. Then ``SS_a`` is loaded, iteration a+1 is replayed, ``SS_(a+1)`` is loaded,

@@ -1,4 +1,4 @@
-"""When the order of operators is made anew (MoEvement section 3.5): at a window boundary, if popularity has moved."""
+"""When the order of operators is rebuilt (MoEvement section 3.5): at a window boundary, if popularity has moved."""
 
 from __future__ import annotations
 

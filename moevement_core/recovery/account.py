@@ -1,4 +1,4 @@
-"""What an operator of the job is told of a recovery: one block in the log, one event, and a timeline."""
+"""What an operator of the job sees of a recovery: one block in the log, one event, and a timeline."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Account:
         parts = "  ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts().items())
         found = Recovery(**self.recovery) if self.recovery is not None else None
         rows = [
-            ("failed", "; ".join(self.failures) or "nobody; all ranks began anew"),
+            ("failed", "; ".join(self.failures) or "nobody; all ranks restarted"),
             *([("before", f"{'; '.join(self.earlier)}; interrupted the recovery from that")] if self.earlier else ()),
             ("noticed", self.noticed_by),
             ("scope", self.scope),

@@ -77,9 +77,9 @@ def replay(
         snapshots: this rank's own, by iteration: all of the plan's up to where the state is dense, some beyond.
         trainer: this rank's part of training.
         check: compares what comes out with what was.
-        tell: told the iteration that comes next, and how many operators are frozen in it.
+        tell: called with the iteration that comes next, and how many operators are frozen in it.
         outcomes: records of iterations that no snapshot here has, from ranks that remember them.
-        dense: told every iteration before the last whose dense state is live, and the record of it.
+        dense: called with every iteration before the last whose dense state is live, and the record of it.
     """
     run = plan.runs[stage]
     came_of: Mapping[str, Any] = {}

@@ -62,7 +62,7 @@ class Attempts:
 
     @property
     def back_off_s(self) -> float:
-        """How long to wait before the job is formed anew."""
+        """How long to wait before the job is formed again."""
         if self._in_a_row < 3:
             return 0.0
         return float(min(BACK_OFF_S * 2 ** (self._in_a_row - 3), LONGEST_BACK_OFF_S))

@@ -83,10 +83,10 @@ class Coordinator:
         self._interrupt, self._clock = interrupt, clock
         self._entered = Entered(store)
         self._attempts = Attempts()
-        self._is_told = False
+        self._is_reported = False
         self._interrupted_at = self._proposed_at = 0.0
         self._form_at: float | None = None
-        """When the job may be formed anew; nothing while that is not decided for this interruption."""
+        """When the job may be formed again; nothing while that is not decided for this interruption."""
         self._short_since: float | None = None
         """Since when everyone else is there and only spares are missing."""
         store.set(NEWEST, "-1")
@@ -236,9 +236,9 @@ class Coordinator:
         if len(self.members) < self._ranks:
             self.stop(f"{since}: {len(self.members)} are there, and the job has {self._ranks} ranks")
             return True
-        if not self._is_told:
+        if not self._is_reported:
             self._report(f"{since}; the job begins without them")
-            self._is_told = True
+            self._is_reported = True
         return False
 
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
@@ -256,7 +256,7 @@ class Coordinator:
         return not entered
 
     def _decide_to_go_on(self) -> float:
-        """How long to wait before the job is formed anew; stops it if there is no point in that."""
+        """How long to wait before the job is formed again; stops it if there is no point in that."""
         entered = self._entered
         if entered.generation < 0:
             return 0.0

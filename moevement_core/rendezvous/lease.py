@@ -220,7 +220,7 @@ class LeaseClient:
         name: of the supervisor, which no other one has.
         address: of the server.
         lease_s: until the server has said what it is.
-        started_by: told to the server, see :attr:`LeaseServer.connected`.
+        started_by: sent to the server, see :attr:`LeaseServer.connected`.
     """
 
     def __init__(self, name: str, address: tuple[str, int], lease_s: float, started_by: str = "") -> None:

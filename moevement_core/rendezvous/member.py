@@ -83,7 +83,7 @@ class Member:
             raise JobStopped(f"the job goes on without this process, which {why}")
 
     def leave(self, reason: str, committed: int, *, had_recovered: bool = False) -> None:
-        """This rank has stopped what it did; the job is formed anew when all survivors have.
+        """This rank has stopped what it did; the job is formed again when all survivors have.
 
         Args:
             reason: what went wrong here; empty if it was somewhere else.

@@ -81,7 +81,7 @@ def place(
         kind: by what peers are chosen.
         groups: ranks that hold the same state (data-parallel peers); only for ``redundancy``.
         same_node: whether copies may stay on the rank's own node, where they survive a process and not the node.
-        before: the peers of every rank until now. Those that will do stay, so that copies need not be made anew.
+        before: the peers of every rank until now. Those that will do stay, so that copies need not be rebuilt.
 
     Raises:
         ConfigError: fewer other nodes, or ranks, than copies.

@@ -25,7 +25,7 @@ class Receiver:
         store: what comes goes here; no other receiver may use it any more.
         transport: where snapshots come from.
         allowance: host memory for the copies of all sources here; what goes beyond it is refused.
-        report: told, in words, what is refused and when the source is gone.
+        report: called, in words, with what is refused and when the source is gone.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Receiver:
     def _open(self, message: Message) -> Kind:
         store = self.store
         if store.has_room_for(message.count, message.payload_bytes):
-            return Kind.GO  # asked anew after a failure
+            return Kind.GO  # asked again after a failure
         wanted = message.count * message.payload_bytes
         if not self._allowance.take(store.source, wanted):
             self._report(

@@ -10,7 +10,7 @@ import torch
 from moevement_core.device import Device
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.pool import BufferPool
-from moevement_core.snapshot.snapshot import Header, Lent, Snapshot
+from moevement_core.snapshot.snapshot import Header, Snapshot, SnapshotLease
 
 
 @dataclass(slots=True, eq=False)
@@ -71,14 +71,14 @@ class ReplicaStore:
         with self._lock:
             return {iteration: one.snapshot for iteration, one in self._replicas.items()}
 
-    def lend(self, iteration: int) -> Lent | None:
+    def lease(self, iteration: int) -> SnapshotLease | None:
         """A snapshot that is kept, whose buffer stays as it is until it is given back; nothing if there is none."""
         with self._lock:
             replica = self._replicas.get(iteration)
             if replica is None:
                 return None
             replica.readers += 1
-            return Lent(replica.snapshot, lambda: self._give_back(replica))
+            return SnapshotLease(replica.snapshot, lambda: self._give_back(replica))
 
     def free_before(self, iteration: int) -> None:
         """Let go of snapshots that no recovery needs any more, and refuse such ones from now on."""

@@ -47,7 +47,7 @@ class Sender:
         transport: the way there.
         kept: called on the sender's thread when the peer has acknowledged a snapshot.
         lost: called when the peer will never have one.
-        report: told, in words, what goes wrong.
+        report: called, in words, with what goes wrong.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class GenerationStore(torch.distributed.PrefixStore, StoreMixin):
 
 
 def interrupt_in(base: Any) -> Callable[[int, int], None]:
-    """What the coordinator interrupts the ranks of a generation by: told the generation, and the rank that is lost.
+    """What the coordinator interrupts ranks by; called with their generation and the rank that is lost.
 
     Args:
         base: a client of the job's store.

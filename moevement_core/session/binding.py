@@ -74,7 +74,7 @@ class Counts(Protocol):
     """Whether nothing counts: a replay does not count tokens twice."""
 
     def take(self) -> torch.Tensor:
-        """Returns this rank's sums since the last call, and begins anew."""
+        """Returns this rank's sums since the last call, and starts over."""
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
         """Returns what several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host."""

@@ -88,7 +88,7 @@ class StrategyConfig:
     )  # fmt: skip
     reorder_fraction: float = flag(
         "--moevement-reorder-fraction", type=float, default=0.25, metavar="F",
-        help="operators are ordered anew when more than this fraction of the experts has changed (default: 0.25)",
+        help="operators are reordered when more than this fraction of the experts has changed (default: 0.25)",
     )  # fmt: skip
     has_experts: bool = True
     """Whether the model has any."""
@@ -123,7 +123,7 @@ class StrategyConfig:
 
     @property
     def thresholds(self) -> ReorderThresholds:
-        """When operators are ordered anew."""
+        """When operators are reordered."""
         return ReorderThresholds(self.reorder_threshold, self.reorder_fraction)
 
     def of(self, table: OperatorTable) -> Strategy:

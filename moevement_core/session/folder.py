@@ -145,11 +145,11 @@ def lock_place(
 
 
 def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> None:
-    """A job that was not told to go on from there does not overwrite what another one has saved; every rank calls it.
+    """A job that was not asked to go on from there does not overwrite what another one has saved; every rank calls it.
 
     Args:
         place: where this job is to write.
-        load: where it was told to look for windows, whether it found one or not.
+        load: where it was asked to look for windows, whether it found one or not.
         node: this rank's.
 
     Raises:

@@ -25,7 +25,7 @@ class Peers:
     Args:
         device: where its state lives.
         own: gives this rank's snapshots, once there are any.
-        report: told what an operator of the job should know.
+        report: called with what an operator of the job should know.
     """
 
     def __init__(self, device: Device, own: Callable[[], OwnSnapshots], report: Callable[[str], None]) -> None:

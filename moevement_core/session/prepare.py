@@ -57,7 +57,7 @@ def prepare(
     transport: Transport | None,
     scope: Scope | None = None,
 ) -> Prepared:
-    """Plan from what every rank has, fetch it, and plan anew without what could not be had; every rank calls it.
+    """Plan from what every rank has, fetch it, and plan again without what could not be had; every rank calls it.
 
     Args:
         report: what this rank has, but for its snapshots.

@@ -18,7 +18,7 @@ class ProgressWatch:
     Args:
         committed: the iteration that this rank has committed last.
         checkpointer: that is watched.
-        reports: what an operator is told.
+        reports: what an operator sees.
         peer_timeout_s: after which a peer that does not answer is reported.
         announced: the newest window that was announced; ``NONE`` if none was.
     """

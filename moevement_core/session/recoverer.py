@@ -80,16 +80,16 @@ class Recoverer:
                 raise
             return self._prepare_from_disk(parts, report, sources | {Source.FILE: on_disk}, until, gone)
 
-    def carry_out(self, prepared: Prepared, *, is_told: bool = True) -> Recovery:
+    def carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         """Replay what :meth:`prepare` has prepared; called inside the training loop.
 
         Args:
             prepared: by every rank.
-            is_told: whether a line says what came of it.
+            is_reported: whether a line of the log says what came of it.
         """
         records = (snapshot.record()["iteration"] for snapshot in prepared.snapshots.values())
         self._records.take({record["iteration"]: record for record in records if record} | dict(prepared.outcomes))
-        return self._carry_out(prepared, is_told=is_told)
+        return self._carry_out(prepared, is_reported=is_reported)
 
     def check_kept(self, until: int, prepared: Prepared | None) -> Kept:
         """Compare what ranks kept with what is known of it. See :func:`moevement_core.session.kept.check_kept`.
@@ -121,11 +121,11 @@ class Recoverer:
         self.is_replaying = False
         self._paused(False)
 
-    def _carry_out(self, prepared: Prepared, *, is_told: bool = True) -> Recovery:
+    def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         with self.replaying():
             done = carry_out(self._parts(), prepared)
         self.done.append(done)
-        if is_told:  # else it is told with everything around it
+        if is_reported:  # else it is reported with everything around it
             self._reports.say_once(done.sentence())
         self._reports.event(done)
         return done

@@ -100,7 +100,7 @@ class Rejoined:
             session.commit.mark = None  # until it is back
         with waiting_for_others():
             outcomes = {self.until: {"step": self.reached.outcome}} | dict(prepared.outcomes)
-            recovery = session.recoverer.carry_out(replace(prepared, outcomes=outcomes), is_told=False)
+            recovery = session.recoverer.carry_out(replace(prepared, outcomes=outcomes), is_reported=False)
         if is_lost:
             live = binding.boundary_copy()
             resumed = None if self.is_between else live

@@ -82,7 +82,7 @@ def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iterat
         iteration: the one that the job goes on from.
 
     Returns:
-        None, with the reason told, if the directory cannot be written.
+        None, with the reason logged, if the directory cannot be written.
     """
     try:
         lock = acquire(folder, name, "--run-dir", may_wait=False, report=log.info)

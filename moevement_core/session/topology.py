@@ -1,4 +1,4 @@
-"""Who this rank is among the others, and through what it talks to them: made at the start and anew after a failure.
+"""Who this rank is among the others, and through what it talks to them: made at the start and again after a failure.
 
 What survives a failure (snapshots, popularity, logs) is kept elsewhere and is handed the new topology.
 """

@@ -43,7 +43,7 @@ class WindowDecisions:
         budget: what checkpointing may use.
         asked_window: ``--moevement-window``; None: as measured.
         to_disk: whether windows are written to disk.
-        report: told what an operator of the job should know.
+        report: called with what an operator of the job should know.
         sent_bytes: that this rank logs of an iteration.
     """
 

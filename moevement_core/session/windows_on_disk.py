@@ -45,7 +45,7 @@ class WindowsOnDisk:
         config: the flags.
         topology: of this generation; :attr:`topology` is replaced in the next.
         checkpointer: whose windows they are.
-        reports: what an operator is told.
+        reports: what an operator sees.
         job_name: of this start of the job among those that wrote windows to the same folder; empty if it has none yet.
     """
 
@@ -194,7 +194,7 @@ class WindowsOnDisk:
             Folder(place.path, place.is_first),
             self.job_name,
             self._binding.settings(),
-            lambda first, last: self._checkpointer.lend(first, last, elsewhere),
+            lambda first, last: self._checkpointer.lease(first, last, elsewhere),
             lambda snapshot: snapshot.record()["boundary"]["progress"],
             self._reports.report,
             lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),

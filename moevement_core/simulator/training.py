@@ -49,7 +49,7 @@ class Outcome:
 def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spares: Spares | None = None) -> Outcome:
     """Run until ``until_s``.
 
-    A failure interrupts an iteration, whose time is lost, or a recovery, which begins anew for all that has been lost
+    A failure interrupts an iteration, whose time is lost, or a recovery, which starts over for all that has been lost
     since state was whole.
 
     Args:

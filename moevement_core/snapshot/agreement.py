@@ -21,7 +21,7 @@ NONE = -(1 << 40)
 """In the place of an iteration: there is none. Runs may begin before iteration 0."""
 
 
-class Standing(IntEnum):
+class RunStatus(IntEnum):
     """How far a run that begins at some iteration is."""
 
     NEVER = 0
@@ -50,7 +50,7 @@ class Agreed:
 
     iteration: int
     """When it was said; of runs that begin then or later nothing is known."""
-    standing: Mapping[int, Standing]
+    statuses: Mapping[int, RunStatus]
     """By the iteration at which the run begins; a run that is not in here stands at NEVER."""
     writing: Writing = Writing.NOTHING
     """Of the window that all ranks are writing to disk."""
@@ -60,11 +60,11 @@ class Agreed:
     @property
     def newest_persisted(self) -> int:
         """Where the newest run begins that is persisted on every rank, ``NONE`` if there is none."""
-        return max((start for start, s in self.standing.items() if s is Standing.PERSISTED), default=NONE)
+        return max((start for start, s in self.statuses.items() if s is RunStatus.PERSISTED), default=NONE)
 
     def first_open(self, after: int) -> int:
         """The first beginning later than ``after`` of a run that the job may still persist, known or to come."""
-        may = (start for start, standing in self.standing.items() if start > after and standing)
+        may = (start for start, status in self.statuses.items() if start > after and status)
         return min(may, default=self.iteration)
 
 
@@ -75,7 +75,7 @@ class Agreement(ABC):
     """Whether this rank was asked to end the job at a boundary; asked at every proposal."""
 
     @abstractmethod
-    def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
+    def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
         """Say where this rank's runs stand, by their beginnings; ``iteration`` is the same on all ranks."""
 
     @abstractmethod
@@ -87,13 +87,13 @@ class Alone(Agreement):
     """One rank agrees with itself."""
 
     def __init__(self) -> None:
-        self._said: Agreed | None = None
+        self._proposed: Agreed | None = None
 
-    def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
-        self._said = Agreed(iteration, dict(standing), writing, self.winding_down())
+    def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
+        self._proposed = Agreed(iteration, dict(statuses), writing, self.winding_down())
 
     def agreed(self) -> Agreed | None:
-        return self._said
+        return self._proposed
 
 
 class GroupAgreement(Agreement):
@@ -103,11 +103,11 @@ class GroupAgreement(Agreement):
         self._group = dist.new_group(backend="gloo")
         self._pending: tuple[int, torch.Tensor, Any] | None = None
 
-    def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
+    def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
         said = torch.zeros(HORIZON + 2, dtype=torch.uint8)
         said[HORIZON] = int(writing)  # however long ago it began
         said[HORIZON + 1] = int(not self.winding_down())
-        for start, value in standing.items():
+        for start, value in statuses.items():
             if 0 <= iteration - start < HORIZON:
                 said[iteration - start] = int(value)
         work = dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
@@ -120,5 +120,5 @@ class GroupAgreement(Agreement):
         work.wait()
         self._pending = None
         backs = said[:HORIZON].nonzero().flatten().tolist()
-        standing = {iteration - back: Standing(int(said[back])) for back in backs}
-        return Agreed(iteration, standing, Writing(int(said[HORIZON])), not said[HORIZON + 1])
+        statuses = {iteration - back: RunStatus(int(said[back])) for back in backs}
+        return Agreed(iteration, statuses, Writing(int(said[HORIZON])), not said[HORIZON + 1])

@@ -202,11 +202,11 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class SnapshotLease:
     """A snapshot whose buffer stays as it is until it is given back."""
 
     snapshot: Snapshot
-    give_back: Callable[[], None]
+    release: Callable[[], None]
 
 
 def contents_of(text: str) -> Contents:

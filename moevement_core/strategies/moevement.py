@@ -24,7 +24,7 @@ class MoEvement(Strategy):
         kind: of the windows.
         size: W; nothing for the smallest that fits into what is measured.
         ordering: by what operators are ordered.
-        thresholds: when they are ordered anew.
+        thresholds: when they are reordered.
     """
 
     name = "moevement"

@@ -1,7 +1,7 @@
 """What a way of checkpointing has to say of itself, to the engine and to the binding.
 
 A strategy is pure: it sees counts, measurements and what snapshots hold, and answers with schedules and restore points.
-Every rank of a pipeline stage has an equal one, told the same, so all come to the same without asking each other.
+Every rank of a pipeline stage has an equal one and asks it the same, so all come to the same answer by themselves.
 """
 
 from __future__ import annotations

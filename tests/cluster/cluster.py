@@ -130,7 +130,7 @@ class Cluster:
             self._lock = -1
 
     def restore(self) -> None:
-        """Boot all machines again if anything was hurt or a job is left: as they were when they were switched on."""
+        """Boot all machines again if anything failed or a job is left: as they were when they were switched on."""
         if self._is_hurt or any(job.is_there() for job in self._jobs):
             for machine in self.machines.values():
                 machine.switch_off()

@@ -32,7 +32,7 @@ echo booted
 while :; do sleep 3600 & wait $!; done
 """
 
-# /sys is not mounted anew as `ip netns exec` does: slurmd looks for cgroups there.
+# /sys is not mounted again as `ip netns exec` does: slurmd looks for cgroups there.
 _MAKE = (
     "setpriv", "--pdeathsig", "KILL", "unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork",
     "--kill-child=KILL", "--mount-proc",

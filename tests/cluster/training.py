@@ -225,7 +225,7 @@ def _later(training: Training, at: float) -> bool:
 
 
 class Baselines:
-    """Runs of the same layout on this host, never hurt; one for each set of flags."""
+    """Runs of the same layout on this host, failure-free; one for each set of flags."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._made = folder, dict[str, RunRecord]()

@@ -1,4 +1,4 @@
-"""What ranks of a functional test run and send back; functions of a module, so that the fork server finds them."""
+"""What ranks of a functional test run and send back; functions of a module, so that this project server finds them."""
 
 from __future__ import annotations
 

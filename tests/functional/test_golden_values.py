@@ -2,7 +2,7 @@
 
 Golden values are rounded to five decimals and compared with Megatron's relative tolerance of 5%: arithmetic differs
 from processor to processor. The data is Megatron's mock data, since the embedded corpus differs between Pythons.
-``python -m tests.functional.test_golden_values`` makes them anew.
+``python -m tests.functional.test_golden_values`` makes them again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks are killed, and the run ends with the bits of one that was never hurt.
+"""Ranks are killed, and the run ends with the bits of a failure-free one.
 
 Real processes, real SIGKILLs, from inside at a named phase or from outside at any moment; several in one job. Who was
 outside the scope of a failure has replayed nothing.
@@ -66,7 +66,7 @@ _UNHURT: dict[str, str] = {}
 
 
 def reference(nproc: int, folder: Path, **overrides: Any) -> str:
-    """The digest of a run that is never hurt; made once for all tests that ask for the same."""
+    """The digest of a run that is failure-free; made once for all tests that ask for the same."""
     key = repr((nproc, sorted(overrides.items())))
     if key not in _UNHURT:
         _UNHURT[key] = str(train(nproc, folder, **overrides).summary()["state_digest"]["all"])
@@ -84,23 +84,23 @@ def assert_alone(survived: Survived, stages: int) -> None:
 
 def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
     nproc, layout = LAYOUTS["PP2xEP2"]
-    unhurt = train(nproc, tmp_path / "unhurt", **SPARSE | layout | {"train_iters": 30})
+    failure_free = train(nproc, tmp_path / "failure_free", **SPARSE | layout | {"train_iters": 30})
     faults = (
         "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
         "rank=2,iteration=14,phase=commit", "rank=1,iteration=17,phase=step", "rank=3,iteration=20,phase=gather",
         "rank=0,iteration=23,phase=snapshot", "rank=2,iteration=26,phase=replicate",
     )  # fmt: skip
-    survived = survive(nproc, 2, tmp_path / "hurt", inject=faults, **SPARSE | layout | {"train_iters": 30})
-    assert survived.digest == unhurt.summary()["state_digest"]["all"]
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **SPARSE | layout | {"train_iters": 30})
+    assert survived.digest == failure_free.summary()["state_digest"]["all"]
     survived.check_metrics(30)
     assert len(survived.failures()) == len(faults)
     assert_alone(survived, 2)
-    assert main(["verify", str(tmp_path / "unhurt"), str(tmp_path / "hurt"), "--json"]) == 0
+    assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "recovered"), "--json"]) == 0
     # Everyone who died was replaced, by a process that is there and waits.
     roles = [one["role"] for one in survived.ranks()]
     assert roles.count("active") == nproc
     assert "recovery 8" in survived.out
-    assert main(["report", str(tmp_path / "hurt"), "--trace", str(tmp_path / "trace.json")]) == 0
+    assert main(["report", str(tmp_path / "recovered"), "--trace", str(tmp_path / "trace.json")]) == 0
     names = [one["name"] for one in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
     assert names.count("replay") == len(faults)
 
@@ -109,12 +109,12 @@ def test_failures_during_a_recovery(tmp_path: Path) -> None:
     """Of a recovering rank, of the spare just promoted, of a feeder, and of a rank that only waits."""
     nproc, layout = LAYOUTS["PP4"]
     flags_ = SPARSE | layout
-    wanted = reference(nproc, tmp_path / "unhurt", **flags_)
+    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
     faults = (
         "rank=1,iteration=7,phase=forward", "rank=1,phase=replay", "rank=0,phase=recover", "rank=3,phase=recover",
         "rank=2,iteration=15,phase=gather", "rank=0,iteration=15,phase=recover,signal=EXC",
     )  # fmt: skip
-    survived = survive(nproc, 2, tmp_path / "hurt", inject=faults, **flags_)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_)
     assert survived.digest == wanted
     survived.check_metrics(20)
     last = survived.failures()[-1]
@@ -162,8 +162,8 @@ def test_a_rank_of_a_job_without_a_pipeline_is_killed(tmp_path: Path, strategy: 
 def test_a_rank_that_predicts_ahead_is_killed(tmp_path: Path) -> None:
     """Untied, and yet its embedding is a copy: both stages roll back together."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "mtp_num_layers": 1}
-    wanted = reference(2, tmp_path / "unhurt", **flags_)
-    survived = survive(2, 1, tmp_path / "hurt", inject=("rank=1,iteration=8,phase=backward",), **flags_)
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    survived = survive(2, 1, tmp_path / "recovered", inject=("rank=1,iteration=8,phase=backward",), **flags_)
     assert survived.digest == wanted
     survived.check_metrics(20)
 
@@ -172,11 +172,11 @@ def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
     """Adjacent stages at once, which replay together; all copies are on the other node."""
     nproc, layout = LAYOUTS["PP4"]
     flags_ = SPARSE | layout | {"moevement_replicas": 1, "moevement_replicas_on_same_node": False}
-    wanted = reference(nproc, tmp_path / "unhurt", **flags_, moevement_ranks_per_node=2)
+    wanted = reference(nproc, tmp_path / "failure_free", **flags_, moevement_ranks_per_node=2)
     faults = tuple(
         f"rank={rank},iteration={at},phase=start" for at, ranks in ((8, (0, 1)), (14, (2, 3))) for rank in ranks
     )
-    survived = survive(nproc, 4, tmp_path / "hurt", options=("--ranks-per-node", "2"), inject=faults, **flags_)
+    survived = survive(nproc, 4, tmp_path / "recovered", options=("--ranks-per-node", "2"), inject=faults, **flags_)
     assert survived.digest == wanted
     for failure in survived.failures():
         assert failure["recovery"] is None or len(failure["failures"]) in (1, 2)
@@ -189,12 +189,12 @@ def test_around_the_training_loop(tmp_path: Path) -> None:
         "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16, "eval_interval": 4,
         "eval_iters": 2, "save_interval": 8,
     }  # fmt: skip
-    wanted = train(2, tmp_path / "unhurt", **flags_, save=str(tmp_path / "saved"))
+    wanted = train(2, tmp_path / "failure_free", **flags_, save=str(tmp_path / "saved"))
     faults = (
         "rank=1,iteration=1,phase=forward", "rank=0,iteration=2,phase=backward", "rank=1,iteration=4,phase=eval",
         "rank=0,iteration=8,phase=save", "rank=1,iteration=16,phase=gather", "rank=0,phase=exit",
     )  # fmt: skip
-    survived = survive(2, 1, tmp_path / "hurt", inject=faults, **flags_, save=str(tmp_path / "saved_hurt"))
+    survived = survive(2, 1, tmp_path / "recovered", inject=faults, **flags_, save=str(tmp_path / "saved_hurt"))
     assert survived.digest == wanted.summary()["state_digest"]["all"]
     survived.check_metrics(16)
     losses = [
@@ -213,13 +213,13 @@ def test_around_the_training_loop(tmp_path: Path) -> None:
 
 def test_a_rank_that_hangs_or_raises(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16}
-    wanted = reference(2, tmp_path / "unhurt", **flags_)
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
     faults = (
         "rank=0,iteration=5,phase=forward,signal=EXC", "rank=1,iteration=8,phase=step,signal=EXC",
         "rank=1,iteration=11,phase=forward,signal=STOP",
     )  # fmt: skip
     survived = survive(
-        2, 1, tmp_path / "hurt", inject=faults, **flags_, moevement_lease_seconds=2,
+        2, 1, tmp_path / "recovered", inject=faults, **flags_, moevement_lease_seconds=2,
     )  # fmt: skip
     assert survived.digest == wanted
     raised, torn, *_ = survived.failures()
@@ -230,13 +230,13 @@ def test_a_rank_that_hangs_or_raises(tmp_path: Path) -> None:
 
 def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16}
-    wanted = reference(2, tmp_path / "unhurt", **flags_)
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
     windows: dict[str, Any] = {
         "moevement_persist_dir": str(tmp_path / "windows"),
         "moevement_load": str(tmp_path / "windows"),
     }
     words = flags(**flags_, **windows, moevement_inject="rank=1,iteration=12,phase=forward")
-    run = ("--run-dir", str(tmp_path / "hurt"))
+    run = ("--run-dir", str(tmp_path / "recovered"))
     job = launch("--nproc", "2", "--spares", "0", "--spare-timeout", "0.5", str(SCRIPT), *words, *run)
     assert job.stdout is not None
     out = ""
@@ -245,10 +245,10 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
         if started := re.search(r"started pid (\d+) as a spare", line):  # none lives long enough to take the rank
             os.kill(int(started[1]), signal.SIGKILL)
     code, _, err = finished(job)
-    assert code == 1, logs(tmp_path / "hurt")
+    assert code == 1, logs(tmp_path / "recovered")
     assert "waiting up to 0.5 s for 1 to start" in out
     assert "moevement: the job is stopped: no spare came within 0.5 s for 1 of 2 ranks" in err
-    survived = survive(2, 0, tmp_path / "hurt", **flags_, **windows)
+    survived = survive(2, 0, tmp_path / "recovered", **flags_, **windows)
     assert survived.digest == wanted
     assert "starting from fresh weights" not in survived.out
     assert survived.events("start")[-1]["iteration"] > 0
@@ -257,11 +257,11 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
 def test_all_ranks_die_at_once_and_go_on_from_windows_on_disk(tmp_path: Path) -> None:
     """Windows that a rank has written which had come back itself, too."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}
-    wanted = reference(2, tmp_path / "unhurt", **flags_)
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
     windows = str(tmp_path / "windows")
     faults = ("rank=1,iteration=6,phase=forward", "rank=0,iteration=55,phase=start", "rank=1,iteration=55,phase=start")
     survived = survive(
-        2, 2, tmp_path / "hurt", inject=faults, **flags_, moevement_persist_dir=windows, moevement_load=windows
+        2, 2, tmp_path / "recovered", inject=faults, **flags_, moevement_persist_dir=windows, moevement_load=windows
     )
     assert survived.digest == wanted
     assert [event["iteration"] >= 18 for event in survived.events("start")] == [False, True]
@@ -269,7 +269,7 @@ def test_all_ranks_die_at_once_and_go_on_from_windows_on_disk(tmp_path: Path) ->
 
 
 def _swap(windows: Path, to: Path) -> None:
-    """A folder goes away: a file stands in its place, whoever makes it anew meanwhile."""
+    """A folder goes away: a file stands in its place, whoever makes it again meanwhile."""
     while True:
         windows.rename(to / str(time.monotonic()))
         try:
@@ -282,8 +282,8 @@ def _swap(windows: Path, to: Path) -> None:
 def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None:
     """It is optional: a failure meanwhile is survived from memory, and windows are written again when it is back."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 80}
-    wanted = reference(2, tmp_path / "unhurt", **flags_)
-    windows, run_dir = tmp_path / "windows", tmp_path / "hurt"
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    windows, run_dir = tmp_path / "windows", tmp_path / "recovered"
     (tmp_path / "gone").mkdir()
     words = flags(**flags_, moevement_persist_dir=str(windows), moevement_inject="rank=1,iteration=30,phase=backward")
     job = launch("--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(run_dir))
@@ -333,12 +333,12 @@ def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(tmp
     flags_ = SPARSE | {
         "pipeline_model_parallel_size": 3, "num_layers": 3, "moevement_replicas": 1, "train_iters": 60,
     }  # fmt: skip
-    wanted = reference(3, tmp_path / "unhurt", **flags_)
+    wanted = reference(3, tmp_path / "failure_free", **flags_)
     windows = tmp_path / "windows"
     words = ("--nproc", "3", "--spares", "2", str(SCRIPT), *flags(**flags_, moevement_persist_dir=str(windows)))
     # With one copy each, in a ring: what one of the two had is with the other.
     survived = _killed_from_outside(
-        tmp_path / "hurt", (1, 2), lambda newest: newest >= 20 and bool(manifests(windows)), *words
+        tmp_path / "recovered", (1, 2), lambda newest: newest >= 20 and bool(manifests(windows)), *words
     )
     assert survived.digest == wanted
     survived.check_metrics(60)
@@ -366,10 +366,10 @@ def test_a_restart_resumes_all_of_what_the_job_has_saved_itself(flags_: dict[str
         "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 50, "save_interval": 6,
         "hidden_dropout": 0.1,
     }  # fmt: skip
-    wanted = reference(2, tmp_path / "unhurt", **job, save=str(tmp_path / "saved"))
+    wanted = reference(2, tmp_path / "failure_free", **job, save=str(tmp_path / "saved"))
     folder = str(tmp_path / "saved_hurt")
     words = ("--nproc", "2", "--spares", "2", str(SCRIPT), *flags(**job | {"load": folder} | flags_, save=folder))
-    survived = _killed_from_outside(tmp_path / "hurt", (0, 1), lambda newest: newest >= 20, *words)
+    survived = _killed_from_outside(tmp_path / "recovered", (0, 1), lambda newest: newest >= 20, *words)
     assert survived.digest == wanted
     survived.check_metrics(50)
     (event,) = survived.events("restart")
@@ -384,9 +384,9 @@ def test_a_restart_without_anything_saved_is_the_first_start_again(tmp_path: Pat
     start = tmp_path / "start"
     train(2, None, **job | {"train_iters": 3, "save_interval": 3}, save=str(start))
     tuned = job | {"load": str(start), "finetune": True}
-    wanted = reference(2, tmp_path / "unhurt", **tuned)
+    wanted = reference(2, tmp_path / "failure_free", **tuned)
     words = ("--nproc", "2", "--spares", "2", str(SCRIPT), *flags(**tuned))
-    survived = _killed_from_outside(tmp_path / "hurt", (0, 1), lambda newest: newest >= 8, *words)
+    survived = _killed_from_outside(tmp_path / "recovered", (0, 1), lambda newest: newest >= 8, *words)
     assert survived.digest == wanted
     survived.check_metrics(30)
     assert "restarts at iteration 0, from the checkpoint of iteration 3 in --load" in survived.out
@@ -399,7 +399,7 @@ def test_ten_recoveries_leave_nothing_behind(tmp_path: Path) -> None:
     words = flags(**flags_)
     for kill in range(1, 11):
         words += ["--moevement-inject", f"rank=1,iteration={5 * kill},phase=backward"]
-    run_dir = tmp_path / "hurt"
+    run_dir = tmp_path / "recovered"
     job = launch("--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(run_dir))
     record, held, before = RunRecord(run_dir), list[dict[str, int]](), 0
     while job.poll() is None:
@@ -439,9 +439,9 @@ def test_each_rank_in_turn_in_each_phase(layout: str, phase: str, tmp_path: Path
     nproc, its = LAYOUTS[layout]
     iterations = 6 + 5 * nproc
     flags_ = SPARSE | its | {"train_iters": iterations}
-    wanted = reference(nproc, tmp_path / "unhurt", **flags_)
+    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
     faults = tuple(f"rank={rank},iteration={6 + 5 * rank},phase={phase}" for rank in range(nproc))
-    survived = survive(nproc, 2, tmp_path / "hurt", inject=faults, **flags_)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_)
     assert survived.digest == wanted
     survived.check_metrics(iterations)
     assert_alone(survived, its["pipeline_model_parallel_size"])
@@ -462,8 +462,8 @@ def test_random_faults(seed: int, tmp_path: Path) -> None:
         when = "" if phase in ("replay", "recover") else f",iteration={draw.randint(3, 22)}"
         faults.append(f"rank={rank},phase={phase}{when}")
     print("seed", seed, faults)
-    wanted = reference(nproc, tmp_path / "unhurt", **flags_)
-    survived = survive(nproc, 2, tmp_path / "hurt", inject=tuple(faults), **flags_)
+    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=tuple(faults), **flags_)
     assert survived.digest == wanted
     survived.check_metrics(24)
 
@@ -472,8 +472,8 @@ def test_random_faults(seed: int, tmp_path: Path) -> None:
 def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
     """As under srun: nothing is started again but by the tasks themselves."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
-    wanted = reference(2, tmp_path / "unhurt", **flags_)
-    run_dir = tmp_path / "hurt"
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    run_dir = tmp_path / "recovered"
     words = [*flags(**flags_, moevement_inject="rank=1,iteration=8,phase=forward"), "--run-dir", str(run_dir)]
     command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main"]
     coordinator = subprocess.Popen(

@@ -120,8 +120,8 @@ def test_a_rank_that_fails_shows_its_traceback(options: list[str], tmp_path: Pat
     assert time.monotonic() - started < 50
 
 
-@pytest.mark.parametrize("hurt", [pytest.param("rank", marks=pytest.mark.full), "launcher"])
-def test_nothing_is_left_of_a_job_with_checkpoint_writers(hurt: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [pytest.param("rank", marks=pytest.mark.full), "launcher"])
+def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path: Path) -> None:
     """Neither when a rank is killed, whose writers are then nobody's children, nor after Ctrl-C."""
     words = flags(
         pipeline_model_parallel_size=2, train_iters=100000, save=str(tmp_path / "c"), save_interval=1, async_save=True,
@@ -135,13 +135,13 @@ def test_nothing_is_left_of_a_job_with_checkpoint_writers(hurt: str, tmp_path: P
     pids = _pids_when_training(process, tmp_path)
     family = psutil.Process(process.pid).children(recursive=True)
     assert len(family) > 4
-    if hurt == "rank":
+    if victim == "rank":
         os.kill(pids[0], signal.SIGKILL)
     else:
         os.killpg(process.pid, signal.SIGINT)
     code, _, err = finished(process)
-    assert code == (1 if hurt == "rank" else 130)
-    assert ("was killed by signal 9" in err) if hurt == "rank" else (err == "moevement: stopped by Ctrl-C\n")
+    assert code == (1 if victim == "rank" else 130)
+    assert ("was killed by signal 9" in err) if victim == "rank" else (err == "moevement: stopped by Ctrl-C\n")
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert list(scratch.iterdir()) == []
     scratch.rmdir()

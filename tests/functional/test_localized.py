@@ -64,9 +64,9 @@ RUNS: dict[str, Case] = {
 }  # fmt: skip
 
 
-def check_scope(hurt: RunRecord, recoveries: list[dict[str, Any]], stages: set[int], told: str = "") -> None:
+def check_scope(recovered: RunRecord, recoveries: list[dict[str, Any]], stages: set[int], told: str = "") -> None:
     """By what the run's record says, as an operator reads it."""
-    events = [event for event in hurt.events() if event["event"] == "recovery"]
+    events = [event for event in recovered.events() if event["event"] == "recovery"]
     assert [event["until"] for event in events] == [one["until"] for one in recoveries], told
     for event in events:
         assert {int(stage) for stage, count in event["replayed_by_stage"].items() if count} == stages, told
@@ -82,11 +82,11 @@ def test_a_stage_replays_alone_where_shapes_are_sent_along(tmp_path: Path) -> No
         "moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1, "moevement_replicas": 1, "moevement_window": 3,
         "moevement_wipe_at": 7, "moevement_wipe_stages": 2,
     }  # fmt: skip
-    unhurt = train(4, tmp_path / "unhurt", **job)
-    argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "hurt")]
+    failure_free = train(4, tmp_path / "failure_free", **job)
+    argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "recovered")]
     run_ranks(with_shapes_exchanged, 4, argv, timeout_s=150.0, init_process_group=False)
-    hurt = RunRecord(tmp_path / "hurt")
-    check_scope(hurt, check(unhurt, hurt, sparse), {2})
+    recovered = RunRecord(tmp_path / "recovered")
+    check_scope(recovered, check(failure_free, recovered, sparse), {2})
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_a_stage_replays_alone_where_shapes_are_sent_along(tmp_path: Path) -> No
 )
 def test_the_stages_that_lost_their_state_replay_alone(name: str, tmp_path: Path) -> None:
     ranks, job, sparse, stages = RUNS[name]
-    unhurt, hurt = recover(ranks, job, sparse, tmp_path)
-    check_scope(hurt, check(unhurt, hurt, sparse), stages)
-    assert all(line["log_bytes"] > 0 for line in hurt.metrics())
+    failure_free, recovered = recover(ranks, job, sparse, tmp_path)
+    check_scope(recovered, check(failure_free, recovered, sparse), stages)
+    assert all(line["log_bytes"] > 0 for line in recovered.metrics())
 
 
 @pytest.mark.full
@@ -116,8 +116,8 @@ def test_any_stages_of_any_pipeline_at_any_iteration(seed: int, tmp_path: Path) 
     }  # fmt: skip
     told = f"seed {seed}: {ranks} ranks, {job}, {sparse}"
     print(told)
-    unhurt, hurt = recover(ranks, job, sparse, tmp_path)
-    check_scope(hurt, check(unhurt, hurt, sparse, told), set(lost), told)
+    failure_free, recovered = recover(ranks, job, sparse, tmp_path)
+    check_scope(recovered, check(failure_free, recovered, sparse, told), set(lost), told)
 
 
 def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_path: Path) -> None:
@@ -126,19 +126,19 @@ def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_pa
         "moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1, "moevement_replicas": 1, "moevement_window": 2,
         "moevement_wipe_at": 6, "moevement_wipe_stages": 1,
     }  # fmt: skip
-    unhurt = train(2, tmp_path / "unhurt", **job)
-    argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "hurt")]
+    failure_free = train(2, tmp_path / "failure_free", **job)
+    argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "recovered")]
     outcomes = run_ranks(wiped_with_a_damaged_log, 2, argv, 0, init_process_group=False)
     assert "WARNING rank 0: what iterations 6 sent is damaged in host memory" in outcomes[0].output
-    hurt = RunRecord(tmp_path / "hurt")
-    check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})
+    recovered = RunRecord(tmp_path / "recovered")
+    check_scope(recovered, check(failure_free, recovered, sparse), {0, 1})
 
 
 @pytest.mark.full
-def test_without_the_log_all_stages_roll_back_and_the_reason_is_told(tmp_path: Path) -> None:
+def test_without_the_log_all_stages_roll_back_and_the_reason_is_reported(tmp_path: Path) -> None:
     sparse = {"moevement_window": 3, "moevement_wipe_at": 7, "moevement_wipe_stages": 1}
-    unhurt, hurt = recover(2, PP2 | BF16, sparse | {"moevement_log_memory_gb": 1e-5}, tmp_path)
-    check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})
+    failure_free, recovered = recover(2, PP2 | BF16, sparse | {"moevement_log_memory_gb": 1e-5}, tmp_path)
+    check_scope(recovered, check(failure_free, recovered, sparse), {0, 1})
 
 
 def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None:
@@ -147,15 +147,15 @@ def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None
         "moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1, "moevement_replicas": 1, "moevement_window": 2,
         "moevement_verify": "iteration", "moevement_wipe_at": [5, 9], "moevement_wipe_stages": 1,
     }  # fmt: skip
-    for name, flags_ in (("unhurt", job), ("hurt", job | sparse)):
+    for name, flags_ in (("failure_free", job), ("recovered", job | sparse)):
         argv = [str(SCRIPT), *flags(**flags_), "--run-dir", str(tmp_path / name)]
         run_ranks(clipped_as_with_transformer_engine, 2, argv, timeout_s=150.0, init_process_group=False)
-    hurt = RunRecord(tmp_path / "hurt")
-    check_scope(hurt, check(RunRecord(tmp_path / "unhurt"), hurt, sparse), {1})
+    recovered = RunRecord(tmp_path / "recovered")
+    check_scope(recovered, check(RunRecord(tmp_path / "failure_free"), recovered, sparse), {1})
 
 
 def test_an_embedding_that_predicts_ahead_ties_the_stages_that_have_a_copy(tmp_path: Path) -> None:
     job = PP2 | BF16 | {"mtp_num_layers": 1}
     sparse: dict[str, Any] = {"moevement_window": 3, "moevement_wipe_at": [2, 8], "moevement_wipe_stages": 1}
-    unhurt, hurt = recover(2, job, sparse, tmp_path)
-    check_scope(hurt, check(unhurt, hurt, sparse), {0, 1})
+    failure_free, recovered = recover(2, job, sparse, tmp_path)
+    check_scope(recovered, check(failure_free, recovered, sparse), {0, 1})

@@ -27,7 +27,7 @@ SPARSE: dict[str, Any] = {
 class Persisted:
     """What a run of nine iterations left on two nodes, and the run of twelve that never stopped."""
 
-    unhurt: RunRecord
+    failure_free: RunRecord
     nodes: Path
 
     def copied_to(self, folder: Path) -> str:
@@ -38,7 +38,7 @@ class Persisted:
 @pytest.fixture(scope="module")
 def persisted(tmp_path_factory: pytest.TempPathFactory) -> Persisted:
     folder = tmp_path_factory.mktemp("persisted")
-    unhurt = train(2, folder / "unhurt", train_iters=12, **JOB)
+    failure_free = train(2, folder / "failure_free", train_iters=12, **JOB)
     template = str(folder / "nodes" / "{node}")
     first = train(2, folder / "first", train_iters=9, **JOB, **SPARSE, moevement_persist_dir=template)
     newest = manifests(folder / "nodes" / "0")
@@ -46,7 +46,7 @@ def persisted(tmp_path_factory: pytest.TempPathFactory) -> Persisted:
     assert newest == manifests(folder / "nodes" / "1"), "the same manifests on every node"
     assert first.summary()["checkpointing"]["on_disk"] == newest[0].reaches
     assert len(newest) == 2
-    return Persisted(unhurt, folder / "nodes")
+    return Persisted(failure_free, folder / "nodes")
 
 
 def newest_files(persisted: Persisted, node: int, rank: int) -> list[str]:
@@ -61,7 +61,7 @@ def go_on(folder: Path, template: str, **changes: Any) -> RunRecord:
 
 
 def check(persisted: Persisted, run: RunRecord, reaches: int) -> None:
-    assert compare(persisted.unhurt, run, common_iterations=True).first_difference is None
+    assert compare(persisted.failure_free, run, common_iterations=True).first_difference is None
     (recovery,) = run.summary()["checkpointing"]["recoveries"]
     assert (recovery["until"], recovery["verified_until"]) == (reaches, reaches)
     assert recovery["sources"]["file"] > 0
@@ -154,7 +154,7 @@ def test_a_newer_dense_checkpoint_wins_and_an_empty_folder_is_a_fresh_start(
         )  # fmt: skip
         assert run.metrics()[0]["iteration"] == first
         assert not run.summary()["checkpointing"]["recoveries"]
-        assert compare(persisted.unhurt, run, common_iterations=True).first_difference is None
+        assert compare(persisted.failure_free, run, common_iterations=True).first_difference is None
 
 
 @pytest.mark.full
@@ -172,13 +172,13 @@ def test_a_window_of_more_iterations_than_operators(size: int, tmp_path: Path) -
     job: dict[str, Any] = {"bf16": True, "num_layers": 1, "num_experts": 2}
     sparse = SPARSE | {"moevement_replicas": 0, "moevement_window": size}
     folder = str(tmp_path / "windows")
-    unhurt = train(1, tmp_path / "unhurt", train_iters=24, **job)
+    failure_free = train(1, tmp_path / "failure_free", train_iters=24, **job)
     first = train(1, tmp_path / "first", train_iters=20, **job, **sparse, moevement_persist_dir=folder)
     again = train(1, tmp_path / "again", train_iters=24, **job, **sparse, moevement_load=folder)
     (recovery,) = again.summary()["checkpointing"]["recoveries"]
     assert first.summary()["checkpointing"]["window"] == 6, "operators of the only stage"
     assert recovery["until"] == first.summary()["checkpointing"]["on_disk"] == again.metrics()[0]["iteration"] - 1
-    assert compare(unhurt, again, common_iterations=True).first_difference is None
+    assert compare(failure_free, again, common_iterations=True).first_difference is None
 
 
 @pytest.mark.full
@@ -187,10 +187,10 @@ def test_one_shared_folder_without_the_distributed_optimizer(kind: str, tmp_path
     job: dict[str, Any] = {"pipeline_model_parallel_size": 2, "fp16": True, "initial_loss_scale": 2**17,
            "loss_scale_window": 2, "hysteresis": 1, "untie_embeddings_and_output_weights": False}  # fmt: skip
     sparse = SPARSE | {"moevement_window_kind": kind, "moevement_window": 3}
-    unhurt = train(4, tmp_path / "unhurt", train_iters=16, **job)
+    failure_free = train(4, tmp_path / "failure_free", train_iters=16, **job)
     folder = str(tmp_path / "windows")
     train(4, tmp_path / "first", train_iters=11, **job, **sparse, moevement_persist_dir=folder)
     ranks = {path.name[:10] for path in Path(folder).glob("*/rank_*")}
     assert len(ranks) == 4, "no copies where everybody sees every file"
     again = train(4, tmp_path / "again", train_iters=16, **job, **sparse, moevement_load=folder)
-    assert compare(unhurt, again, common_iterations=True).first_difference is None
+    assert compare(failure_free, again, common_iterations=True).first_difference is None

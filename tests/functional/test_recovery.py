@@ -1,7 +1,7 @@
 """All memory of all ranks is overwritten with NaN, and comes back from sparse snapshots with the bits it had.
 
 ``--moevement-wipe-at`` wipes, recovers, and compares every byte with what was there; each run is then compared with one
-that was never hurt, to its end.
+that never failed, to its end.
 """
 
 from __future__ import annotations
@@ -47,21 +47,23 @@ ITERATIONS = 12
 
 
 def recover(ranks: int, job: dict[str, Any], sparse: dict[str, Any], folder: Path) -> tuple[RunRecord, RunRecord]:
-    """A run that is never hurt and one that is wiped, whose recoveries are told in its summary."""
+    """A run that is failure-free and one that is wiped, whose recoveries are told in its summary."""
     ours: dict[str, Any] = {
         "moevement_sparse_ckpt": True,
         "moevement_ranks_per_node": 1,
         "moevement_replicas": min(1, ranks - 1),
     }
-    unhurt = train(ranks, folder / "unhurt", train_iters=ITERATIONS, **job)
-    hurt = train(ranks, folder / "hurt", train_iters=ITERATIONS, **job, **ours, **sparse)
-    return unhurt, hurt
+    failure_free = train(ranks, folder / "failure_free", train_iters=ITERATIONS, **job)
+    recovered = train(ranks, folder / "recovered", train_iters=ITERATIONS, **job, **ours, **sparse)
+    return failure_free, recovered
 
 
-def check(unhurt: RunRecord, hurt: RunRecord, sparse: dict[str, Any], told: str = "") -> list[dict[str, Any]]:
-    difference = compare(unhurt, hurt).first_difference
+def check(
+    failure_free: RunRecord, recovered: RunRecord, sparse: dict[str, Any], told: str = ""
+) -> list[dict[str, Any]]:
+    difference = compare(failure_free, recovered).first_difference
     assert difference is None, f"{difference} {told}"
-    recoveries = hurt.summary()["checkpointing"]["recoveries"]
+    recoveries = recovered.summary()["checkpointing"]["recoveries"]
     wiped = sparse["moevement_wipe_at"]
     assert [one["until"] for one in recoveries] == (wiped if isinstance(wiped, list) else [wiped]), told
     assert all(one["replayed"] > 0 for one in recoveries), told
@@ -122,13 +124,13 @@ QUICK = [*list(RUNS)[:3], "experts on our kernels, mixed frozen and active"]
 )
 def test_a_wiped_job_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
     ranks, job, sparse = RUNS[name]
-    unhurt, hurt = recover(ranks, job, sparse, tmp_path)
-    recoveries = check(unhurt, hurt, sparse)
+    failure_free, recovered = recover(ranks, job, sparse, tmp_path)
+    recoveries = check(failure_free, recovered, sparse)
     assert all(one["sources"]["memory"] > 0 for one in recoveries)
     assert recoveries[-1]["restored_until"] >= recoveries[-1]["first"]
     assert recoveries[-1]["recomputed"] > 0 or sparse["moevement_window"] == 1, "a window of one has nothing to compare"
     if job.get("fp16"):
-        skipped = [line["iteration"] for line in hurt.metrics() if line["skipped"]]
+        skipped = [line["iteration"] for line in recovered.metrics() if line["skipped"]]
         last = recoveries[-1]
         assert any(last["first"] < iteration <= last["until"] for iteration in skipped), "an overflow is replayed"
         assert any(last["first"] < i <= last["until"] and i not in skipped for i in range(ITERATIONS)), "a step too"
@@ -139,10 +141,10 @@ def test_damaged_snapshots_are_had_from_a_peer(tmp_path: Path) -> None:
     sparse = {"moevement_window": 2, "moevement_wipe_at": 7}
     words = flags(train_iters=10, moevement_sparse_ckpt=True, moevement_ranks_per_node=1, moevement_replicas=1,
                   **job, **sparse)  # fmt: skip
-    unhurt = train(2, tmp_path / "unhurt", train_iters=10, **job)
-    argv = [str(SCRIPT), *words, "--run-dir", str(tmp_path / "hurt")]
+    failure_free = train(2, tmp_path / "failure_free", train_iters=10, **job)
+    argv = [str(SCRIPT), *words, "--run-dir", str(tmp_path / "recovered")]
     run_ranks(wiped_with_damaged_snapshots, 2, argv, 1, init_process_group=False)
-    (recovery,) = check(unhurt, RunRecord(tmp_path / "hurt"), sparse)
+    (recovery,) = check(failure_free, RunRecord(tmp_path / "recovered"), sparse)
     assert recovery["sources"]["peer"] >= 2, "every snapshot of rank 1 that the replay begins from"
     assert recovery["sources"]["memory"] >= 2
 

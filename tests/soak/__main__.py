@@ -1,7 +1,7 @@
 """Kill random ranks of the laptop model at random moments, from outside, hundreds of times, and compare every run.
 
 ``python -m tests.soak --kills 200 --folder runs/soak``: job after job until so many kills are done, each job compared
-with one that was never hurt. What is done is in ``FOLDER/jobs.jsonl``; started again, it goes on from there.
+with a failure-free one. What is done is in ``FOLDER/jobs.jsonl``; started again, it goes on from there.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def digest(run_dir: Path) -> str | None:
     return record.summary()["state_digest"]["all"] if record.summary_path.exists() else None
 
 
-def unhurt(name: str, words: list[str], iterations: int, folder: Path) -> str:
-    """The digest of a run that is never hurt, made once."""
+def failure_free(name: str, words: list[str], iterations: int, folder: Path) -> str:
+    """The digest of a run that is failure-free, made once."""
     run_dir = folder / f"unhurt_{name}_{iterations}"
     if digest(run_dir) is None:
         run(words, [], run_dir).wait()
@@ -60,7 +60,7 @@ def unhurt(name: str, words: list[str], iterations: int, folder: Path) -> str:
     return found
 
 
-def hurt(words: list[str], run_dir: Path, draw: random.Random, most: int, mean_s: float) -> dict[str, Any]:
+def recovered(words: list[str], run_dir: Path, draw: random.Random, most: int, mean_s: float) -> dict[str, Any]:
     """One job in which ranks are killed; how it went."""
     # Who kills all four ranks before one is back leaves nothing in memory; the windows on disk are for that.
     windows = str(run_dir.with_suffix(".windows"))
@@ -127,9 +127,9 @@ def main() -> int:
         draw = random.Random(f"{given.seed}/{number}")
         name, layout = list(LAYOUTS.items())[number % len(LAYOUTS)]
         words = [*layout, "--train-iters", str(given.iterations), "--lr-decay-iters", "1000"]
-        wanted = unhurt(name, words, given.iterations, folder)
+        wanted = failure_free(name, words, given.iterations, folder)
         most = min(given.kills_per_job, given.kills - done)
-        found = hurt(words, folder / f"job_{number}", draw, most, given.mean_s)
+        found = recovered(words, folder / f"job_{number}", draw, most, given.mean_s)
         job = {
             "job": number,
             "layout": name,
@@ -157,10 +157,10 @@ def summary(jobs: list[dict[str, Any]]) -> str:
         ("kills", sum(job["kills"] for job in jobs)),
         ("recoveries", sum(job["recoveries"] for job in jobs)),
         *((f"... {name}", count) for name, count in sorted(kinds.items())),
-        ("begun anew from windows on disk, all ranks having died", sum(sum(map(bool, job["starts"])) for job in jobs)),
-        ("begun anew from the start, nothing being there yet", sum(job["starts"].count(0) - 1 for job in jobs)),
+        ("begun again from windows on disk, all ranks having died", sum(sum(map(bool, job["starts"])) for job in jobs)),
+        ("begun again from the start, nothing being there yet", sum(job["starts"].count(0) - 1 for job in jobs)),
         ("jobs that did not come to their end", sum(job["digest"] is None for job in jobs)),
-        ("jobs whose digest equals the unhurt run's", sum(job["equal"] for job in jobs)),
+        ("jobs whose digest equals the failure_free run's", sum(job["equal"] for job in jobs)),
     ]
     if times:
         rows.append(("seconds from failure to resumption, median", f"{times[len(times) // 2]:.2f}"))

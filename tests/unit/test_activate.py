@@ -35,7 +35,7 @@ def test_the_signatures_are_those_this_fork_was_written_for() -> None:
     found = _signatures()
     assert found.keys() == pinned.keys()
     for name, signature in found.items():
-        assert signature == pinned[name], f"{name} has changed; read it again, adapt its wrapper, and pin it anew"
+        assert signature == pinned[name], f"{name} has changed; read it again, adapt its wrapper, and pin it again"
 
 
 def test_every_point_has_a_reason_and_an_existing_function() -> None:

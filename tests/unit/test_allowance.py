@@ -14,7 +14,7 @@ def test_a_heavy_source_may_have_what_a_light_one_leaves() -> None:
     assert allowance.take(2, 100), "to the last byte"
 
 
-def test_a_source_that_asks_anew_gives_back_what_it_had_and_keeps_it_if_refused() -> None:
+def test_a_source_that_asks_again_gives_back_what_it_had_and_keeps_it_if_refused() -> None:
     allowance = Allowance(1000)
     assert allowance.take(1, 600)
     assert allowance.take(1, 800)

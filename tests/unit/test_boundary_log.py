@@ -87,7 +87,7 @@ def test_an_iteration_that_an_exception_cuts_off_is_not_to_be_had() -> None:
     assert [torch.equal(one.tensor, tensor(2, order)) for order, one in enumerate(sent)] == [True] * 4
 
 
-def test_an_iteration_under_way_is_not_told_and_one_begun_again_begins_anew() -> None:
+def test_an_iteration_under_way_is_not_told_and_one_begun_again_begins_again() -> None:
     log, _ = log_of()
     fill(log, range(1, 2))
     log.begin(2)
@@ -109,7 +109,7 @@ def test_outside_an_iteration_nothing_is_kept() -> None:
     assert [len(log.sent(1, direction) or ()) for direction in Direction] == [4, 4]
 
 
-def test_memory_is_used_anew() -> None:
+def test_memory_is_used_again() -> None:
     log, _ = log_of()
     for iteration in range(1, 30):
         fill(log, range(iteration, iteration + 1))
@@ -118,7 +118,7 @@ def test_memory_is_used_anew() -> None:
     assert log.memory_bytes == 4 * 8 * 12, "three iterations and the one under way"
 
 
-def test_at_its_cap_the_oldest_go_and_that_is_told_once() -> None:
+def test_at_its_cap_the_oldest_go_and_that_is_reported_once() -> None:
     log, reports = log_of(cap_bytes=2.5 * 8 * 12)
     fill(log, range(1, 8))
     assert log.iterations == [6, 7]

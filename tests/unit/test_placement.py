@@ -88,7 +88,7 @@ def test_one_node_serves_if_that_is_asked_for() -> None:
     seed=st.integers(0, 10),
 )
 def test_only_who_has_to_change_peers_does(sizes: list[int], replicas: int, lost: int, seed: int) -> None:
-    """A node is lost, and its ranks go on on a node of spares: nobody else's copies have to be made anew.
+    """A node is lost, and its ranks go on on a node of spares: nobody else's copies have to be rebuilt.
 
     But for ranks both of whose copies had to be on one node (nodes of unequal sizes): they take a better place.
     """

@@ -2,7 +2,7 @@
 
 Iterations take turns: without Megatron's timers, for the length of an iteration, and with them (log level 2,
 which waits for the device at each end) for its parts. After the last one the ranks measure copies, storage and
-collectives together. The script that is measured follows on the command line; nothing of the fork has to be on.
+collectives together. The script that is measured follows on the command line; nothing of this project has to be on.
 """
 
 from __future__ import annotations

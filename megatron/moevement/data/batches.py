@@ -21,7 +21,7 @@ def train_batches_from(live: Live, consumed_train_samples: int) -> list[Iterator
     """
     from megatron.training import get_args, training
 
-    # Megatron's cyclic loaders begin anew at the end of the data, in another order.
+    # Megatron's cyclic loaders start over at the end of the data, in another order.
     endless = training.cyclic_iter if get_args().dataloader_type == "cyclic" else iter
     loaders = [
         training.build_pretraining_data_loader(train_set, consumed_train_samples) for train_set, *_ in live.datasets

@@ -107,7 +107,7 @@ def build_token_files(
         inputs: text files, or ``.jsonl`` with one document a line under ``json_key``; either may end in ``.gz``.
         prefix: path without suffix; its folder is made.
         documents: what of a text file is a document. Ignored for ``.jsonl``.
-        on_bytes: told the number of input bytes each time some have been read.
+        on_bytes: called with the number of input bytes each time some have been read.
 
     Raises:
         DataError: an input cannot be read, is not UTF-8 where the tokenizer needs that, or there is no text at all.

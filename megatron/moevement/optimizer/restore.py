@@ -54,7 +54,7 @@ class Restore:
         self._masters_of_frozen([name for name, saved in loads.items() if saved is Saved.COMPUTE])
         self._compute_weights_from_masters()
         for entry, tensor in snapshot.tensors_of(loads):
-            if entry.saved is Saved.COMPUTE:  # quantised ones were made anew from masters that are not there
+            if entry.saved is Saved.COMPUTE:  # quantised ones were rebuilt from masters that are not there
                 self._live[entry.operator, entry.saved, entry.key].copy_(tensor)
         self._gather()
 

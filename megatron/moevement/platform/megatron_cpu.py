@@ -49,7 +49,7 @@ def install() -> None:
             owner,
             "initialize_megatron",
             lambda original: functools.partial(original, allow_no_cuda=True),
-            "asserts CUDA unless told otherwise",
+            "asserts CUDA unless asked otherwise",
         )
     wrap(
         mcore_writer.FileSystemWriterAsync,

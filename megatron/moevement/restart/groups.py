@@ -31,7 +31,7 @@ def move_to_groups(old: Groups, new: Groups) -> None:
     """Replace every reference to a group of ``old``, wherever in this process, by the one of ``new``.
 
     Raises:
-        RecoveryError: the groups are not the same ones made anew, or a reference cannot be replaced.
+        RecoveryError: the groups are not the same ones rebuilt, or a reference cannot be replaced.
     """
     if old.ranks != new.ranks[: len(old.ranks)]:
         raise RecoveryError(

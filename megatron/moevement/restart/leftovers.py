@@ -7,7 +7,7 @@ it would have done; all of them may be called again, and do nothing where nothin
 
 Not here:
 
-- what is made anew for every generation (``megatron_state.forget_generation``): process groups, the rerun state
+- what is rebuilt for every generation (``megatron_state.forget_generation``): process groups, the rerun state
   machine, timers, data iterators, the memory buffers of collectives;
 - what is put back from a boundary record afterwards (``runtime/boundary.py``): random states, router buffers, loss
   scalers, the schedule, consumed samples;

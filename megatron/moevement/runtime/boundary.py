@@ -40,7 +40,7 @@ def boundary_copy(live: Live) -> dict[str, Any]:
 
 
 def boundary_after(live: Live) -> dict[str, Any]:
-    """:func:`boundary_state` after the iteration that is under way, told before its optimizer step; copies.
+    """:func:`boundary_state` after the iteration that is under way, as known before its optimizer step; copies.
 
     What the step itself moves (loss scalers, step counts, the schedule) is as it is now.
     """

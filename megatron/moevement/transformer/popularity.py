@@ -57,7 +57,7 @@ class RouterCounts:
         return counted
 
     def take(self) -> torch.Tensor:
-        """This rank's sums since the last call, on the device and without waiting for it, and begin anew."""
+        """This rank's sums since the last call, on the device and without waiting for it, and start over."""
         if not self._sums:
             return torch.zeros(0, dtype=torch.float64)
         taken = torch.cat(self._sums)

@@ -10,12 +10,12 @@ import pytest
 from moevement_core.engine.lifetime import Lifetime, Unneeded
 from moevement_core.policy.schedule import Contents, ScheduleHistory
 from moevement_core.policy.window import WindowKind
-from moevement_core.snapshot.agreement import NONE, Agreed, Standing
+from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
 from moevement_core.strategies import DenseToPeers, MoEvement, Strategy
 from tests.unit.policy.tables import equal_experts
 
 TABLE = equal_experts(6)
-OPEN, PERSISTED, NEVER = Standing.OPEN, Standing.PERSISTED, Standing.NEVER
+OPEN, PERSISTED, NEVER = RunStatus.OPEN, RunStatus.PERSISTED, RunStatus.NEVER
 STRATEGIES: dict[str, Strategy] = {
     "aligned": MoEvement(TABLE, WindowKind.ALIGNED, 3),
     "rolling": MoEvement(TABLE, WindowKind.ROLLING, 3),
@@ -33,7 +33,7 @@ def held(name: str, iterations: Collection[int]) -> dict[int, Contents]:
 
 
 @pytest.mark.parametrize(
-    ("name", "captured", "acknowledged", "standing"),
+    ("name", "captured", "acknowledged", "statuses"),
     [
         ("aligned", range(0), range(0), {}),
         ("aligned", range(1), range(0), {0: OPEN}),
@@ -48,16 +48,16 @@ def held(name: str, iterations: Collection[int]) -> dict[int, Contents]:
         ("dense", range(7), range(7), {0: PERSISTED, 4: PERSISTED}),
     ],
 )
-def test_how_far_runs_are(name: str, captured: Any, acknowledged: Any, standing: Mapping[int, Standing]) -> None:
+def test_how_far_runs_are(name: str, captured: Any, acknowledged: Any, statuses: Mapping[int, RunStatus]) -> None:
     lifetime = Lifetime(STRATEGIES[name])
-    found = lifetime.standing(len(captured), held(name, captured), held(name, acknowledged))
-    assert {first: one for first, one in found.items() if one is not NEVER} == standing
+    found = lifetime.statuses(len(captured), held(name, captured), held(name, acknowledged))
+    assert {first: one for first, one in found.items() if one is not NEVER} == statuses
 
 
 def test_no_run_reaches_over_a_snapshot_that_a_peer_will_never_have() -> None:
     lifetime = Lifetime(STRATEGIES["aligned"])
-    assert lifetime.standing(5, held("aligned", [0, 1, 2, 4]), held("aligned", [0, 1, 2])) == {0: PERSISTED}
-    assert lifetime.standing(6, held("aligned", [0, 1, 2, 3]), held("aligned", [0, 1, 2])) == {0: PERSISTED}, (
+    assert lifetime.statuses(5, held("aligned", [0, 1, 2, 4]), held("aligned", [0, 1, 2])) == {0: PERSISTED}
+    assert lifetime.statuses(6, held("aligned", [0, 1, 2, 3]), held("aligned", [0, 1, 2])) == {0: PERSISTED}, (
         "SS_5 was not taken"
     )
 
@@ -74,15 +74,15 @@ def test_no_run_reaches_over_a_snapshot_that_a_peer_will_never_have() -> None:
         ({0: PERSISTED}, range(9), Unneeded([], [3, 4, 5, 6, 7], True)),
     ],
 )
-def test_what_may_go(said: Mapping[int, Standing], has: range, unneeded: Unneeded) -> None:
+def test_what_may_go(said: Mapping[int, RunStatus], has: range, unneeded: Unneeded) -> None:
     lifetime = Lifetime(STRATEGIES["aligned"])
-    lifetime.standing(len(has), held("aligned", has), held("aligned", has))
+    lifetime.statuses(len(has), held("aligned", has), held("aligned", has))
     assert lifetime.learn(Agreed(8, said), has) == unneeded
 
 
 def test_the_run_to_fall_back_to_stays_until_there_is_a_newer_one_on_all_ranks() -> None:
     lifetime = Lifetime(STRATEGIES["aligned"], needed=(0, 2))
-    lifetime.standing(6, held("aligned", range(6)), held("aligned", range(6)))
+    lifetime.statuses(6, held("aligned", range(6)), held("aligned", range(6)))
     assert lifetime.learn(Agreed(5, {0: PERSISTED, 3: OPEN}), range(6)) == Unneeded([], [], False)
     assert (lifetime.persisted, lifetime.last_needed) == (0, 2)
     assert lifetime.learn(Agreed(6, {0: PERSISTED, 3: PERSISTED}), range(6)).old == [0, 1, 2]
@@ -105,7 +105,7 @@ def test_only_the_window_under_way_is_given_up(
     name: str, acknowledged: Any, captured: Any, given_up: list[int]
 ) -> None:
     lifetime = Lifetime(STRATEGIES[name])
-    lifetime.standing(len(captured), held(name, captured), held(name, acknowledged))
+    lifetime.statuses(len(captured), held(name, captured), held(name, acknowledged))
     assert lifetime.under_way(held(name, captured)) == given_up
 
 

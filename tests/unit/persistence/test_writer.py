@@ -15,7 +15,7 @@ from moevement_core.persistence.manifest import MARKER, Manifest, make_window_fo
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import Writing
-from moevement_core.snapshot.snapshot import Lent
+from moevement_core.snapshot.snapshot import SnapshotLease
 from tests.unit.recovery.toy import Toy
 
 
@@ -27,15 +27,15 @@ class Lender:
         self.toy = Toy(2, WindowKind.ALIGNED)
         self.missing = False
 
-    def __call__(self, first: int, last: int) -> Sequence[Lent] | None:
+    def __call__(self, first: int, last: int) -> Sequence[SnapshotLease] | None:
         if self.missing:
             return None
-        lent = []
+        leased = []
         for iteration in range(first, last + 1):
             self.out.append(iteration)
             snapshot = self.toy.snapshot(iteration, iteration, {})
-            lent.append(Lent(snapshot, lambda iteration=iteration: self.out.remove(iteration)))  # type: ignore[misc]
-        return lent
+            leased.append(SnapshotLease(snapshot, lambda iteration=iteration: self.out.remove(iteration)))  # type: ignore[misc]
+        return leased
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_a_recovery_does_not_wait_for_a_disk_that_stalls(
     began = time.monotonic()
     writer.abandon()
     assert time.monotonic() - began < 1
-    assert lender.out == [4, 5], "its buffers are not used anew while it writes"
+    assert lender.out == [4, 5], "its buffers are not used again while it writes"
     assert writer.is_alive
     stall.go_on.set()
     ended(writer)
@@ -268,7 +268,7 @@ def test_what_a_stalled_writer_has_left_goes_with_the_next_window_and_does_it_no
     writer.abandon()
     later = writer_to(tmp_path, lender, reports, left_behind=[writer])
     later.begin(6, 7)
-    assert settled(later) is Writing.FAILED, "while the disk holds buffers no others are lent to it"
+    assert settled(later) is Writing.FAILED, "while the disk holds buffers no others are leased to it"
     assert "the disk still holds up an older one" in reports[0]
     assert lender.out == [4, 5]
     later.learn(Writing.FAILED)

@@ -1,4 +1,4 @@
-"""Operators are ordered anew when enough experts have changed their share enough, and not before."""
+"""Operators are reordered when enough experts have changed their share enough, and not before."""
 
 from __future__ import annotations
 

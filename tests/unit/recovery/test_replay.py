@@ -197,7 +197,7 @@ def test_frozen_weights_matter() -> None:
     assert toy.whole() != truth
 
 
-def test_a_snapshots_bytes_are_what_it_is_told_by() -> None:
+def test_a_snapshots_bytes_are_what_it_is_reported_by() -> None:
     toy = Toy(2, WindowKind.ROLLING)
     snapshot = toy.snapshot(0, 0, {})
     assert all(digest_of(snapshot.bytes_of(entry)) == entry.digest for entry in snapshot.header.entries)

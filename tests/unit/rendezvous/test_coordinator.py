@@ -145,7 +145,7 @@ def test_a_spare_that_dies_interrupts_nobody_and_is_not_chosen(store: Any) -> No
     assert job.coordinator.roster.ranks == {0: 3, 1: 1}
 
 
-def test_ranks_that_die_while_the_job_is_formed_anew_are_replaced_too(store: Any) -> None:
+def test_ranks_that_die_while_the_job_is_formed_again_are_replaced_too(store: Any) -> None:
     job = Job(store, 3, 5)
     job.coordinator.died(0, 1000, "was killed by signal 9")
     job.leave(1)

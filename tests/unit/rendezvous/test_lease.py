@@ -131,7 +131,7 @@ def test_an_older_connection_of_the_same_supervisor_means_nothing(both: Both) ->
     assert both.holder.lost == []
 
 
-def test_who_is_given_up_is_told_to_its_own_supervisor_only(both: Both) -> None:
+def test_who_is_given_up_is_reported_to_its_own_supervisor_only(both: Both) -> None:
     both.holder.given_up = {5, 9}
     both.until(lambda: bool(both.client.given_up))
     assert both.client.given_up == {5}

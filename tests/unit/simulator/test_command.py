@@ -14,7 +14,7 @@ from moevement_cli.simulate import SCENARIOS
 JOB = ["simulate", "gpt_moe", "--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100"]
 
 
-def test_a_sweep_is_told_drawn_and_given_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_is_reported_drawn_and_given_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "deep" / "ettr.png"
     assert main([*JOB, "--mtbf", "600", "7200", "--seeds", "3", "--best", "--plot", str(plot), "--json"]) == 0
     out = capsys.readouterr().out

@@ -234,7 +234,7 @@ def test_nodes_that_fail_together_need_more_copies() -> None:
     assert alone.replicas <= together.replicas
 
 
-def test_a_failure_during_a_recovery_begins_it_anew() -> None:
+def test_a_failure_during_a_recovery_begins_it_again() -> None:
     """Checked by hand: W of 2, no lag to speak of, a regroup of 10 s and a second failure 5 s after the first."""
     given_ = costs(window=2, regroup_s=10.0)
     one = train(MoEvement(given_), [Failure(300.0, (0,))], 600.0)

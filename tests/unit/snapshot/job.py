@@ -23,7 +23,7 @@ from moevement_core.replication.placement import place, sources_of
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
-from moevement_core.snapshot.agreement import NONE, Standing
+from moevement_core.snapshot.agreement import NONE, RunStatus
 from moevement_core.snapshot.snapshot import Snapshot, StateTensor, digest_of
 from moevement_core.strategies import DenseToPeers, MoEvement, SparseSchedule, Strategy
 from tests.unit.snapshot.loopback import Loopback, SharedAgreement, Wire
@@ -89,7 +89,7 @@ class Job:
     ) -> None:  # fmt: skip
         self.ranks, self.size, self.kind, self.allowance_bytes, self.dense = ranks, size, kind, allowance_bytes, dense
         self.wire = Wire()
-        self.board: dict[int, dict[int, Mapping[int, Standing]]] = {}
+        self.board: dict[int, dict[int, Mapping[int, RunStatus]]] = {}
         self.placement = place(range(ranks), replicas)
         self.iteration = -1
         self.order: np.ndarray | None = None

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from moevement_core.replication.transport import Transport
-from moevement_core.snapshot.agreement import Agreed, Agreement, Standing, Writing
+from moevement_core.snapshot.agreement import Agreed, Agreement, RunStatus, Writing
 
 
 class Wire:
@@ -59,12 +59,12 @@ class Loopback(Transport):
 class SharedAgreement(Agreement):
     """Agreement of ranks that are stepped one after the other in one thread, an iteration late like the real one."""
 
-    def __init__(self, ranks: int, board: dict[int, dict[int, Mapping[int, Standing]]], rank: int) -> None:
+    def __init__(self, ranks: int, board: dict[int, dict[int, Mapping[int, RunStatus]]], rank: int) -> None:
         self._ranks, self._board, self._rank = ranks, board, rank
         self._iteration: int | None = None
 
-    def propose(self, iteration: int, standing: Mapping[int, Standing], writing: Writing = Writing.NOTHING) -> None:
-        self._board.setdefault(iteration, {})[self._rank] = dict(standing)
+    def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
+        self._board.setdefault(iteration, {})[self._rank] = dict(statuses)
         self._iteration = iteration
 
     def agreed(self) -> Agreed | None:
@@ -73,5 +73,5 @@ class SharedAgreement(Agreement):
         said = self._board[self._iteration].values()
         assert len(said) == self._ranks
         starts = set[int]().union(*said)
-        lowest = {start: min(one.get(start, Standing.NEVER) for one in said) for start in starts}
+        lowest = {start: min(one.get(start, RunStatus.NEVER) for one in said) for start in starts}
         return Agreed(self._iteration, {start: value for start, value in lowest.items() if value})
