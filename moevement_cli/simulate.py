@@ -155,7 +155,7 @@ def _check_known(name: str) -> None:
 
 
 def _overridden(given: Scenario, arguments: argparse.Namespace) -> Scenario:
-    """What stands on the command line wins over the file."""
+    """Command-line flags take precedence over the file."""
 
     def changed(base: Any, **values: Any) -> Any:
         return replace(base, **{name: value for name, value in values.items() if value is not None})

@@ -42,7 +42,7 @@ class Phase(StrEnum):
     GROUPS = "groups"
     """After a failure, before the process groups are made: the others wait for this rank. It knows no iteration yet."""
     RECOVER = "recover"
-    """Where ranks meet after a failure; the iteration is the one that they come back to."""
+    """Where ranks meet after a failure; the iteration is the one that they resume."""
     REPLAY = "replay"
     EXIT = "exit"
 

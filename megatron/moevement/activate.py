@@ -148,7 +148,7 @@ def points() -> tuple[Point, ...]:
             (training,),
             "train",
             entry.enter_loop(_process),
-            "state comes back here; what it is replayed with is handed to nobody",
+            "lost state is replayed here; what it is replayed with is handed to nobody",
         ),
         Point(
             ("megatron.core.pipeline_parallel.p2p_communication", "megatron.core.pipeline_parallel.schedules"),

@@ -8,7 +8,6 @@ are put together, once an iteration, in the order that makes them safe.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from moevement_core.device import Device
@@ -16,6 +15,7 @@ from moevement_core.engine.capture import Capturer
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.lifetime import Lifetime
 from moevement_core.engine.own import Copies, Held, OwnSnapshots
+from moevement_core.engine.progress import Progress
 from moevement_core.engine.replicator import Replicator
 from moevement_core.persistence.writer import WindowWriter
 from moevement_core.policy.schedule import Schedule, ScheduleHistory
@@ -29,39 +29,13 @@ from moevement_core.strategies.strategy import Strategy
 Report = Callable[[str], None]
 
 
-@dataclass(slots=True)
-class Progress:
-    """What checkpointing did in the last iteration, and where it stands."""
-
-    copied_bytes: int = 0
-    stall_s: float = 0.0
-    copy_s: float = 0.0
-    copy_cpu_s: float = 0.0
-    digest_cpu_s: float = 0.0
-    """Processor time of the background thread: copies of this iteration, digests of the last one."""
-    replicated_bytes: int = 0
-    """Payload bytes that peers acknowledged in the last iteration, all peers together."""
-    lag: int = 0
-    """Iterations by which the newest snapshot that all peers have trails the newest captured one."""
-    whole_cpu_s: float = 0.0
-    """Likewise for digests of the whole state."""
-    persisted: int = NONE
-    """Where the newest run begins that is persisted on every rank; ``NONE`` if there is none."""
-    abandoned: int = 0
-    """Windows abandoned so far."""
-    memory_bytes: int = 0
-    """Host memory set aside for own snapshots and for those kept for others."""
-    is_winding_down: bool = False
-    """Whether all ranks know that the job is to end after the iteration that begins now."""
-
-
 class Checkpointer:
     """Every method is for the training thread; each rank of the job calls :meth:`capture` once an iteration.
 
     Args:
         rank: this rank.
         states: live tensors of the operators that this rank holds; views that stay valid.
-        strategy: what the run can come back from.
+        strategy: what the run can be restored from.
         history: the schedules that it has made; the newest one decides on buffers.
         device: where the state lives.
         senders: one for each peer.
@@ -127,7 +101,7 @@ class Checkpointer:
         self._measure()
         self.capturer.last = None
         if iteration in self.own:
-            return  # taken before a failure that the job has come back from to here
+            return  # taken before a failure that the job has recovered from
         if not self.takes(iteration):
             return
         if self._paused and not self._has_room(iteration):

@@ -121,7 +121,7 @@ class _Node:
 class NodeTasks:
     """The tasks of all nodes; those of a node are started again when they have ended and the job goes on.
 
-    So a node that is booted again while the job holds it comes back by itself: its processes are spares then.
+    So a node that is booted again while the job holds it rejoins by itself: its processes are spares then.
 
     Args:
         command: for each node.

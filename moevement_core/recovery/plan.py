@@ -159,7 +159,7 @@ def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Cont
 
 
 def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, ...]:
-    """Everything up to ``dense_at``, and beyond it what every rank has at hand, to check the replay with."""
+    """Everything up to ``dense_at``, and beyond it what every rank has in memory, to check the replay with."""
     fetches = []
     for iteration in range(first, max(until, dense_at) + 1):
         there = [(owner, held[owner].get(iteration)) for owner in held]

@@ -36,7 +36,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     Stages that keep their state feed those that replay, and wait.
 
     Raises:
-        RecoveryError: what came back is not what was lost (on every rank alike), or a snapshot is of another model.
+        RecoveryError: what was recovered is not what was lost (on every rank alike), or a snapshot is of another model.
     """
     began, began_cpu = time.perf_counter(), time.process_time()
     plan = prepared.mine

@@ -1,4 +1,4 @@
-"""The drill in which ranks forget all they know: what comes back is compared with what was there."""
+"""The drill in which ranks lose all their state: what is recovered is compared with what was there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def wipe_and_recover(
         stages: those whose ranks forget; None for all.
 
     Raises:
-        RecoveryError: it did not come back.
+        RecoveryError: it was not recovered.
     """
     before = _digests(parts)
     if parts.topology.rank == 0:

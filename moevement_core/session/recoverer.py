@@ -53,7 +53,7 @@ class Recoverer:
             lost: the pipeline stages whose state is gone; the others keep theirs, feed them, and wait. None: all.
 
         Raises:
-            RecoveryError: there is no way back, or what came back is not what was lost.
+            RecoveryError: there is no way back, or what was recovered is not what was lost.
         """
         return self._carry_out(self.prepare(until, lost))
 

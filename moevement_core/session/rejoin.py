@@ -78,7 +78,7 @@ class Rejoined:
         Every rank calls it, inside the training loop, before its first iteration.
 
         Raises:
-            RecoveryError: what came back, or what was kept, is not what it should be. On every rank alike.
+            RecoveryError: what was recovered, or what was kept, is not what it should be. On every rank alike.
         """
         session, binding = self.session, self.session.binding
         replay_at, recovery = time.time(), None

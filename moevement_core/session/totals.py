@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moevement_core.engine.checkpointer import Progress
+from moevement_core.engine.progress import Progress
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.snapshot.agreement import NONE

@@ -1,4 +1,4 @@
-"""Ways of checkpointing: what is saved of the state when, and from what it comes back. Pure.
+"""Ways of checkpointing: what is saved of the state when, and from what it is restored. Pure.
 
 A new one is one file here and its test: a :class:`~moevement_core.policy.schedule.Schedule`, which says what each
 snapshot holds, and a :class:`Strategy`, which makes schedules.

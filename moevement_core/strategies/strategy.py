@@ -67,7 +67,7 @@ class Strategy(ABC):
         """
 
     def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-        """From what a state can come back, the newest first.
+        """What a state can be restored from, the newest first.
 
         Args:
             held: what each snapshot holds that is there, by iteration.

@@ -1,6 +1,6 @@
-"""A run that loses the memory of one stage and that of all stages in turns, and comes back each time.
+"""A run that loses the memory of one stage and that of all stages in turns, and recovers each time.
 
-The script that is measured follows this one on the command line. Its state comes back bit for bit, or it ends.
+The script that is measured follows this one on the command line. Its state is recovered bit for bit, or it ends.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def install() -> bool:
     from megatron.moevement.platform import torch_cpu
 
     torch_cpu.install()
-    # Importing Megatron binds names of torch.cuda, so torch is answered first and Megatron mended second.
+    # Importing Megatron binds names of torch.cuda, so torch's answers are replaced first.
     from megatron.moevement.platform import megatron_cpu
 
     megatron_cpu.install()

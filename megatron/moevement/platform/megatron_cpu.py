@@ -1,4 +1,4 @@
-"""What Megatron does with CUDA's answers, mended for the CPU and gloo.
+"""What Megatron does with CUDA's answers, adapted to the CPU and gloo.
 
 Every entry names the function of Megatron it replaces and why; ``tests/unit/test_platform.py`` has a test for each.
 """

@@ -189,7 +189,7 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], f
 
 
 def enter_loop(process: Process) -> Wrapper:
-    """``train``, before whose first iteration state comes back; its arguments are what a replay runs its steps with."""
+    """``train``, before whose first iteration lost state is replayed; its arguments are those of a replay's steps."""
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
