@@ -142,6 +142,8 @@ class Trainer(ft.Binding):
     """
 
     def __init__(self, seed: int) -> None:
+        if EXPERTS % dist.get_world_size():
+            raise ft.ConfigError(f"--nproc {dist.get_world_size()}: {EXPERTS} experts; give a number that divides them")
         torch.manual_seed(seed)
         self.model = Model()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)

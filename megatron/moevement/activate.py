@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement import platform
-from megatron.moevement.patches import replace
+from megatron.moevement.patches import check_names, replace
 from megatron.moevement.runtime.job import Process
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -44,6 +44,7 @@ def process() -> Process:
 def activate() -> None:
     """Make this process fault tolerant; idempotent. To be called before a training script imports Megatron."""
     platform.install()
+    check_names()
     for point in points():
         owners = [_resolve(path) for path in point.modules]
         original = getattr(owners[0], point.name)

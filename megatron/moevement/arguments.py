@@ -64,7 +64,7 @@ def add_arguments(parser: Parser) -> Parser:
         "for active ones. auto: triton where a GPU is and the experts allow it; cuda: with the input gradient in "
         "CUDA C++ (compute capability 9.0); off: Megatron's own (default: off, until they have run on a GPU)",
     )
-    add_session_flags(group)
+    add_session_flags(group, has_switch=True)
     return parser
 
 

@@ -8,8 +8,11 @@ the signature of every one, so a Megatron that changes one fails there, by name;
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from moevement_core.undo import UndoStack
@@ -72,6 +75,32 @@ DECLARED = (
     ),
 )  # fmt: skip
 
+_OPTIMIZER, _DDP = "megatron.core.optimizer", "megatron.core.distributed"
+LOOKED_UP = {
+    f"{_OPTIMIZER}.optimizer": (
+        "chained_optimizers", "float16_groups", "fp32_from_float16_groups", "fp32_from_fp32_groups", "found_inf",
+        "grad_scaler", "init_state_fn", "_copy_main_params_to_model_params", "_has_grad_norm_group_cache",
+    ),
+    f"{_OPTIMIZER}.distrib_optimizer": (
+        "model_param_gbuf_map", "_get_model_param_range_map", "_get_main_param_and_optimizer_states",
+        "start_param_sync_for_bucket_group_subset", "_defer_param_sync", "_copy_main_params_to_model_params",
+    ),
+    f"{_OPTIMIZER}.grad_scaler": ("_growth_tracker", "_hysteresis_tracker", "_scale"),
+    f"{_DDP}.distributed_data_parallel": (
+        "remove_forward_pre_hook_handles", "expert_parallel_bucket_groups", "force_all_reduce", "use_forward_hook",
+    ),
+    f"{_DDP}.param_and_grad_buffer": (
+        "grad_reduce_handle", "grad_reduce_finished", "is_last_microbatch", "is_first_batch", "param_gather_handle",
+        "golden_per_param_grad_ready_counts", "per_param_grad_ready_counts", "param_gather_dispatched",
+        "layerwise_gather_list",
+    ),
+    "megatron.core.transformer.moe.shared_experts": ("_overlap_state", "cached_fc1_input", "gate_score"),
+    "megatron.core.tensor_parallel.random": ("_current_state_name", "_unset_checkpointing"),
+}  # fmt: skip
+"""Names of Megatron's objects that are read, or set, where an object has them; by the module that makes them. Which
+objects have them differs (an optimizer of FP32 weights has no loss scaler), so one that was renamed would be passed
+over in silence."""
+
 _replaced: dict[tuple[str, str], Replaced] = {}
 
 
@@ -108,6 +137,21 @@ def replace_for_a_while(undo: UndoStack, module: Any, name: str, new: Any) -> No
     """
     _check(module, name, [declared for declared in DECLARED if declared.owner == module.__name__])
     undo.set(module, name, new)
+
+
+def check_names() -> None:
+    """Find every name of :data:`LOOKED_UP` in the source of its module.
+
+    Raises:
+        PatchError: one is not there: Megatron has renamed it.
+    """
+    for path, names in LOOKED_UP.items():
+        words = set(re.findall(r"\w+", inspect.getsource(import_module(path))))
+        if missing := [name for name in names if name not in words]:
+            raise PatchError(
+                f"{path} has no {', '.join(missing)}, which megatron/moevement looks up; this version of Megatron has "
+                "renamed it. Use megatron-core 0.19.x"
+            )
 
 
 def _check(owner: Any, name: str, among: Sequence[Declared]) -> None:

@@ -33,6 +33,8 @@ from moevement_core.run_record import RunRecord
 from moevement_core.session.config import lease_seconds
 
 POLL_S = 0.02
+BINDING = "moevement_core"
+"""What a script in plain torch has to use, to be fault tolerant."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,12 @@ def _check(launch: Launch) -> None:
     if launch.spares is not None and switch and switch not in config_file.expand(launch.argv[1:]):
         raise ConfigError(
             f"--spares without {switch}: what a rank loses could not be brought back; add the flag to the script's, or "
-            "leave --spares out"
+            "leave --spares out; for a script that binds a trainer of its own give --trainer torch"
+        )
+    if launch.spares is not None and switch is None and BINDING not in script.read_text(errors="replace"):
+        raise ConfigError(
+            f"--spares with --trainer torch: {script} does not use {BINDING}; bind its trainer as in "
+            "examples/plain_torch/train.py, or leave --spares out"
         )
 
 

@@ -323,11 +323,17 @@ class SessionConfig:
         )
 
 
-def add_session_flags(group: Any) -> None:
-    """Add ``--moevement-sparse-ckpt`` and the flags of every part to a parser, or a group of one."""
-    group.add_argument(
-        SWITCH,
-        action="store_true",
-        help="keep a slice of the training state in host memory, and on peers, every iteration",
-    )
+def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
+    """Add the flags of every part to a parser, or a group of one.
+
+    Args:
+        group: of ``argparse``.
+        has_switch: whether there is to be ``--moevement-sparse-ckpt``, without which nothing is saved.
+    """
+    if has_switch:
+        group.add_argument(
+            SWITCH,
+            action="store_true",
+            help="keep a slice of the training state in host memory, and on peers, every iteration",
+        )
     add_flags(group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, DrillConfig)

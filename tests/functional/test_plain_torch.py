@@ -64,6 +64,27 @@ def test_a_new_job_starts_from_windows_on_disk(tmp_path: Path) -> None:
     assert second.metrics()[0]["iteration"] > 1
 
 
+@pytest.mark.parametrize(
+    ("options", "script", "words", "message"),
+    [
+        (["--nproc", "3"], SCRIPT, [], "--nproc 3: 8 experts; give a number that divides them"),
+        (["--nproc", "2"], SCRIPT, ["--moevement-window", "many"], "--moevement-window many; needs auto or a number"),
+        (["--nproc", "2"], Path(__file__), [], "does not use moevement_core; bind its trainer as in"),
+    ],
+)
+def test_mistakes_are_one_line(
+    tmp_path: Path, options: list[str], script: Path, words: list[str], message: str
+) -> None:
+    if script != SCRIPT:
+        script = tmp_path / "no_binding.py"
+        script.write_text("print()\n")
+    code, _, err = finished(
+        launch("--trainer", "torch", *options, "--spares", "1", str(script), *words, "--run-dir", str(tmp_path / "run"))
+    )
+    assert (code, err.count("\n")) == (2, 1), err
+    assert message in err
+
+
 def test_the_example_knows_no_megatron() -> None:
     """What it imports anywhere, and what the engine loads for it."""
     tree = ast.parse(SCRIPT.read_text())

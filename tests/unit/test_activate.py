@@ -11,7 +11,7 @@ import yaml
 
 from megatron.moevement import platform
 from megatron.moevement.activate import _resolve, activate, points
-from megatron.moevement.patches import DECLARED, PatchError, replace_on, replaced
+from megatron.moevement.patches import DECLARED, LOOKED_UP, PatchError, check_names, replace_on, replaced
 
 PINNED = Path(__file__).with_name("replaced_signatures.yaml")
 
@@ -50,6 +50,13 @@ def test_what_is_replaced_on_an_object_is_declared_and_exists() -> None:
         replace_on(Thing(), "other", lambda original: original)
     with pytest.raises(PatchError, match=r"Thing has no get_grad_norm, .*has renamed it"):
         replace_on(Thing(), "get_grad_norm", lambda original: original)
+
+
+def test_a_name_that_is_looked_up_and_was_renamed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_names()
+    monkeypatch.setitem(LOOKED_UP, "megatron.core.optimizer.grad_scaler", ("_growth_tracker", "_gone"))
+    with pytest.raises(PatchError, match=r"megatron\.core\.optimizer\.grad_scaler has no _gone, "):
+        check_names()
 
 
 class Thing:

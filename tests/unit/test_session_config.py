@@ -40,13 +40,13 @@ MEGATRONS: dict[str, Any] = {
 
 def parsed(*words: str, **megatrons: Any) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add_session_flags(parser.add_argument_group("moevement"))
+    add_session_flags(parser.add_argument_group("moevement"), has_switch=True)
     return argparse.Namespace(**vars(parser.parse_args(["--moevement-sparse-ckpt", *words])), **(MEGATRONS | megatrons))
 
 
 def test_the_set_of_flags_is_frozen_and_each_has_help() -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    add_session_flags(parser.add_argument_group("moevement"))
+    add_session_flags(parser.add_argument_group("moevement"), has_switch=True)
     assert {option for action in parser._actions for option in action.option_strings} == FLAGS
     assert all(action.help for action in parser._actions)
 
