@@ -160,13 +160,14 @@ def summary(jobs: list[dict[str, Any]]) -> str:
         ("begun again from windows on disk, all ranks having died", sum(sum(map(bool, job["starts"])) for job in jobs)),
         ("begun again from the start, nothing being there yet", sum(job["starts"].count(0) - 1 for job in jobs)),
         ("jobs that did not come to their end", sum(job["digest"] is None for job in jobs)),
-        ("jobs whose digest equals the failure_free run's", sum(job["equal"] for job in jobs)),
+        ("jobs whose digest equals the failure-free run's", sum(job["equal"] for job in jobs)),
     ]
     if times:
         rows.append(("seconds from failure to resumption, median", f"{times[len(times) // 2]:.2f}"))
         rows.append(("... largest", f"{times[-1]:.2f}"))
         parts = [parts for job in jobs for parts in job["parts"]]
-        rows += [(f"... {name}, median", f"{median(one[name] for one in parts):.2f}") for name in parts[0]]
+        names = dict.fromkeys(name for one in parts for name in one)  # some have interrupted recoveries before them
+        rows += [(f"... {name}, median", f"{median(one.get(name, 0.0) for one in parts):.2f}") for name in names]
     lines = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)]
     return "\n".join(lines)
 
