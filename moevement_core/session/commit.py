@@ -102,6 +102,7 @@ class UpdateCommit(Commit):
 
     @override
     def step(self, iteration: int) -> None:
+        injection.at(Phase.REDUCE)
         outcome = self._trainer.reduce()
         injection.at(Phase.COMMIT)
         self._vote()

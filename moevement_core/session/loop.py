@@ -26,7 +26,9 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.errors import RecoveryError
 from moevement_core.events import Ended
+from moevement_core.injection import Phase
 from moevement_core.recovery.agree import NothingToResume
+from moevement_core.restart import injection
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
 from moevement_core.restart.store import connect, store_address
@@ -94,6 +96,7 @@ def iterations(session: Session, until: int) -> Iterator[int]:
         committed = binding.iteration
         session.begin_iteration(committed)
         began = time.perf_counter()
+        injection.at(Phase.FORWARD)
         yield committed + 1
         if binding.iteration != committed + 1:
             raise RuntimeError(f"iteration {committed + 1} ended without a session.step(); call it once in each")
