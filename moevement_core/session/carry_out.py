@@ -72,7 +72,11 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
                 checkpointer.adopt(prepared.snapshots[iteration])
     feeders = [] if everywhere else start_feeders(parts, prepared)
     if plan is not None:
-        alone = None if everywhere else Alone(parts.topology.neighbours, frozenset(plan.runs), parts.topology.feeds)
+        alone = (
+            None
+            if everywhere
+            else Alone(parts.topology.neighbours, frozenset(plan.runs), parts.topology.channels.feeds)
+        )
         with parts.binding.replaying(shared_from, alone) as trainer, working():
             replay(
                 plan, parts.topology.stage, parts.topology.table.names, prepared.snapshots, trainer, check, tell,

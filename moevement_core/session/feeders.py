@@ -23,7 +23,7 @@ class Feeder(threading.Thread):
 
     def run(self) -> None:
         """Feed; on the thread."""
-        log, transport = self._parts.binding.boundary_log, self._parts.topology.feeds
+        log, transport = self._parts.binding.boundary_log, self._parts.topology.channels.feeds
         assert log is not None
         assert transport is not None
         try:

@@ -42,7 +42,7 @@ class Peers:
             budget_bytes: host memory for copies of other ranks' snapshots.
             before: what was kept of other ranks in an earlier generation, by rank.
         """
-        transport = topology.snapshots
+        transport = topology.channels.snapshots
         if transport is None:
             self.senders = []
             return [], []

@@ -73,7 +73,7 @@ class Recoverer:
         )  # fmt: skip
         parts.checkpointer.capturer.settle()
         try:
-            return prepare(report, sources, until, topology.fetches, scope)
+            return prepare(report, sources, until, topology.channels.fetches, scope)
         except RecoveryError as gone:  # on every rank alike
             on_disk = self._disk.that_lead_to(until)
             if not on_disk.windows:
@@ -141,7 +141,7 @@ class Recoverer:
         Raises:
             RecoveryError: there is no way back from disk either.
         """
-        prepared = prepare(report, sources, until, parts.topology.fetches)
+        prepared = prepare(report, sources, until, parts.topology.channels.fetches)
         assert prepared.mine is not None
         first, counts = prepared.mine.first, prepared.mine.sources()
         windows = sources[Source.FILE].windows  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from moevement_core.session.windows_on_disk import WindowsOnDisk
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
+from moevement_core.strategies import Strategy
 
 RECORD_SLACK_BYTES = 64 << 10
 """Room for a boundary record to grow."""
@@ -39,6 +40,12 @@ class Joining:
     """Whether of this rank's."""
     kept: Sequence[Copies]
     """What every rank keeps for others."""
+
+    def policy_for(self, strategy: Strategy, most_operators: int) -> Policy:
+        """Returns the policy of this rank's stage; orders are of another table where nobody of it is left."""
+        if self.is_of_same_stage:
+            return self.policy
+        return self.policy.for_stage(strategy.first(0, most_operators), strategy.learned())
 
 
 class Saving:
@@ -58,16 +65,18 @@ class Saving:
         self._warn_of_copies()
         self.began_at = binding.iteration if joining is None else joining.policy.began_at
         """The iteration that the job started from."""
-        self.windows = self._window_decisions(joining)
+        strategy = config.strategy.of(self.topology.table)
+        policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
+        self.windows = self._window_decisions(strategy, policy)
         self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report)
         self._states = binding.states()
-        self.checkpointer = self._start_checkpointer(joining)
-        disk_job, announced = (joining.policy.disk_job, joining.policy.announced) if joining else ("", NONE)
+        self.checkpointer = self._start_checkpointer(policy, joining.kept if joining is not None else ())
+        disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)
         self.disk = WindowsOnDisk(binding, names, config, self.topology, self.checkpointer, self.reports, disk_job)
         self.watch = ProgressWatch(
             binding.iteration, self.checkpointer, self.reports, config.timeouts.peer_s, announced
         )  # fmt: skip
-        self._settled = self._joined_policy(joining) if joining is not None else self._policy(binding.iteration)
+        self._settled = policy or self._policy(binding.iteration)
         """As of the last window whose decisions this rank has come to the end of: others may still be in the middle."""
         if joining is None:
             self.peers.refuse_without_copies(self.topology, config.timeouts.peer_s, config.copies.replicas)
@@ -80,23 +89,16 @@ class Saving:
         """What a recovery needs of this rank, in this generation."""
         return Parts(self._binding, self.topology, self._states, self.checkpointer)
 
-    def _window_decisions(self, joining: Joining | None) -> WindowDecisions:
-        config, table = self._config, self.topology.table
-        strategy = config.strategy.of(table)
-        counts = self._binding.counts(table, strategy.counts) if strategy.counts is not None else None
+    def _window_decisions(self, strategy: Strategy, policy: Policy | None) -> WindowDecisions:
+        config = self._config
+        counts = self._binding.counts(self.topology.table, strategy.counts) if strategy.counts is not None else None
         windows = WindowDecisions(
             strategy, counts, self.topology, config.budget, self.reports.report, self._binding.sent_bytes,
             asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None,
         )  # fmt: skip
-        if joining is not None:
-            windows.adopt(self._joined_policy(joining, windows))
+        if policy is not None:
+            windows.adopt(policy)
         return windows
-
-    def _joined_policy(self, joining: Joining, windows: WindowDecisions | None = None) -> Policy:
-        if joining.is_of_same_stage:
-            return joining.policy
-        strategy = (windows or self.windows).strategy
-        return joining.policy.for_stage(strategy.first(0, self.topology.most_operators), strategy.learned())
 
     def _policy(self, window_start: int) -> Policy:
         windows = self.windows
@@ -105,14 +107,14 @@ class Saving:
             self.watch.announced, self.began_at, self.disk.job_name, self.checkpointer.needed,
         )  # fmt: skip
 
-    def _start_checkpointer(self, joining: Joining | None) -> Checkpointer:
+    def _start_checkpointer(self, policy: Policy | None, kept: Sequence[Copies]) -> Checkpointer:
         record_bytes = self._measure_record()
 
         def bytes_of(schedule: Schedule) -> int:
             return int(buffer_bytes(schedule, self._states, record_bytes))
 
-        if joining is not None:
-            history = ScheduleHistory(*self._joined_policy(joining).schedules)
+        if policy is not None:
+            history = ScheduleHistory(*policy.schedules)
         else:
             history = self.windows.first(self._binding.iteration, bytes_of)
         own_bytes = max(map(self.windows.slots, history.all)) * max(map(bytes_of, history.all))
@@ -126,12 +128,12 @@ class Saving:
             current_device(),
             senders,
             receivers,
-            self.topology.agreement,
+            self.topology.channels.agreement,
             record_bytes,
             self.reports.report,
             to_disk=self._config.disk.persist_dir is not None,
-            has=peers_have(self.topology, joining.kept if joining is not None else ()),
-            needed=joining.policy.needed if joining is not None else (NONE, NONE),
+            has=peers_have(self.topology, kept),
+            needed=policy.needed if policy is not None else (NONE, NONE),
         )
 
     def _budget_for_copies(self, own_bytes: float, schedules: Sequence[Schedule]) -> float:
@@ -238,7 +240,7 @@ class Saving:
         others = [store for source, store in before.items() if source not in self.topology.sources]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
         has = peers_have(self.topology, kept)
-        checkpointer.rewire(senders, receivers, self.topology.agreement, has, former=others)
+        checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)
         self.watch.forget_peers()
 
     def interrupted(self) -> None:

@@ -80,7 +80,7 @@ class Session:
         """Return when every rank has come to the commit point; at once where a reduction of the step made sure."""
         if generation() is None or self.saving.topology.step_spans_job:
             return
-        dist.barrier(group=self.saving.topology.job_group)
+        dist.barrier(group=self.saving.topology.channels.job_group)
 
     # Once an iteration
 

@@ -38,6 +38,23 @@ class _Rank:
 
 
 @dataclass(frozen=True, eq=False)
+class Channels:
+    """Through what a rank talks to others, beside training."""
+
+    job_group: Any
+    """All ranks, for host tensors."""
+    stage_group: Any
+    """The ranks of this stage, for host tensors."""
+    agreement: Agreement
+    snapshots: Transport | None
+    """For copies of snapshots; nothing without peers."""
+    fetches: Transport | None
+    """Of their own: senders and receivers go on using theirs."""
+    feeds: Transport | None
+    """For what a stage that replays alone is fed; nothing where there is one stage."""
+
+
+@dataclass(frozen=True, eq=False)
 class Topology:
     """Who this rank is, whom it talks to, and through what."""
 
@@ -55,17 +72,7 @@ class Topology:
     peers: Placement
     warning: str | None
     """What an operator should know of where copies are kept."""
-    job_group: Any
-    """All ranks, for host tensors."""
-    stage_group: Any
-    """The ranks of this stage, for host tensors."""
-    agreement: Agreement
-    snapshots: Transport | None
-    """For copies of snapshots; nothing without peers."""
-    fetches: Transport | None
-    """Of their own: senders and receivers go on using theirs."""
-    feeds: Transport | None
-    """For what a stage that replays alone is fed; nothing where there is one stage."""
+    channels: Channels
     pipeline: Pipeline
     neighbours: Neighbours
     replica: int
@@ -112,6 +119,14 @@ def connect(
     copies = allowed_copies(nodes, config.copies.replicas, same_node=config.copies.same_node, is_running=is_running)
     tied = tied_stages(stages, [its.embedding_ranks for its in places])
     pipeline, neighbours = _find_neighbours(rank, stages, places[rank], tied)
+    channels = Channels(
+        job_group=dist.new_group(backend="gloo"),
+        stage_group=_make_stage_groups(stages, stage),
+        agreement=_agreement(world),
+        snapshots=_for_snapshots(config, copies),
+        fetches=GlooTransport() if world > 1 else None,
+        feeds=GlooTransport() if pipeline.stages > 1 else None,
+    )
     return Topology(
         rank=rank,
         world=world,
@@ -122,12 +137,7 @@ def connect(
         most_operators=max(len(its.operators) for its in everyones),
         peers=_place(config, everyones, copies),
         warning=copies.warning,
-        job_group=dist.new_group(backend="gloo"),
-        stage_group=_make_stage_groups(stages, stage),
-        agreement=_agreement(world),
-        snapshots=_for_snapshots(config, copies),
-        fetches=GlooTransport() if world > 1 else None,
-        feeds=GlooTransport() if pipeline.stages > 1 else None,
+        channels=channels,
         pipeline=pipeline,
         neighbours=neighbours,
         replica=places[rank].replica,

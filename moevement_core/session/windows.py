@@ -201,7 +201,7 @@ class WindowDecisions:
             return
         counts = self._counts.by_operator(self._pending)
         self._pending.clear()
-        dist.all_reduce(counts, group=self.topology.stage_group)
+        dist.all_reduce(counts, group=self.topology.channels.stage_group)
         for one in counts.numpy():
             self.strategy.observe(np.asarray(one))
 
@@ -215,7 +215,7 @@ class WindowDecisions:
         own = [checkpointer.capturer.memory_needed(schedule) for schedule in schedules]
         mine = torch.tensor([own, [self.log_bytes(schedule) for schedule in schedules]])
         everyones = [torch.empty_like(mine) for _ in range(self.topology.world)]
-        dist.all_gather(everyones, mine, group=self.topology.job_group)
+        dist.all_gather(everyones, mine, group=self.topology.channels.job_group)
         count = self.slots(checkpointer.history.newest)
         needed = [self._needed_by(rank, everyones, count) for rank in range(self.topology.world)]
         return [bool((one > self._budget.host_memory_bytes).any()) for one in torch.stack(needed).T]
@@ -231,7 +231,7 @@ class WindowDecisions:
         iteration_s, replicas = statistics.median(self._steps_s[2:]), len(self.topology.peers[self.topology.rank])
         own = self.strategy.wanted_size(now, Measured(iteration_s, d2h, network * NETWORK_HEADROOM, replicas))
         size = torch.tensor([min(own, MOST_ITERATIONS)])
-        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self.topology.job_group)
+        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
         return int(size)
 
     def _measured_bandwidths(self, checkpointer: Checkpointer, senders: Sequence[Sender]) -> tuple[float, float]:
