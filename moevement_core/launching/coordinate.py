@@ -20,7 +20,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.rendezvous.coordinator import Coordinator, State
-from moevement_core.rendezvous.lease import ADDRESS, LeaseServer
+from moevement_core.rendezvous.lease_server import ADDRESS, LeaseServer
 from moevement_core.rendezvous.roster import RANKS, STOP
 from moevement_core.restart.environment import STORE_ENV
 from moevement_core.run_record import RunRecord

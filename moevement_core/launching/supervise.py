@@ -25,7 +25,8 @@ from moevement_core.launching.children import Child, nothing_left_behind
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.supervisor import Supervisor, is_mistake
 from moevement_core.launching.worker import Trainer
-from moevement_core.rendezvous.lease import ADDRESS, LeaseClient
+from moevement_core.rendezvous.lease_client import LeaseClient
+from moevement_core.rendezvous.lease_server import ADDRESS
 from moevement_core.rendezvous.roster import LATE_TASKS, RANKS, TASK
 from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from moevement_core.rendezvous.lease import LeaseClient, LeaseServer
+from moevement_core.rendezvous.lease_client import LeaseClient
+from moevement_core.rendezvous.lease_server import LeaseServer
 from moevement_core.rendezvous.status_page import boot_time_s
 
 LEASE_S = 1.0

@@ -1,0 +1,152 @@
+"""Leases between supervisors and the coordinator, over a connection that carries nothing else; the coordinator's side.
+
+A supervisor sends, several times in a lease time, which of its processes it finds alive; each answer renews their
+leases. A connection that breaks is noticed at once: a supervisor's processes end with it. Messages are lines of JSON.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from moevement_core.rendezvous.json_lines import JsonLines
+
+ADDRESS = "leases/address"
+"""In the job's store: ``host:port`` of the lease server."""
+
+
+class LeaseHolder(Protocol):
+    """The coordinator, as far as supervisors have to do with it."""
+
+    lease_s: float
+    given_up: set[int]
+
+    def renew(self, members: Mapping[int, int | None]) -> None:
+        """These members live."""
+
+    def disconnected(self, members: Iterable[int]) -> None:
+        """The connection of their supervisor broke."""
+
+    def died(self, member: int, pid: int, how: str) -> int | None:
+        """A supervisor saw a process end."""
+
+
+@dataclass(slots=True, eq=False)
+class _Supervisor:
+    lines: JsonLines
+    name: str = ""
+    started_by: str = ""
+    members: set[int] = field(default_factory=set)
+    heard_at: float = 0.0
+
+
+class LeaseServer:
+    """The coordinator's side. All methods are for one thread, which asks it to :meth:`poll` often.
+
+    Args:
+        listener: a bound socket that listens.
+        holder: the coordinator.
+        on_request: called with what a supervisor asks of the job: ``stop`` and why, or ``wind_down`` and why.
+    """
+
+    def __init__(
+        self, listener: socket.socket, holder: LeaseHolder, on_request: Callable[[str, str, int], None]
+    ) -> None:
+        listener.setblocking(False)
+        self._listener, self._holder, self._on_request = listener, holder, on_request
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, None)
+        self._connections: dict[socket.socket, _Supervisor] = {}
+        self._by_name: dict[str, _Supervisor] = {}
+
+    def poll(self, timeout_s: float, answer: Mapping[str, Any]) -> None:
+        """Take in what has come, and answer each beat.
+
+        Args:
+            timeout_s: how long to wait for something.
+            answer: what every supervisor is to know: whether and why the job has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            for key, _ in self._selector.select(max(0.0, deadline - time.monotonic())):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(self._connections[key.fileobj], answer)  # type: ignore[index]
+            if time.monotonic() >= deadline:
+                return
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            supervisor = _Supervisor(JsonLines(connection))
+            self._connections[connection] = supervisor
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, supervisor: _Supervisor, answer: Mapping[str, Any]) -> None:
+        try:
+            for message in supervisor.lines.receive():
+                self._take_in(supervisor, message, answer)
+        except (ConnectionError, KeyError, TypeError, ValueError, AttributeError):
+            self._drop(supervisor)
+
+    def _take_in(self, supervisor: _Supervisor, message: dict[str, Any], answer: Mapping[str, Any]) -> None:
+        if name := message.get("supervisor"):
+            # The newest connection of a supervisor counts; that an older one breaks means nothing.
+            supervisor.name = str(name)
+            self._by_name[supervisor.name] = supervisor
+            supervisor.started_by = str(message.get("started_by", ""))
+        if "lease_s" in message:  # a flag of the script: tasks know it, and the coordinator does not
+            self._holder.lease_s = float(message["lease_s"])
+        for death in message.get("died", ()):
+            self._holder.died(int(death["member"]), int(death["pid"]), str(death["how"]))
+        if (request := message.get("request")) is not None:
+            self._on_request(str(request["kind"]), str(request["why"]), int(request["code"]))
+        alive = {int(member): committed for member, committed in message.get("alive", {}).items()}
+        supervisor.members = set(alive)
+        self._holder.renew(alive)
+        supervisor.heard_at = time.monotonic()
+        ours = set(map(int, message.get("members", ())))
+        supervisor.lines.send(
+            {
+                "beat": message["beat"], "lease_s": self._holder.lease_s,
+                "given_up": sorted(ours & self._holder.given_up), **answer,
+            }
+        )  # fmt: skip
+
+    def _drop(self, supervisor: _Supervisor) -> None:
+        self._selector.unregister(supervisor.lines.socket)
+        del self._connections[supervisor.lines.socket]
+        supervisor.lines.close()
+        if self._by_name.get(supervisor.name) is supervisor:
+            del self._by_name[supervisor.name]
+            self._holder.disconnected(supervisor.members)
+
+    @property
+    def supervisors(self) -> int:
+        """How many have been heard of within the lease time."""
+        since = time.monotonic() - self._holder.lease_s
+        return sum(supervisor.heard_at > since for supervisor in self._by_name.values())
+
+    @property
+    def heard(self) -> set[str]:
+        """Who started the supervisors that have been heard of within the lease time."""
+        since = time.monotonic() - self._holder.lease_s
+        return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
+
+    @property
+    def connected(self) -> set[str]:
+        """Who started the supervisors that have a connection now, as they say; it breaks with their processes."""
+        return {supervisor.started_by for supervisor in self._by_name.values()}
+
+    def close(self) -> None:
+        """Close every connection."""
+        for supervisor in list(self._connections.values()):
+            supervisor.lines.close()
+        self._selector.close()
+        self._listener.close()
