@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 from megatron.moevement import platform
 from megatron.moevement.transformer.kernel_choice import FrozenKernels
 from moevement_core.errors import ConfigError
+from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.restart.environment import MEMBER_ENV
-from moevement_core.session.config import LEASES_TO_HANG, SessionConfig, add_session_flags
+from moevement_core.session.config import SessionConfig, add_session_flags
 
 Parser = argparse.ArgumentParser
 

@@ -27,10 +27,10 @@ from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.launching.worker import Trainer
 from moevement_core.progress import Progress
+from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
 from moevement_core.run_record import RunRecord
-from moevement_core.session.config import lease_seconds
 
 POLL_S = 0.02
 BINDING = "moevement_core"

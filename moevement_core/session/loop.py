@@ -28,12 +28,13 @@ from moevement_core.errors import RecoveryError
 from moevement_core.events import Ended
 from moevement_core.injection import Phase
 from moevement_core.recovery.agree import NothingToResume
+from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.restart import injection
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
 from moevement_core.restart.store import connect, store_address
 from moevement_core.session.binding import Binding
-from moevement_core.session.config import LEASES_TO_HANG, SessionConfig
+from moevement_core.session.config import SessionConfig
 from moevement_core.session.identity import agree_on_names, job_name
 from moevement_core.session.rejoin import Rejoined, rejoin
 from moevement_core.session.run_directory import (

@@ -8,10 +8,11 @@ from typing import Any
 
 from moevement_core.device import current_device
 from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.config import Verify
 from moevement_core.engine.layout import buffer_bytes
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.session.binding import Binding
-from moevement_core.session.config import SessionConfig, Verify
+from moevement_core.session.config import SessionConfig
 from moevement_core.session.identity import JobNames
 from moevement_core.session.parts import Parts
 from moevement_core.session.peers import Copies, Peers, peers_have

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.config import BudgetConfig
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory
@@ -21,11 +22,11 @@ from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
 from moevement_core.session.binding import Counts
-from moevement_core.session.config import MOST_ITERATIONS, BudgetConfig
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
 from moevement_core.strategies import Measured, Strategy
+from moevement_core.strategies.config import MOST_ITERATIONS
 
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""

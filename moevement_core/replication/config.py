@@ -1,0 +1,42 @@
+"""The flags of copies: how many are kept, and where."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from moevement_core.flags import at_least, flag
+from moevement_core.replication.placement import PlacementKind
+from moevement_core.restart.environment import NODE_ENV
+
+
+@dataclass(frozen=True)
+class CopiesConfig:
+    """Where copies are kept."""
+
+    replicas: int | None = flag(
+        "--moevement-replicas", type=int, metavar="R", check=at_least(0),
+        help="peers on other nodes that keep a copy of each snapshot "
+        "(default: 2, or as many as there are other nodes; with one node on other ranks of it, with a warning)",
+    )  # fmt: skip
+    placement: PlacementKind = flag(
+        "--moevement-placement", choices=[str(kind) for kind in PlacementKind], default=str(PlacementKind.SPREAD),
+        check=lambda name, value: PlacementKind(value),
+        help="spread: copies on other nodes, evenly; redundancy: on data-parallel peers first (default: spread)",
+    )  # fmt: skip
+    same_node: bool = flag(
+        "--moevement-replicas-on-same-node", action="store_true",
+        help="let copies stay on their rank's own node where there are not enough others: they survive a process and "
+        "not the node",
+    )  # fmt: skip
+    ranks_per_node: int | None = flag(
+        "--moevement-ranks-per-node", type=int, metavar="K", check=at_least(1),
+        help="take every K ranks for a node of its own (default: ranks of one host are a node)",
+    )  # fmt: skip
+
+    def node_of(self, rank: int) -> str:
+        """Returns the name of the node that ``rank``, which is this process, is on."""
+        if node := os.environ.get(NODE_ENV):
+            return node
+        return socket.gethostname() if self.ranks_per_node is None else str(rank // self.ranks_per_node)

@@ -1,0 +1,47 @@
+"""The flags of drills: failures that are made to happen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from moevement_core.flags import at_least, each, flag, positive
+from moevement_core.injection import Fault, Phase
+
+
+@dataclass(frozen=True)
+class DrillConfig:
+    """Failures that are made to happen."""
+
+    wipe_at: frozenset[int] = flag(
+        "--moevement-wipe-at", type=int, nargs="+", default=(), metavar="N", check=each(at_least(1), frozenset),
+        help="to test recovery: when these iterations are committed, overwrite all model and optimizer memory of all "
+        "ranks with NaN, recover it by replay, and compare",
+    )  # fmt: skip
+    wipe_stages: frozenset[int] | None = flag(
+        "--moevement-wipe-stages", type=int, nargs="+", metavar="S",
+        check=lambda name, values: frozenset(values) if values else None,
+        help="with --moevement-wipe-at: only the ranks of these pipeline stages, which then replay alone while the "
+        "others keep their state and wait (default: all)",
+    )  # fmt: skip
+    faults: tuple[Fault, ...] = flag(
+        "--moevement-inject", action="append", default=(), metavar="rank=N,phase=P[,iteration=N][,signal=S]",
+        check=each(lambda name, text: Fault.parse(text), tuple),
+        help="a drill: once, let signal (KILL, STOP, EXC, or WAIT: stay there until another rank fails) happen to a "
+        f"rank in a phase ({', '.join(Phase)}); may be given several times",
+    )  # fmt: skip
+    mtbf_s: float | None = flag(
+        "--moevement-inject-mtbf", type=float, metavar="S", check=positive(None),
+        help="a drill: kill ranks at random, one every so many seconds on average",
+    )  # fmt: skip
+    seed: int = flag(
+        "--moevement-inject-seed", type=int, default=0, metavar="N", help="of the random kills (default: 0)"
+    )
+    trace: Path | None = flag(
+        "--moevement-inject-trace", metavar="FILE", check=lambda name, value: Path(value) if value else None,
+        help="a drill: kill the ranks of a node when FILE, lines of milliseconds,add|remove,NODE, removes one",
+    )  # fmt: skip
+    speedup: float = flag(
+        "--moevement-inject-speedup", type=float, metavar="X", check=positive(1.0),
+        help="let the trace run X times as fast (default: 1)",
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""The flags of strategies: what is captured, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moevement_core.errors import ConfigError
+from moevement_core.flags import AUTO, flag
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.popularity import Ordering, OrderingConfig
+from moevement_core.policy.reorder import ReorderThresholds
+from moevement_core.policy.window import WindowKind
+from moevement_core.snapshot.agreement import HORIZON
+from moevement_core.strategies.dense import DenseToPeers
+from moevement_core.strategies.moevement import MoEvement
+from moevement_core.strategies.strategy import Strategy
+
+DENSE_INTERVAL = 10
+"""Iterations, by default."""
+MOST_ITERATIONS = HORIZON // 4
+"""Of a window: ranks agree on runs that began up to twice that long ago, and a lag."""
+
+
+def _iterations(name: str, text: str) -> int | None:
+    if text == AUTO:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_ITERATIONS:
+        raise ConfigError(f"{name} {text}; needs auto or a number of iterations, 1 to {MOST_ITERATIONS}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class StrategyConfig:
+    """What is captured, and when."""
+
+    name: str = flag(
+        "--moevement-strategy", choices=[MoEvement.name, DenseToPeers.name], default=MoEvement.name,
+        help="moevement: a slice of the state every iteration; dense: all of it, every --moevement-dense-interval "
+        "iterations; either to peers, and recovered by the stages that lost it (default: moevement)",
+    )  # fmt: skip
+    dense_interval: int | None = flag(
+        "--moevement-dense-interval", type=int, metavar="K",
+        help="iterations from one dense snapshot to the next, for --moevement-strategy dense (default: "
+        f"{DENSE_INTERVAL})",
+    )  # fmt: skip
+    window: int | None = flag(
+        "--moevement-window", default=AUTO, metavar="auto|N", check=_iterations,
+        help="iterations that a snapshot of everything is spread over; auto: the fewest that fit into the measured "
+        "bandwidths (default: auto)",
+    )  # fmt: skip
+    window_kind: WindowKind = flag(
+        "--moevement-window-kind", choices=[str(kind) for kind in WindowKind], default=str(WindowKind.ALIGNED),
+        check=lambda name, value: WindowKind(value),
+        help="aligned: rollback of W to 2W iterations; rolling: of W, at more bytes (default: aligned)",
+    )  # fmt: skip
+    order: str | None = flag(
+        "--moevement-order", choices=[str(order) for order in Ordering if order is not Ordering.CAPACITY],
+        help="by what operators are ordered in a window, the least first (default: hard, tokens per expert; "
+        "back-to-front without experts)",
+    )  # fmt: skip
+    order_alpha: float = flag(
+        "--moevement-order-alpha", type=float, default=0.9, metavar="A",
+        help="weight of the past for --moevement-order decayed, 0 to 1 (default: 0.9)",
+    )  # fmt: skip
+    reorder_threshold: float = flag(
+        "--moevement-reorder-threshold", type=float, default=0.10, metavar="F",
+        help="relative change of an expert's activation share that counts (default: 0.10)",
+    )  # fmt: skip
+    reorder_fraction: float = flag(
+        "--moevement-reorder-fraction", type=float, default=0.25, metavar="F",
+        help="operators are reordered when more than this fraction of the experts has changed (default: 0.25)",
+    )  # fmt: skip
+    has_experts: bool = True
+    """Whether the model has any."""
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.name != MoEvement.name:
+            raise ConfigError(
+                f"--moevement-window {self.window} with --moevement-strategy {self.name}; give --moevement-window "
+                f"{AUTO}, or --moevement-strategy {MoEvement.name}"
+            )
+        if self.dense_interval is not None and self.name != DenseToPeers.name:
+            raise ConfigError(
+                f"--moevement-dense-interval {self.dense_interval} with --moevement-strategy {self.name}; needs "
+                "--moevement-strategy dense"
+            )
+        if not 1 <= self.interval <= MOST_ITERATIONS:
+            raise ConfigError(
+                f"--moevement-dense-interval {self.interval}; needs a number of iterations, 1 to {MOST_ITERATIONS}"
+            )
+        _ = self.ordering, self.thresholds  # which refuse what cannot be
+
+    @property
+    def interval(self) -> int:
+        """K of the strategy ``dense``, iterations."""
+        return DENSE_INTERVAL if self.dense_interval is None else self.dense_interval
+
+    @property
+    def ordering(self) -> OrderingConfig:
+        """By what operators are ordered."""
+        default = Ordering.HARD_COUNT if self.has_experts else Ordering.BACK_TO_FRONT
+        return OrderingConfig(Ordering(self.order or default), self.order_alpha)
+
+    @property
+    def thresholds(self) -> ReorderThresholds:
+        """When operators are reordered."""
+        return ReorderThresholds(self.reorder_threshold, self.reorder_fraction)
+
+    def of(self, table: OperatorTable) -> Strategy:
+        """Returns the strategy of a stage with these operators."""
+        if self.name == DenseToPeers.name:
+            return DenseToPeers(table, self.interval)
+        return MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)
