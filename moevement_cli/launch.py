@@ -66,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     if arguments.spares is not None:  # torch reads it once, at import; else each look into the store is a warning
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from megatron.moevement.slurm import slurm_environment
+    from megatron.moevement import slurm as megatrons
     from megatron.moevement.worker import MEGATRON
-    from moevement_core.launching import launch
+    from moevement_core.launching import launch, slurm
     from moevement_core.launching.worker import TORCH, end_groups
     from moevement_core.persistence.lock import acquire
     from moevement_core.restart.environment import STORE_ENV
@@ -77,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     argv = [arguments.script, *arguments.arguments]
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
     if arguments.nproc is None or in_cluster:
-        environment = slurm_environment(meets_at_master=arguments.spares is None)
+        found = (slurm if trainer is TORCH else megatrons).read_variables()
+        environment = slurm.task_environment(*found, meets_at_master=arguments.spares is None)
         if arguments.spares is not None:
             from moevement_core.launching.supervise import supervise, task_of
 

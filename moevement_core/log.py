@@ -75,8 +75,3 @@ def info(text: str) -> None:
 def warning(text: str) -> None:
     """What an operator should know, and may have to do something about."""
     get().warning(text)
-
-
-def error(text: str) -> None:
-    """What went wrong in this process."""
-    get().error(text)

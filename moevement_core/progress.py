@@ -105,7 +105,7 @@ class Progress:
         done = self._last["iteration"]
         if self._total is None or done >= self._total:
             return f"{time.time() - self._started_s:.0f} s"
-        return f"{(self._total - done) * (self._last['iteration_s'] or 0):.0f} s to go"
+        return f"{(self._total - done) * (self._last.get('iteration_s') or 0):.0f} s to go"
 
     def _newest_line(self) -> dict[str, Any] | None:
         assert self._record is not None

@@ -26,18 +26,6 @@ class UndoStack:
         self.push(lambda: setattr(owner, name, before))
         setattr(owner, name, value)
 
-    def replace_method(self, owner: object, name: str, function: object) -> None:
-        """Call ``function`` instead of a method of one object."""
-        before = vars(owner).get(name)
-
-        def undo() -> None:
-            vars(owner).pop(name, None)
-            if before is not None:
-                vars(owner)[name] = before
-
-        self.push(undo)
-        vars(owner)[name] = function
-
     @contextmanager
     def nested(self) -> Iterator[UndoStack]:
         """A stack for the duration of a block; closing the outer one closes it, too."""

@@ -60,7 +60,7 @@ def run_ranks(
         body: a function of a module; called with torch's environment variables set and, unless asked otherwise, with
             the gloo process group initialised.
         check: raise if any rank failed.
-        on_started: called with the ranks' process ids, to recovered one of them.
+        on_started: called with the ranks' process ids, to hurt one of them.
 
     Raises:
         ProcessGroupError: a rank failed (its traceback and output are in the message) or the time was over.

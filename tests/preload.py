@@ -1,4 +1,4 @@
-"""What this project server of :mod:`tests.harness` imports once for all ranks."""
+"""What fork server of :mod:`tests.harness` imports once for all ranks."""
 
 from megatron.moevement.worker import preload
 

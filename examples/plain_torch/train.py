@@ -63,11 +63,13 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(experts[self.first : self.first + share])
         self.counts = torch.zeros(EXPERTS, dtype=torch.float64)
         """Tokens of this rank by expert, since they were last taken."""
+        self.is_counting = True
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         gates, chosen = self.router(tokens).softmax(-1).max(-1)
         load = torch.bincount(chosen, minlength=EXPERTS)
-        self.counts += load
+        if self.is_counting:
+            self.counts += load
         order = torch.argsort(chosen, stable=True)
         loads = torch.empty(dist.get_world_size(), EXPERTS, dtype=load.dtype)
         dist.all_gather_into_tensor(loads.view(-1), load)
@@ -297,14 +299,22 @@ class Replay(ft.Trainer):
 class RouterCounts:
     """Tokens by expert, by which operators are ordered: the most popular ones are saved last."""
 
-    paused = False
-
     def __init__(self, model: Model, table: ft.OperatorTable) -> None:
         self.routers = [layer.moe for layer in model.blocks]
         self.width = len(table)
         self.places = [
             table.index_of[ft.expert_name(number, expert)] for number in range(LAYERS) for expert in range(EXPERTS)
         ]
+
+    @property
+    def paused(self) -> bool:
+        return not self.routers[0].is_counting
+
+    @paused.setter
+    def paused(self, paused: bool) -> None:
+        """Tokens of a replay are not counted again."""
+        for router in self.routers:
+            router.is_counting = not paused
 
     def take(self) -> torch.Tensor:
         taken = torch.cat([router.counts for router in self.routers])
@@ -345,7 +355,7 @@ def main() -> None:
             trainer.forward_backward(iteration)
             session.step()
 
-    ft.train(lambda: Trainer(args.seed), config, loop, backend="gloo", run_dir=args.run_dir)
+    ft.train(lambda: Trainer(args.seed), config, loop, backend="gloo", run_dir=args.run_dir, flags=vars(args))
 
 
 if __name__ == "__main__":

@@ -264,6 +264,10 @@ class MegatronBinding(Binding):
         with trainer.replaying():
             yield trainer
 
+    def forget_loop(self) -> None:
+        """Refer to nothing of a training loop that has been left, or has taken up what was lost."""
+        self.on_back = lambda until, outcome, is_between: None
+
     @override
     def back(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
         self.on_back(until, outcome, is_between)

@@ -207,6 +207,7 @@ class Checkpointer:
         self.capturer.last = None
         kept = self.own.forget_peers(has)
         self._agreement, self._paused = agreement, False
+        self.progress.is_winding_down = False  # what was agreed on before a failure a new rank does not know
         self.replicator.rewire(senders, receivers, has, former)
         self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
         for held in kept:

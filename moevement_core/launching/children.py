@@ -123,7 +123,7 @@ def _signals_held() -> Iterator[None]:
 
 
 def _run(program: Program, environment: dict[str, str], streams: list[TextIO]) -> None:
-    """In this projected process."""
+    """In the forked process."""
     for number in ASKING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, signal.SIG_DFL)

@@ -33,8 +33,6 @@ from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
 from moevement_core.run_record import RunRecord
 
 POLL_S = 0.02
-BINDING = "moevement_core"
-"""What a script in plain torch has to use, to be fault tolerant."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +170,6 @@ def _check(launch: Launch) -> None:
         raise ConfigError(
             f"--spares without {switch}: what a rank loses could not be brought back; add the flag to the script's, or "
             "leave --spares out; for a script that binds a trainer of its own give --trainer torch"
-        )
-    if launch.spares is not None and switch is None and BINDING not in script.read_text(errors="replace"):
-        raise ConfigError(
-            f"--spares with --trainer torch: {script} does not use {BINDING}; bind its trainer as in "
-            "examples/plain_torch/train.py, or leave --spares out"
         )
 
 

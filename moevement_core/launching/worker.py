@@ -16,6 +16,7 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
+from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Program, end_with_parent
@@ -144,7 +145,15 @@ def _execute(script: str, spec: ModuleSpec | None) -> None:
 
 
 def _run_plain_rank(argv: list[str]) -> None:
+    from moevement_core.restart.in_process import is_restarted_in_process, was_entered
+
     run_script(argv, None, lambda: None)
+    if is_restarted_in_process() and not was_entered():
+        with exit_cleanly():
+            raise ConfigError(
+                f"--spares with --trainer torch: {argv[0]} has ended without moevement_core.train(); bind its trainer "
+                "as in examples/plain_torch/train.py, or leave --spares out"
+            )
 
 
 def _preload_torch() -> None:

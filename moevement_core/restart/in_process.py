@@ -111,7 +111,17 @@ def run_through_failures(training: Training) -> Any:
     Raises:
         SystemExit: the job ends, as planned or because it cannot go on.
     """
+    global _was_entered
+    _was_entered = True
     return _Restarts(training).run()
+
+
+_was_entered = False
+
+
+def was_entered() -> bool:
+    """Whether training of this process has taken part in its job."""
+    return _was_entered
 
 
 class _Restarts:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, override
@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 
 from moevement_core import log
-from moevement_core.errors import RecoveryError
-from moevement_core.events import Ended
+from moevement_core.events import Ended, Restarted
 from moevement_core.injection import Phase
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.rendezvous.config import LEASES_TO_HANG
@@ -36,12 +35,13 @@ from moevement_core.restart.store import connect, store_address
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.identity import agree_on_names, job_name
-from moevement_core.session.rejoin import Rejoined, rejoin
+from moevement_core.session.rejoin import NoWayBack, Rejoined, rejoin
 from moevement_core.session.run_directory import (
     Lines,
     begin_record,
     go_on_with_record,
     lock_run_directory,
+    plain_config,
     state_digest,
 )
 from moevement_core.session.session import Session
@@ -57,6 +57,7 @@ def train(
     loop: Callable[[Session], Any],
     backend: str,
     run_dir: Path | None = None,
+    flags: Mapping[str, Any] | None = None,
 ) -> Any:
     """Run ``loop`` to its end, through as many failures as come; called once in each process of the job.
 
@@ -68,6 +69,7 @@ def train(
         loop: trains; called in every generation, with :attr:`Session.binding` at the iteration to go on from.
         backend: of the default process group.
         run_dir: keep metrics, events and a summary in this folder.
+        flags: of the script, for the run's ``config.yaml``.
 
     Returns:
         What ``loop`` returned.
@@ -76,7 +78,7 @@ def train(
         ConfigError: the job cannot begin as its flags say. On every rank.
         SystemExit: the job ended without it, on a rank that was not needed, for example.
     """
-    training = _Loop(make, config, loop, backend, run_dir)
+    training = _Loop(make, config, loop, backend, run_dir, plain_config(flags or {}))
     if is_restarted_in_process():
         return run_through_failures(training)
     address = store_address()
@@ -85,6 +87,8 @@ def train(
 
 def iterations(session: Session, until: int) -> Iterator[int]:
     """The iterations that are still to come, each between its beginning and its end; the body calls ``session.step``.
+
+    They end early, on all ranks alike, where the job is asked to end (SIGTERM to the launcher).
 
     Losses that the body, or a replay, puts into :attr:`Binding.losses` are compared after a replay, and recorded.
 
@@ -105,6 +109,8 @@ def iterations(session: Session, until: int) -> Iterator[int]:
         losses = {name: torch.as_tensor(value) for name, value in binding.losses.get(committed + 1, {}).items()}
         session.end_iteration(committed + 1, step_s, {"skipped": False, "grad_norm": None, "losses": losses})
         Lines(binding, session.saving.began_at).write(committed + 1, iteration_s=step_s, **session.metrics())
+        if session.saving.checkpointer.progress.is_winding_down:
+            return
 
 
 class _Loop(Training):
@@ -117,8 +123,10 @@ class _Loop(Training):
         loop: Callable[[Session], Any],
         backend: str,
         run_dir: Path | None,
+        flags: Mapping[str, Any],
     ) -> None:
         self._make, self._config, self._loop, self._backend, self._run_dir = make, config, loop, backend, run_dir
+        self._flags = flags
         self._began_at = time.time()
         self._binding: Binding | None = None
         self._session: Session | None = None
@@ -132,6 +140,13 @@ class _Loop(Training):
         config = self._config
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return Watching(LEASES_TO_HANG * config.timeouts.lease_s, faults=config.drill.faults, devices=devices)
+
+    @override
+    def take_rank(self, rank: int, device: int | None) -> None:
+        if device is not None:
+            os.environ["LOCAL_RANK"] = str(device)
+            if torch.cuda.is_available():
+                torch.cuda.set_device(device)
 
     @override
     def enter(self, store: Any) -> Any:
@@ -150,7 +165,12 @@ class _Loop(Training):
         self._has_begun = True
         self._resumed_in = now.roster.generation if now is not None else -1
         Lines(session.binding, session.saving.began_at).write(session.binding.iteration)
-        result = self._loop(session)
+        try:
+            result = self._loop(session)
+        except SystemExit as exit_:
+            if exit_.code in (0, None):  # a planned exit, to which all ranks come
+                self._finish(session)
+            raise
         self._finish(session)
         if now is None:
             dist.destroy_process_group()
@@ -164,8 +184,17 @@ class _Loop(Training):
         lock = lock_run_directory(self._run_dir, names.name) if self._run_dir is not None else None
         loaded = load_window(binding, self._config, names, is_resumed=False)
         if self._run_dir is not None:
-            binding.record = begin_record(self._run_dir, lock, {}, binding.iteration)
+            binding.record = begin_record(self._run_dir, lock, self._flags, binding.iteration)
+        if names.is_restart:
+            self._report_restart(binding, f"the window {loaded.place}" if loaded is not None else "its beginning")
         self._session = Session(binding, self._config, names, loaded)
+
+    def _report_restart(self, binding: Binding, source: str) -> None:
+        text = f"the job restarts at iteration {binding.iteration}, from {source}"
+        if dist.get_rank() == 0:
+            log.info(text)
+        if binding.record is not None:
+            binding.record.event(Restarted(binding.iteration, text))
 
     def _take_up(self) -> bool:
         """Go on after a failure; whether there is anything to go on from. Every rank calls it."""
@@ -174,20 +203,21 @@ class _Loop(Training):
             self._binding.regroup()
         session = self._session if self._has_begun else None
         try:
-            self._rejoined = rejoin(self._binding, self._config, session, self._rejoined)
+            self._rejoined = rejoin(self._binding, self._config, session, self._rejoined, self._joined)
         except NothingToResume as why:
             if dist.get_rank() == 0:
                 log.warning(f"every rank restarts, because {why}")
             self._forget()
             return False
-        except RecoveryError:
+        except NoWayBack:  # ranks meet once more, and then nobody has begun
             self._has_begun = False
             raise
-        self._session = self._rejoined.session
-        binding = self._binding
-        if self._run_dir is not None and binding.record is None and dist.get_rank() == dist.get_world_size() - 1:
-            binding.record = go_on_with_record(self._run_dir, job_name() or "", {}, binding.iteration)
         return True
+
+    def _joined(self, session: Session, until: int) -> None:
+        self._session, binding = session, session.binding
+        if self._run_dir is not None and binding.record is None and dist.get_rank() == dist.get_world_size() - 1:
+            binding.record = go_on_with_record(self._run_dir, job_name() or "", self._flags, until)
 
     def _finish(self, session: Session) -> None:
         """The summary, when the loop has come to its end; every rank calls it."""

@@ -41,8 +41,6 @@ class Recoverer:
     ) -> None:
         self.done: list[Recovery] = []
         """Every recovery of this process."""
-        self.is_replaying = False
-        """Iterations that run are repeated ones."""
         self._parts, self._records, self._disk, self._reports, self._paused = parts, records, disk, reports, paused
 
     def recover(self, until: int, lost: frozenset[int] | None = None) -> Recovery:
@@ -109,7 +107,6 @@ class Recoverer:
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
-        self.is_replaying = True
         self._paused(True)
         try:
             yield
@@ -118,7 +115,6 @@ class Recoverer:
 
     def interrupted(self) -> None:
         """Iterations are progress again."""
-        self.is_replaying = False
         self._paused(False)
 
     def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:

@@ -9,12 +9,13 @@ training loop.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.distributed as dist
 
+from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.recovery.agree import RankStatus, ResumePoint, decide, peer_of_follower
 from moevement_core.recovery.outcome import Recovery
@@ -141,9 +142,17 @@ def report_of(binding: Binding, session: Session | None, rejoined: Rejoined | No
     )
 
 
+class NoWayBack(RecoveryError):
+    """Nobody has what is needed. On every rank alike; what was connected for the way back is of no use any more."""
+
+
 def rejoin(
-    binding: Binding, config: SessionConfig, session: Session | None, before: Rejoined | None
-) -> Rejoined:  # fmt: skip
+    binding: Binding,
+    config: SessionConfig,
+    session: Session | None,
+    before: Rejoined | None,
+    joined: Callable[[Session, int], None],
+) -> Rejoined:
     """Meet the others after a failure and find the way back. Every rank calls it, when process groups are usable.
 
     Args:
@@ -151,10 +160,13 @@ def rejoin(
         config: the flags.
         session: of a survivor that had begun training; None on a replacement.
         before: what a survivor was on its way back to when a further failure came.
+        joined: called with the session of this generation, as soon as there is one, and the iteration that all go to.
+            A further failure may come at any moment after it, and whoever is interrupted has to disconnect it.
 
     Raises:
         NothingToResume: the job starts over, from disk or from its beginning. On every rank alike.
-        RecoveryError: nobody has what is needed; this rank's session is of no use any more.
+        NoWayBack: nobody has what is needed; this rank's session is of no use any more.
+        RecoveryError: this rank's objects cannot use the process groups of now.
     """
     usable_at = time.time()
     reports: list[RankReport] = all_gather_objects(report_of(binding, session, before))
@@ -175,6 +187,7 @@ def rejoin(
         _follow(session, point, reports, reached)
     binding.clear_gradients()
     session = _go_on_or_join(binding, config, session, reports)
+    joined(session, point.iteration)
     if is_as_at_start:
         session.saving.take_start()
     common = reached.common if point.is_between else reached.begun or reached.common
@@ -183,8 +196,11 @@ def rejoin(
     session.saving.disk.start()
     prepared = None
     if point.lost_stages:
-        with waiting_for_others():
-            prepared = session.recoverer.prepare(point.iteration, point.lost_stages)
+        try:
+            with waiting_for_others():
+                prepared = session.recoverer.prepare(point.iteration, point.lost_stages)
+        except RecoveryError as error:
+            raise NoWayBack(str(error)) from error
     if session.saving.topology.stage not in point.lost_stages:
         session.commit.gather(now=True)
     return Rejoined(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -126,12 +127,34 @@ class Lines:
             wait_until_held()
             newest = record.newest_metric()
             for iteration in range((newest["iteration"] if newest else self._began_at) + 1, until + 1):
-                own = fields if fields and iteration == until else {"recovered": True}
+                own = fields if fields and iteration == until else {"iteration_s": None, "recovered": True}
                 record.metric(iteration=iteration, **_line(losses.get(iteration, {})), time=time.time(), **own)
         for iteration in [each for each in losses if each < until]:
             del losses[iteration]
 
 
 def _line(losses: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in losses.items()}
+    numbers = {name: number(value) for name, value in losses.items()}
     return {"loss": numbers.pop("lm loss", None), **numbers}
+
+
+def number(value: Any) -> Any:
+    """A plain number; a float that JSON has no word for as its name."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def plain_config(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """All resolved flags as YAML can hold them: what is no plain value is written as its name."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [plain(item) for item in value]
+        if isinstance(value, dict):
+            return {str(key): plain(item) for key, item in value.items()}
+        return value if value is None or type(value) in (bool, int, float, str) else str(value)
+
+    return {name: plain(value) for name, value in flags.items()}

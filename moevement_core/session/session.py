@@ -61,6 +61,7 @@ class Session:
         self.saving = saving = Saving(binding, config, names, joining)
         if saving.topology.pipeline.stages > 1:
             binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes(), saving.reports.report)
+        injection.begin(config.drill.faults, lambda: binding.iteration)  # places are watched from the next line on
         self.commit = binding.commit_point(self._vote)
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(
@@ -69,7 +70,6 @@ class Session:
         self.totals = Totals()
         self._loaded = loaded
         self._is_first = joining is None
-        injection.begin(config.drill.faults, lambda: binding.iteration)
         self._start_clock()
 
     def _start_clock(self) -> None:
@@ -98,6 +98,8 @@ class Session:
         injection.at(Phase.START)
         if committed in self._drill.wipe_at and committed != saving.began_at:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
+        if self.binding.boundary_log is not None:
+            self.binding.boundary_log.begin(committed + 1)
         began = time.perf_counter()
         if not observer.observer.is_capturing:
             saving.checkpointer.pause(committed)
@@ -183,6 +185,8 @@ class Session:
         """An exception from outside came at any moment; whoever would have restored something may not have."""
         self.commit.interrupted()
         self.recoverer.interrupted()
+        if self.binding.boundary_log is not None:
+            self.binding.boundary_log.interrupted()
         self.saving.interrupted()
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:

@@ -1,4 +1,4 @@
-"""What ranks of a functional test run and send back; functions of a module, so that this project server finds them."""
+"""What ranks of a functional test run and send back; functions of a module, so that fork server finds them."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
     commit.mode = Replay(job.live.optimizer, {})
     counts = job.session.saving.windows._counts
     assert counts is not None
-    job.session.recoverer.is_replaying = counts.paused = True
+    counts.paused = True
     torch.set_grad_enabled(False)
     torch.autocast("cpu").__enter__()
     torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor).__enter__()
@@ -363,7 +363,7 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
         ),
         "thread": (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _hooks_of_saved_tensors()),
         "switches": (
-            job.session.recoverer.is_replaying, counts.paused, tracker._current_state_name,
+            counts.paused, tracker._current_state_name,
             any(member._defer_param_sync for member in job.live.optimizer.chained_optimizers), chunk.training,
         ),
         "groups": [

@@ -112,6 +112,6 @@ def test_everything_that_is_half_done_is_taken_away(tmp_path: Path) -> None:
         assert state["kept for those who follow"] == state["left"]
         assert (state["after"], state["masters"]) == ([], 0)
         assert state["thread"] == (True, False, False)
-        assert state["switches"] == (False, False, "default-rng", False, True)
+        assert state["switches"] == (False, "default-rng", False, True)
         assert all(group == ({}, True, False, None, None) for group in state["groups"])
         assert set(state["hooks"]) == {1}

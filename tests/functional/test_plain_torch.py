@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import signal
+import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moevement_cli.main import main
 from moevement_core.run_record import RunRecord
@@ -69,7 +72,7 @@ def test_a_new_job_starts_from_windows_on_disk(tmp_path: Path) -> None:
     [
         (["--nproc", "3"], SCRIPT, [], "--nproc 3: 8 experts; give a number that divides them"),
         (["--nproc", "2"], SCRIPT, ["--moevement-window", "many"], "--moevement-window many; needs auto or a number"),
-        (["--nproc", "2"], Path(__file__), [], "does not use moevement_core; bind its trainer as in"),
+        (["--nproc", "2"], Path(__file__), [], "has ended without moevement_core.train(); bind its trainer as in"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -83,6 +86,21 @@ def test_mistakes_are_one_line(
     )
     assert (code, err.count("\n")) == (2, 1), err
     assert message in err
+
+
+def test_a_job_that_is_asked_to_end_does_so_at_a_boundary(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ["--trainer", "torch", "--nproc", "2", "--spares", "1", str(SCRIPT), "--iterations", "100000"]
+    process = launch(*words, "--run-dir", str(run_dir))
+    metrics, deadline = run_dir / "metrics.jsonl", time.monotonic() + 100
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    code, out, err = finished(process)
+    assert (code, err) == (0, ""), out
+    record = RunRecord(run_dir)
+    assert record.summary()["iterations"] == record.metrics()[-1]["iteration"] < 100000
+    assert yaml.safe_load(record.config_path.read_text())["iterations"] == 100000
 
 
 def test_the_example_knows_no_megatron() -> None:

@@ -33,12 +33,12 @@ def test_lines_are_json_where_that_is_asked_for(
     logger.handlers.clear()
     monkeypatch.setenv(log.FORMAT_ENV, "json")
     monkeypatch.setenv("RANK", "3")
-    log.error('a "quoted" text')
+    log.warning('a "quoted" text')
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(log.PREFIXES), "the launcher knows it for one of ours"
     record = json.loads(line)
     assert record.pop("time") > 0
-    assert record == {"moevement": 'a "quoted" text', "level": "ERROR", "rank": 3}
+    assert record == {"moevement": 'a "quoted" text', "level": "WARNING", "rank": 3}
 
 
 def test_whoever_has_handlers_keeps_them(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:

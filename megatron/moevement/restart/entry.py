@@ -24,13 +24,12 @@ from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import TrainLoop
 from moevement_core import log
-from moevement_core.errors import RecoveryError
 from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.identity import agree_on_names, job_name
-from moevement_core.session.rejoin import rejoin
+from moevement_core.session.rejoin import NoWayBack, rejoin
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 from moevement_core.session.window_start import load_window
@@ -137,31 +136,36 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: _Firs
     Where nothing was committed the process's job is a new one, to be set up from its start.
 
     Raises:
-        RecoveryError: nobody has what is needed. When ranks meet next they set up the job from its start: from windows
+        NoWayBack: nobody has what is needed. When ranks meet next they set up the job from its start: from windows
             on disk, from a dense checkpoint, or from the seed.
     """
     from megatron.training import get_args
 
     job, args = process.job, get_args()
     config = RunConfig.from_args(args).session
-    assert config is not None
+    if config is None:  # nothing is kept in memory
+        process.start_over()
+        return False
     binding = job.binding
     binding.groups_now = groups
     binding.on_build = lambda keys: _build(job, setup, args, keys, first)
     binding.on_resume = lambda until: recorder.go_on(job, args)
     try:
-        job.rejoined = rejoin(binding, config, job.session if job.has_begun else None, job.rejoined)
+        session = job.session if job.has_begun else None
+        job.rejoined = rejoin(binding, config, session, job.rejoined, functools.partial(_joined, job))
     except NothingToResume as why:
         if dist.get_rank() == 0:
             log.warning(f"every rank restarts, because {why}")
         process.start_over()
         return False
-    except RecoveryError:
-        # What was connected for the way back is of no use: ranks meet once more, and then nobody has begun.
+    except NoWayBack:  # ranks meet once more, and then nobody has begun
         job.has_begun = False
         raise
-    job.session = job.rejoined.session
     return True
+
+
+def _joined(job: Job, session: Session, until: int) -> None:
+    job.session = session
 
 
 def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], first: _FirstProgress) -> bool:
@@ -205,6 +209,7 @@ def enter_loop(process: Process) -> Wrapper:
                 job.binding.on_back = functools.partial(_back, job, given)
                 job.rejoined.resume()
                 job.rejoined = None
+                job.binding.forget_loop()
             elif job.session is not None:
                 job.session.begin_training()
             job.has_begun = True

@@ -63,6 +63,7 @@ class _Pretrain(Training):
         if job.session is not None:
             job.session.disconnect()
         megatron_state.forget_generation()
+        job.binding.forget_loop()
         job.live.undo.close()
         leftovers.clear_thread()
         if job.session is not None:

@@ -54,8 +54,6 @@ def clear(live: Live, config: Mapping[str, Any]) -> None:
         live: of this rank.
         config: what :func:`config_of` gave.
     """
-    if live.boundary_log is not None:
-        live.boundary_log.interrupted()
     if live.model is not None:
         _reset_configuration(live, config)
         _reset_metrics(live)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from megatron.moevement.optimizer.norms import as_logged
 from megatron.moevement.runtime.live import Live
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.run_directory import number
 
 
 class Ledger:
@@ -146,12 +146,3 @@ def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, 
         else:
             losses[name] = torch.cat(values).mean()
     return losses
-
-
-def number(value: Any) -> Any:
-    """A plain number; a float that JSON has no word for as its name."""
-    if isinstance(value, torch.Tensor):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value

@@ -16,7 +16,6 @@ import torch
 
 from megatron.moevement.arguments import RunConfig
 from megatron.moevement.runtime.job import Job, Process
-from megatron.moevement.runtime.ledger import number
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import job_digest
 from moevement_core import log
@@ -24,7 +23,7 @@ from moevement_core.events import Ended, Evaluated
 from moevement_core.injection import Phase
 from moevement_core.persistence.lock import FolderLock
 from moevement_core.restart import injection
-from moevement_core.session.run_directory import begin_record, go_on_with_record
+from moevement_core.session.run_directory import begin_record, go_on_with_record, number, plain_config
 from moevement_core.snapshot.cost import cost_line
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -142,14 +141,14 @@ def go_on(job: Job, args: Namespace) -> None:
     """After a failure: the last rank writes on, also where another process was the last rank before."""
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
-        live.record = go_on_with_record(run_dir, job.binding.job_name, _plain_config(args), live.iteration)
+        live.record = go_on_with_record(run_dir, job.binding.job_name, plain_config(vars(args)), live.iteration)
 
 
 def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
     """Every rank calls it; the last one, which has the directory's lock, writes from now on."""
     run_dir = RunConfig.from_args(args).run_dir
     if run_dir is not None:
-        live.record = begin_record(run_dir, lock, _plain_config(args), live.iteration)
+        live.record = begin_record(run_dir, lock, plain_config(vars(args)), live.iteration)
 
 
 def _write_scalars(metrics: dict[str, Any], iteration: int) -> None:
@@ -161,19 +160,6 @@ def _write_scalars(metrics: dict[str, Any], iteration: int) -> None:
             if value is None:
                 continue
             writer.add_scalar(f"moevement/{name}", value, iteration)
-
-
-def _plain_config(args: Namespace) -> dict[str, Any]:
-    """All resolved flags as YAML can hold them: what is no plain value is written as its name."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            return [plain(item) for item in value]
-        if isinstance(value, dict):
-            return {str(key): plain(item) for key, item in value.items()}
-        return value if value is None or type(value) in (bool, int, float, str) else str(value)
-
-    return {name: plain(value) for name, value in vars(args).items()}
 
 
 def _write_summary(job: Job, started_s: float) -> None:

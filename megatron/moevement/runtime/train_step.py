@@ -34,8 +34,6 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
             committed = live.iteration = live.iteration if given is None else int(given)
             job.session.begin_iteration(committed)
             began = time.perf_counter()
-            if live.boundary_log is not None:
-                live.boundary_log.begin(committed + 1)
             result = original(*bound.args, **bound.kwargs)
             losses, skipped, grad_norm = result[0], result[1], result[5]
             outcome = {
