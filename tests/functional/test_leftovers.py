@@ -15,12 +15,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moevement_core.run_record import RunRecord
 from tests.functional.bodies import spoiled_and_cleared
 from tests.functional.test_kills import SPARSE
 from tests.harness import run_ranks
 from tests.launching import Survived, finished, launch, logs
-from tests.training import SCRIPT, flags, train
+from tests.training import SCRIPT, flags, outcomes, train
 
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
 PP2xDP2: dict[str, Any] = {
@@ -99,6 +101,14 @@ def test_a_decision_about_windows_that_only_some_ranks_have_made(tmp_path: Path)
     summary = survived.record.summary()["checkpointing"]
     assert summary["reorders"] > 0
     assert summary["windows_abandoned"] == 0, "the ranks of a stage save the same operators in the same slots"
+
+
+@pytest.mark.parametrize("phase", ["accumulate", pytest.param("fork", marks=pytest.mark.full)])
+def test_places_inside_a_step_are_drilled_without_spares_too(phase: str) -> None:
+    drill = {"moevement_inject": f"rank=0,iteration=2,phase={phase},signal=EXC", "attention_dropout": 0.1}
+    (ended,) = outcomes(1, None, check=False, **SPARSE | drill | {"train_iters": 3})
+    assert f"injecting EXC into rank 0 at {phase} of iteration 2" in ended.output
+    assert ended.exit_code == 1
 
 
 def test_everything_that_is_half_done_is_taken_away(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
-from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.agreement import NONE, Alone
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
 from moevement_core.strategies import SparseSchedule
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
@@ -118,6 +118,19 @@ def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
         joined.capturer.settle()
         assert list(joined.own.snapshots()) == [history.oldest.start]
         joined.close()
+
+
+def test_a_planned_end_is_agreed_on_again_after_a_failure() -> None:
+    """A rank that is new knows nothing of it: survivors that went by it would exit alone."""
+    agreed = Alone()
+    agreed.winding_down = lambda: True
+    with job(ranks=1, replicas=0) as made:
+        checkpointer = made.members[0].checkpointer
+        checkpointer.rewire((), (), agreed, {})
+        made.run(2)
+        assert checkpointer.progress.is_winding_down
+        checkpointer.rewire((), (), SharedAgreement(1, {}, 0), {})
+        assert not checkpointer.progress.is_winding_down
 
 
 def test_training_never_waits_for_a_silent_peer() -> None:
