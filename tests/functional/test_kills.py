@@ -302,7 +302,7 @@ def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None
     survived = Survived(run_dir, out)
     assert survived.digest == wanted
     assert len(survived.failures()) == 1
-    assert "WARNING: no windows are written to disk for now: --moevement-persist-dir" in out
+    assert "WARNING rank 0: no windows are written to disk for now: --moevement-persist-dir" in out
     assert "Training goes on" in out
     assert any("no windows are written" in event["text"] for event in survived.events("windows_not_on_disk"))
     summary = survived.record.summary()["checkpointing"]
@@ -344,7 +344,7 @@ def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(tmp
     survived.check_metrics(60)
     assert len(survived.events("start")) == 1, "it went on in its processes"
     (event,) = survived.events("recovery_from_disk")
-    assert "WARNING: memory and peers cannot bring iteration" in survived.out
+    assert "WARNING rank 0: memory and peers cannot bring iteration" in survived.out
     assert f"All ranks fall back to {event['window']} on disk" in survived.out
     failure = next(one for one in survived.failures() if one["recovery"])
     assert failure["recovery"]["sources"]["file"] > 0

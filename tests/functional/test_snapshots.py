@@ -194,7 +194,9 @@ def test_nothing_is_persisted_for_long_and_everybody_learns_of_it(tmp_path: Path
     ended = run_ranks(
         with_peers_that_keep_nothing, 2, [str(SCRIPT), *words, "--run-dir", str(tmp_path)], init_process_group=False
     )
-    warning = "WARNING: 7 iterations in a row have brought no window at all to all peers (a window has 2 iterations)"
+    warning = (
+        "WARNING rank 0: 7 iterations in a row have brought no window at all to all peers (a window has 2 iterations)"
+    )
     assert warning in ended[0].output
     record = RunRecord(tmp_path)
     events = [event for event in record.events() if event["event"] == "nothing_persisted"]
