@@ -53,7 +53,8 @@ def test_ranks_are_killed_and_nothing_is_different(tmp_path: Path, nproc: int) -
     assert len({rank["pid"] for rank in ranks}) == len(ranks)
 
 
-def test_state_that_is_wiped_comes_back(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_state_that_is_wiped_is_recovered(tmp_path: Path) -> None:
     free = run(tmp_path / "failure_free", 2)
     assert is_the_same(free, run(tmp_path / "wiped", 2, "--moevement-wipe-at", "7", "13"))
 
@@ -71,7 +72,13 @@ def test_a_new_job_starts_from_windows_on_disk(tmp_path: Path) -> None:
     ("options", "script", "words", "message"),
     [
         (["--nproc", "3"], SCRIPT, [], "--nproc 3: 8 experts; give a number that divides them"),
-        (["--nproc", "2"], SCRIPT, ["--moevement-window", "many"], "--moevement-window many; needs auto or a number"),
+        pytest.param(
+            ["--nproc", "2"],
+            SCRIPT,
+            ["--moevement-window", "many"],
+            "--moevement-window many; needs auto or a number",
+            marks=pytest.mark.full,
+        ),
         (["--nproc", "2"], Path(__file__), [], "has ended without moevement_core.train(); bind its trainer as in"),
     ],
 )
