@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from moevement_core import log
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.config import BudgetConfig
 from moevement_core.errors import ConfigError
@@ -194,7 +195,7 @@ class WindowDecisions:
         checkpointer.make_room(schedule)
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
         if chosen.size != old.size and self.topology.rank == 0:
-            self._report(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
+            log.info(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
