@@ -245,7 +245,7 @@ class Binding(ABC):
     # Drills
 
     def wipe(self) -> None:
-        """Overwrite all state of this rank, as a drill."""
+        """Overwrite all state of this rank, for ``--moevement-wipe-at``, which is refused where this is not defined."""
         raise NotImplementedError
 
 

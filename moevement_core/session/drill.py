@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from moevement_core import log
 from moevement_core.digest import digest
-from moevement_core.errors import RecoveryError
+from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.recovery.outcome import Recovery
+from moevement_core.session.binding import Binding
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.parts import Parts
 from moevement_core.session.recoverer import Recoverer
+
+
+def refuse_without_wipe(binding: Binding, wipe_at: Collection[int]) -> None:
+    """Refuse the drill for a trainer that does not define it; before training begins, on every rank alike.
+
+    Raises:
+        ConfigError: the drill is asked for, and there is no ``Binding.wipe``.
+    """
+    if wipe_at and type(binding).wipe is Binding.wipe:
+        raise ConfigError(
+            f"--moevement-wipe-at {min(wipe_at)}: {type(binding).__name__} has no wipe(); define it, or drop the flag"
+        )
 
 
 def wipe_and_recover(

@@ -24,7 +24,7 @@ from moevement_core.session import observer
 from moevement_core.session.binding import Binding
 from moevement_core.session.commit import Mark
 from moevement_core.session.config import SessionConfig
-from moevement_core.session.drill import wipe_and_recover
+from moevement_core.session.drill import refuse_without_wipe, wipe_and_recover
 from moevement_core.session.identity import JobNames
 from moevement_core.session.peers import Copies
 from moevement_core.session.policy import Policy
@@ -55,6 +55,7 @@ class Session:
         loaded: Loaded | None = None,
         joining: Joining | None = None,
     ) -> None:
+        refuse_without_wipe(binding, config.drill.wipe_at)
         self.binding = binding
         self._drill = config.drill
         self._peer_timeout_s = config.timeouts.peer_s

@@ -62,15 +62,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-_UNHURT: dict[str, str] = {}
+_FAILURE_FREE: dict[str, str] = {}
 
 
 def reference(nproc: int, folder: Path, **overrides: Any) -> str:
-    """The digest of a run that is failure-free; made once for all tests that ask for the same."""
+    """The digest of a failure-free run; made once for all tests that ask for the same."""
     key = repr((nproc, sorted(overrides.items())))
-    if key not in _UNHURT:
-        _UNHURT[key] = str(train(nproc, folder, **overrides).summary()["state_digest"]["all"])
-    return _UNHURT[key]
+    if key not in _FAILURE_FREE:
+        _FAILURE_FREE[key] = str(train(nproc, folder, **overrides).summary()["state_digest"]["all"])
+    return _FAILURE_FREE[key]
 
 
 def assert_alone(survived: Survived, stages: int) -> None:
@@ -194,7 +194,7 @@ def test_around_the_training_loop(tmp_path: Path) -> None:
         "rank=1,iteration=1,phase=forward", "rank=0,iteration=2,phase=backward", "rank=1,iteration=4,phase=eval",
         "rank=0,iteration=8,phase=save", "rank=1,iteration=16,phase=gather", "rank=0,phase=exit",
     )  # fmt: skip
-    survived = survive(2, 1, tmp_path / "recovered", inject=faults, **flags_, save=str(tmp_path / "saved_hurt"))
+    survived = survive(2, 1, tmp_path / "recovered", inject=faults, **flags_, save=str(tmp_path / "saved_twice"))
     assert survived.digest == wanted.summary()["state_digest"]["all"]
     survived.check_metrics(16)
     losses = [
@@ -206,7 +206,7 @@ def test_around_the_training_loop(tmp_path: Path) -> None:
         for record in (wanted, survived.record)
     ]
     assert losses[0] == losses[1]
-    for folder in ("saved", "saved_hurt"):
+    for folder in ("saved", "saved_twice"):
         assert (tmp_path / folder / "latest_checkpointed_iteration.txt").read_text() == "16"
         assert (tmp_path / folder / "iter_0000008" / ".metadata").exists()
 
@@ -367,7 +367,7 @@ def test_a_restart_resumes_all_of_what_the_job_has_saved_itself(flags_: dict[str
         "hidden_dropout": 0.1,
     }  # fmt: skip
     wanted = reference(2, tmp_path / "failure_free", **job, save=str(tmp_path / "saved"))
-    folder = str(tmp_path / "saved_hurt")
+    folder = str(tmp_path / "saved_twice")
     words = ("--nproc", "2", "--spares", "2", str(SCRIPT), *flags(**job | {"load": folder} | flags_, save=folder))
     survived = _killed_from_outside(tmp_path / "recovered", (0, 1), lambda newest: newest >= 20, *words)
     assert survived.digest == wanted

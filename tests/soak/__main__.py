@@ -51,8 +51,8 @@ def digest(run_dir: Path) -> str | None:
 
 
 def failure_free(name: str, words: list[str], iterations: int, folder: Path) -> str:
-    """The digest of a run that is failure-free, made once."""
-    run_dir = folder / f"unhurt_{name}_{iterations}"
+    """The digest of a failure-free run, made once."""
+    run_dir = folder / f"failure_free_{name}_{iterations}"
     if digest(run_dir) is None:
         run(words, [], run_dir).wait()
     found = digest(run_dir)
