@@ -43,6 +43,8 @@ class Phase(StrEnum):
     """After a failure, before the process groups are made: the others wait for this rank. It knows no iteration yet."""
     RECOVER = "recover"
     """Where ranks meet after a failure; the iteration is the one that they resume."""
+    REDO = "redo"
+    """While updates are made again."""
     REPLAY = "replay"
     EXIT = "exit"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -63,9 +64,11 @@ class StateBytes:
     """What the optimizer updates. In FP32 training these are the compute weights themselves, counted here too."""
     optimizer: int
     """Moments, and their scales and step counters."""
+    gradient: int = 0
+    """What an update is made from, as it is reduced; 0 for what is not trained."""
 
     def __post_init__(self) -> None:
-        for name in ("compute", "master", "optimizer"):
+        for name in ("compute", "master", "optimizer", "gradient"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
                 raise OperatorError(f"{name} state of {value!r} bytes; needs a whole number that is not negative")
@@ -82,11 +85,17 @@ class StateBytes:
 
     @classmethod
     def of_tensors(
-        cls, compute: Iterable[SizedTensor], master: Iterable[SizedTensor], optimizer: Iterable[SizedTensor]
+        cls,
+        compute: Iterable[SizedTensor],
+        master: Iterable[SizedTensor],
+        optimizer: Iterable[SizedTensor],
+        gradient: Iterable[SizedTensor] = (),
     ) -> StateBytes:
         """What live tensors weigh; an operator that is not trained has its compute weights as full state."""
         compute_bytes, master_bytes, optimizer_bytes = (tensor_bytes(part) for part in (compute, master, optimizer))
-        return cls(compute_bytes, max(master_bytes, compute_bytes - optimizer_bytes), optimizer_bytes)
+        return cls(
+            compute_bytes, max(master_bytes, compute_bytes - optimizer_bytes), optimizer_bytes, tensor_bytes(gradient)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +178,8 @@ class OperatorTable:
         """Bytes of full state, int64 ``[ranks, operators]``."""
         self.compute: Bytes = self._matrix(rows, "compute")
         """Bytes of compute weights, int64 ``[ranks, operators]``."""
+        self.gradient: Bytes = self._matrix(rows, "gradient")
+        """Bytes of reduced gradients, int64 ``[ranks, operators]``."""
 
     def _matrix(self, rows: list[list[Operator]], part: str) -> Bytes:
         matrix = np.zeros((len(rows), len(self.names)), dtype=np.int64)
@@ -177,6 +188,15 @@ class OperatorTable:
             matrix[rank, places] = [getattr(operator.state, part) for operator in row]
         matrix.setflags(write=False)
         return matrix
+
+    def with_gradients_for_compute(self) -> OperatorTable:
+        """A table that has the bytes of gradients where this one has those of compute weights.
+
+        No gradient counts for more than the full state, which is saved in its place where it is the lighter one.
+        """
+        table = copy(self)
+        table.compute = np.minimum(self.gradient, self.full)
+        return table
 
     @cached_property
     def index_of(self) -> Mapping[str, int]:

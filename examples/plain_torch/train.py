@@ -154,6 +154,8 @@ class Trainer(ft.Binding):
                 "step": torch.zeros(()), "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }  # fmt: skip
+        self.gradients = {one: torch.zeros(one.numel()) for one in self.model.parameters()}
+        """Those of the last update, which are logged where ``--moevement-recovery`` wants it."""
         self.parameters = {name: parameters for name, _, parameters in operators_of(self.model)}
         self.sparse = [one for layer in self.model.blocks for one in layer.moe.experts.parameters()]
         experts = {id(one) for one in self.sparse}
@@ -193,6 +195,7 @@ class Trainer(ft.Binding):
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
+                self.gradients[parameter].copy_(parameter.grad.view(-1))
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -211,7 +214,7 @@ class Trainer(ft.Binding):
     def states(self) -> dict[str, ft.OperatorState]:
         states = {}
         for name, parameters in self.parameters.items():
-            compute, full = [], []
+            compute, full, gradient = [], [], []
             for number, parameter in enumerate(parameters):
                 weight = parameter.data.view(-1)
                 compute.append(ft.StateTensor(name, ft.Saved.COMPUTE, f"{number}/weight", weight))
@@ -220,7 +223,8 @@ class Trainer(ft.Binding):
                     ft.StateTensor(name, ft.Saved.FULL, f"{number}/{what}", tensor.view(-1))
                     for what, tensor in moving.items()
                 ]
-            states[name] = ft.OperatorState(tuple(compute), tuple(full))
+                gradient.append(ft.StateTensor(name, ft.Saved.GRADIENT, f"{number}", self.gradients[parameter]))
+            states[name] = ft.OperatorState(tuple(compute), tuple(full), tuple(gradient))
         return states
 
     def boundary(self) -> dict[str, Any]:
@@ -253,6 +257,9 @@ class Trainer(ft.Binding):
     def gradients_left(self) -> list[str]:
         return [name for name, one in self.model.named_parameters() if one.grad is not None]
 
+    def complete(self) -> None:
+        """Every rank has saved all of what it has."""
+
     @contextmanager
     def replaying(self, shared_from: int | None, alone: Any) -> Iterator[ft.Trainer]:
         try:
@@ -275,9 +282,21 @@ class Replay(ft.Trainer):
         tensors = (one for state in trainer.states().values() for one in (*state.compute, *state.full))
         self.live = {(one.operator, one.saved, one.key): one.tensor for one in tensors}
 
-    def load(self, snapshot: ft.Snapshot, loads: Mapping[str, ft.Saved]) -> None:
+    def load(self, snapshot: ft.Snapshot, loads: Mapping[str, ft.Saved], *, is_shared: bool = True) -> None:
         for entry, tensor in snapshot.tensors_of(loads):
             self.live[entry.operator, entry.saved, entry.key].copy_(tensor)
+
+    def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
+        """Logged gradients are clipped ones. Adam passes over what has none."""
+        for name, its in gradients.items():
+            for key, gradient in its:
+                parameter = self.trainer.parameters[name][int(key)]
+                parameter.grad = gradient.clone().view_as(parameter)
+        self.trainer.optimizer.step()
+        self.trainer.optimizer.zero_grad()
+
+    def complete(self) -> None:
+        self.trainer.complete()
 
     def put_boundary(self, boundary: Any) -> None:
         self.trainer.put_boundary(boundary)
@@ -331,7 +350,7 @@ class RouterCounts:
 def _weighed(state: ft.OperatorState) -> Sequence[list[torch.Tensor]]:
     masters = [one.tensor for one in state.full if one.key.endswith("/master")]
     moments = [one.tensor for one in state.full if not one.key.endswith("/master")]
-    return [one.tensor for one in state.compute], masters, moments
+    return [one.tensor for one in state.compute], masters, moments, [one.tensor for one in state.gradient]
 
 
 # The loop

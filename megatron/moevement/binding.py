@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported, norm_spans_job
+from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.views import OperatorViews, operator_views, operators_of
 from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
 from megatron.moevement.restart import leftovers, places
@@ -263,6 +264,10 @@ class MegatronBinding(Binding):
         trainer = MegatronTrainer(self.live, self.ledger, self.views, self._commit, shared_from, alone)
         with trainer.replaying():
             yield trainer
+
+    @override
+    def complete(self) -> None:
+        Restore(self.live.model or [], self.live.optimizer, self.views).complete()
 
     def forget_loop(self) -> None:
         """Refer to nothing of a training loop that has been left, or has taken up what was lost."""

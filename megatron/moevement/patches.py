@@ -50,6 +50,7 @@ DECLARED = (
     Declared(_CHAINED, "prepare_grads", "the first reduction of a step; recorded, replayed, or followed"),
     Declared(_CHAINED, "get_grad_norm", "the last reduction of a step; recorded, replayed, or followed"),
     Declared(_CHAINED, "_compute_grad_norms_by_group", "likewise, where gradients are clipped by group"),
+    Declared(_CHAINED, "step_with_ready_grads", "an update that is made again is made from logged gradients"),
     Declared(
         _MIXED, "_unscale_main_grads_and_check_for_nan", "in a replay the recorded verdict counts, seen elsewhere maybe"
     ),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moevement_core.device import Device
@@ -26,6 +27,17 @@ from moevement_core.snapshot.snapshot import (
     offsets,
 )
 from moevement_core.snapshot.whole import begin_whole
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Logged:
+    """Gradients of an update, in the buffer of the snapshot that the iteration after it takes."""
+
+    iteration: int
+    schedule: str
+    buffer: Any
+    pool: BufferPool
+    copies: Capture
 
 
 class Capturer:
@@ -54,11 +66,14 @@ class Capturer:
     ) -> None:
         self.last: Capture | None = None
         """Of the iteration that runs now; nothing if none is taken."""
+        self.last_logged: Capture | None = None
+        """The copies of gradients in it."""
         self.pool = BufferPool(device, 0, 0)
         self._rank, self._states, self._own, self._device = rank, states, own, device
         self._record_bytes, self._done, self._to_disk = record_bytes, done, to_disk
         self._layouts = Layouts(states)
         self._engine = copy_engine(device)
+        self._logged: Logged | None = None
         self._copied_bytes, self._copy_s = 0, 0.0
 
     def memory_needed(self, schedule: Schedule) -> int:
@@ -68,15 +83,66 @@ class Capturer:
 
     def make_room(self, *schedules: Schedule) -> bool:
         """Allocate buffers for ``schedules`` if those that are there do not do; whether that was so."""
-        count = max(one.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk) for one in schedules)
+        return self._make_room(
+            max(one.slots_at_first(LAG_ALLOWANCE, to_disk=self._to_disk) for one in schedules), schedules
+        )
+
+    def make_more_room(self, schedule: Schedule) -> bool:
+        """Allocate as many buffers as ``schedule`` ever needs; whether there were fewer."""
+        return self._make_room(schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk), [schedule])
+
+    def _make_room(self, count: int, schedules: Sequence[Schedule]) -> bool:
         nbytes = max(buffer_bytes(one, self._states, self._record_bytes) for one in schedules)
         if count <= self.pool.count and nbytes <= self.pool.nbytes:
             return False
+        if nbytes <= self.pool.nbytes:
+            self.pool.grow(count)
+            return True
         self.pool = BufferPool(self._device, max(count, self.pool.count), max(nbytes, self.pool.nbytes))
         return True
 
-    def take(self, iteration: int, schedule: Schedule, record: Any, *, state: int, whole: bool) -> bool:
+    def logs_gradients(self, iteration: int, schedule: Schedule) -> bool:
+        """Whether ``SS_iteration`` holds gradients of this rank's operators."""
+        return bool(self._layouts.of(schedule, schedule.slot(iteration)).gradients)
+
+    def log(self, iteration: int, schedule: Schedule) -> bool:
+        """Begin to copy the gradients of ``iteration``'s update, which ``SS_iteration`` is to hold.
+
+        They may not change before :meth:`wait_logged`. Returns whether a buffer was free.
+        """
+        if self.has_logged(iteration, schedule):
+            return True
+        self.drop_logged()
+        if (buffer := self.pool.acquire()) is None:
+            return False
+        pool = self.pool
+        gradients = self._layouts.of(schedule, schedule.slot(iteration)).gradients
+        pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in gradients]
+        copies = self._engine.start((), pairs, {}, lambda done: None, lambda: None)
+        self._logged = Logged(iteration, schedule.id, buffer, pool, copies)
+        return True
+
+    def has_logged(self, iteration: int, schedule: Schedule) -> bool:
+        """Whether gradients of ``iteration``'s update are in a buffer as ``schedule`` wants them, or on their way."""
+        logged = self._logged
+        return logged is not None and (logged.iteration, logged.schedule) == (iteration, schedule.id)
+
+    def wait_logged(self) -> float:
+        """Block until gradients have left the live tensors; returns seconds of stall."""
+        copies = self._logged.copies if self._logged is not None else self.last_logged
+        return copies.wait_copied() if copies is not None else 0.0
+
+    def drop_logged(self) -> None:
+        """The snapshot that was to hold them will not be taken."""
+        logged, self._logged = self._logged, None
+        if logged is not None:
+            logged.copies.finished.wait()
+            logged.pool.release(logged.buffer)
+
+    def take(self, iteration: int, schedule: Schedule, record: Any, *, state: int, whole: Collection[str]) -> bool:
         """Begin ``SS_iteration``; whether a buffer was free. See :meth:`Checkpointer.capture`.
+
+        Without an update before it (:meth:`log`) it holds no gradients: nothing was made from any.
 
         Raises:
             SnapshotError: the record is larger than was said, or an earlier copy failed.
@@ -90,17 +156,28 @@ class Capturer:
                 f"a boundary record of {aligned_bytes(boundary)} bytes; {self._record_bytes} were set aside for it"
             )
         placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
-        everything = self._everything() if whole else {}
+        everything = self._everything(whole)
+        logged = self._logged if self.has_logged(iteration, schedule) else None
         # One right after the other: what interrupts between them leaves a buffer that nobody has.
-        if (buffer := self.pool.acquire()) is None:
+        buffer, pool = (logged.buffer, logged.pool) if logged is not None else (self.pool.acquire(), self.pool)
+        if buffer is None:
             return False
-        held = self._own.begin(iteration, buffer, self.pool, layout.contents)
+        if logged is not None:
+            self._logged, self.last_logged = None, logged.copies
+        held = self._own.begin(iteration, buffer, pool, layout.contents)
         pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in placed]
 
         def captured(done: Capture) -> None:
+            # One thread makes all copies in turn, so gradients are there when the rest is.
+            parts = [(placed, done.digests)]
+            if logged is not None:
+                if logged.copies.error is not None:
+                    raise logged.copies.error
+                parts.insert(0, (layout.gradients, logged.copies.digests))
             entries = tuple(
                 Entry(t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes, digest)
-                for (t, at, _), digest in zip(placed, done.digests, strict=True)
+                for of_part, digests in parts
+                for (t, at, _), digest in zip(of_part, digests, strict=True)
             )
             header = Header(
                 self._rank, iteration, schedule.id, slot, contents_text(layout.contents), entries, marked, state,
@@ -128,9 +205,15 @@ class Capturer:
         if self.last is None:
             return 0.0
         stall_s = self.last.wait_copied()
-        self._copied_bytes += self.last.nbytes
-        self._copy_s += self.last.copy_s
+        for copies in self.parts:
+            self._copied_bytes += copies.nbytes
+            self._copy_s += copies.copy_s
         return stall_s
+
+    @property
+    def parts(self) -> list[Capture]:
+        """The copies that the snapshot of the iteration that runs now was made by."""
+        return [copies for copies in (self.last_logged, self.last) if copies is not None]
 
     def copy_rate(self) -> float:
         """Bytes per second that copies have reached so far; infinite before the first."""
@@ -146,9 +229,13 @@ class Capturer:
 
     def whole_now(self) -> dict[str, str]:
         """The digest of every operator's whole live state, as a snapshot has it that was asked for it."""
-        return begin_whole(self._everything())()
+        return begin_whole(self._everything(self._states))()
 
-    def _everything(self) -> dict[str, list[Any]]:
-        """All live tensors of every operator that has some here."""
-        every = {name: [t.tensor for t in (*state.compute, *state.full)] for name, state in self._states.items()}
+    def _everything(self, names: Collection[str]) -> dict[str, list[Any]]:
+        """All live tensors of those of the operators that have some here."""
+        every = {
+            name: [t.tensor for t in (*state.compute, *state.full)]
+            for name, state in self._states.items()
+            if name in names
+        }
         return {name: tensors for name, tensors in every.items() if tensors}

@@ -79,12 +79,22 @@ class Checkpointer:
         self._written_from = NONE
         self._paused = False
         """No snapshot is taken until there is room for a whole window."""
+        self._live = self._gone = NONE
+        """The iteration whose gradients are in the live tensors; the last one whose gradients no longer are."""
         # A rank that joins takes, or is given, snapshots of schedules that were in force before, too.
         self.make_room(*history.all)
 
     # Once an iteration
 
-    def capture(self, iteration: int, record: Any, *, state: int | None = None, whole: bool = False) -> None:
+    def capture(
+        self,
+        iteration: int,
+        record: Any,
+        *,
+        state: int | None = None,
+        whole: Collection[str] = (),
+        is_updated: bool = True,
+    ) -> None:
         """Begin ``SS_iteration``, if there is to be one, while ``state@iteration`` is live; frees what no plan needs.
 
         Args:
@@ -92,48 +102,108 @@ class Checkpointer:
             record: boundary state and iteration record, plain data with tensors; copied before this returns (or, on a
                 GPU, in the order of the current stream).
             state: the iteration whose state is live, where that is another; see :class:`Header`.
-            whole: whether a digest of every operator's whole state is made, too.
+            whole: operators of whose whole state a digest is made, too.
+            is_updated: whether ``state@iteration`` came by an update; not where a run starts, or an iteration was left
+                out. Of an update gradients have to be there where they are logged.
 
         Raises:
             SnapshotError: the record is larger than was said, or an earlier copy failed.
         """
         self._learn(iteration)
         self._measure()
-        self.capturer.last = None
+        self.capturer.last = self.capturer.last_logged = None
         if iteration in self.own:
+            self.capturer.drop_logged()
             return  # taken before a failure that the job has recovered from
-        if not self.takes(iteration):
+        if not self.takes(iteration) or not self._may_take(iteration):
             return
-        if self._paused and not self._has_room(iteration):
-            return
-        self._paused = False
-        if not self.take(iteration, record, state=state, whole=whole):
+        if not self.take(iteration, record, state=state, whole=whole, is_updated=is_updated):
             self._abandon(iteration)
+
+    # Gradients of the newest update
+
+    def log_gradients(self, iteration: int, *, is_replayed: bool = False) -> None:
+        """Begin to copy the gradients that the update to ``state@iteration`` was made from, where they are logged.
+
+        After the update, and before anything overwrites them, which :meth:`let_gradients_go` comes before.
+
+        Args:
+            iteration: whose gradients are in the live tensors.
+            is_replayed: whether it was run again, so that they are there again.
+        """
+        if iteration <= self._gone and not is_replayed:
+            return
+        self._live = iteration
+        if iteration in self.own or not self.takes(iteration):
+            return
+        schedule = self.history.at(iteration)
+        if self.capturer.logs_gradients(iteration, schedule) and self._may_take(iteration):
+            self._log(iteration, schedule)
+
+    def let_gradients_go(self, iteration: int) -> float:
+        """Block until the gradients of ``iteration`` may be overwritten, as they will be; returns seconds of stall."""
+        stall_s = self.progress.gradient_stall_s = self.capturer.wait_logged()
+        self._gone, self._live = iteration, NONE
+        return stall_s
+
+    def _log(self, iteration: int, schedule: Schedule) -> bool:
+        if self.capturer.log(iteration, schedule):
+            return True
+        self._make_more_room(schedule)
+        return self.capturer.log(iteration, schedule)
+
+    def _may_take(self, iteration: int) -> bool:
+        """Whether a snapshot is taken, or none before a whole window has room again."""
+        if self._paused and not self._has_room(iteration):
+            return False
+        self._paused = False
+        return True
+
+    def _make_more_room(self, schedule: Schedule) -> None:
+        if self.capturer.make_more_room(schedule):
+            self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
 
     def takes(self, iteration: int) -> bool:
         """Whether there is to be an ``SS_iteration``."""
         return iteration >= self.history.oldest.start and self.history.contents(iteration) is not None
 
-    def take(self, iteration: int, record: Any, *, state: int | None = None, whole: bool = False) -> bool:
-        """Begin ``SS_iteration``, which there is to be, and say nothing to other ranks; whether a buffer was free."""
+    def take(
+        self,
+        iteration: int,
+        record: Any,
+        *,
+        state: int | None = None,
+        whole: Collection[str] = (),
+        is_updated: bool = True,
+    ) -> bool:
+        """Begin ``SS_iteration``, which there is to be, and say nothing to other ranks; whether a buffer was free, and,
+        where they are logged, the gradients were at hand.
+        """
         schedule = self.history.at(iteration)
-        return self.capturer.take(
-            iteration, schedule, record, state=iteration if state is None else state, whole=whole
-        )  # fmt: skip
+        state = iteration if state is None else state
+        if is_updated and self.capturer.logs_gradients(iteration, schedule):
+            is_logged = self.capturer.has_logged(iteration, schedule)
+            if not is_logged and not (self._live == iteration and self._log(iteration, schedule)):
+                return False  # they are gone, or had no room
+        elif not self.capturer.pool.available:
+            self._make_more_room(schedule)
+        return self.capturer.take(iteration, schedule, record, state=state, whole=whole)
 
     def pause(self, iteration: int) -> None:
         """Take no ``SS_iteration``; only for measuring what snapshots cost. Replaces :meth:`capture`, on all ranks."""
         self._learn(iteration)
         self._measure()
-        self.capturer.last = None
+        self.capturer.drop_logged()
+        self.capturer.last = self.capturer.last_logged = None
 
     def wait(self) -> float:
         """Before the optimizer step: block until the snapshot has left the live tensors; returns seconds of stall."""
-        progress, capture = self.progress, self.capturer.last
+        progress = self.progress
         progress.stall_s = self.capturer.wait()
-        progress.copied_bytes = capture.nbytes if capture else 0
-        progress.copy_s = capture.copy_s if capture else 0.0
-        progress.copy_cpu_s = capture.copy_cpu_s if capture else 0.0
+        parts = self.capturer.parts
+        progress.copied_bytes = sum(copies.nbytes for copies in parts)
+        progress.copy_s = sum(copies.copy_s for copies in parts)
+        progress.copy_cpu_s = sum(copies.copy_cpu_s for copies in parts)
         return progress.stall_s
 
     # What is kept, here and everywhere
@@ -273,7 +343,7 @@ class Checkpointer:
         progress, capture = self.progress, self.capturer.last
         progress.replicated_bytes = self.replicator.sent_since()
         if capture is not None and capture.finished.is_set():
-            progress.digest_cpu_s = capture.digest_cpu_s
+            progress.digest_cpu_s = sum(copies.digest_cpu_s for copies in self.capturer.parts)
             progress.whole_cpu_s = capture.whole_cpu_s
         captured = self.own.snapshots()
         if captured:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ class OperatorState:
 
     compute: tuple[StateTensor, ...]
     full: tuple[StateTensor, ...]
+    gradient: tuple[StateTensor, ...] = ()
+    """What the update is made from, as it is reduced; needed only where gradients are logged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +30,8 @@ class SlotLayout:
     contents: Contents
     placed: list[tuple[StateTensor, int, Any]]
     """Tensor, offset, and its bytes as a view."""
+    gradients: list[tuple[StateTensor, int, Any]]
+    """Likewise; they are copied before, when the update is made."""
     nbytes: int
 
 
@@ -53,7 +57,9 @@ class Layouts:
             assert contents is not None
             tensors = [tensor for tensor in tensors_of(schedule, contents, self._states) if tensor.nbytes]
             placed = [(tensor, at, as_bytes(tensor.tensor)) for tensor, at in offsets(tensors)]
-            self._layouts[slot] = SlotLayout(contents, placed, aligned_bytes(tensors))
+            gradients = [one for one in placed if one[0].saved is Saved.GRADIENT]
+            others = [one for one in placed if one[0].saved is not Saved.GRADIENT]
+            self._layouts[slot] = SlotLayout(contents, others, gradients, aligned_bytes(tensors))
         return self._layouts[slot]
 
 
@@ -61,9 +67,17 @@ def tensors_of(schedule: Schedule, contents: Contents, states: Mapping[str, Oper
     """The live tensors that a snapshot with ``contents`` holds of ``states``."""
     tensors: list[StateTensor] = []
     for name, saved in zip(schedule.table.names, contents, strict=True):
-        if (state := states.get(name)) and saved != Saved.NOTHING:
-            tensors += state.full if saved == Saved.FULL else state.compute
+        if state := states.get(name):
+            tensors += _SAVED[Saved(int(saved))](state)
     return tensors
+
+
+_SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
+    Saved.NOTHING: lambda state: (),
+    Saved.COMPUTE: lambda state: state.compute,
+    Saved.FULL: lambda state: state.full,
+    Saved.GRADIENT: lambda state: state.gradient,
+}
 
 
 def buffer_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int) -> int:
@@ -71,4 +85,4 @@ def buffer_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record
     slots = (contents for contents in map(schedule.contents_of_slot, range(schedule.size)) if contents is not None)
     heaviest = max(aligned_bytes(tensors_of(schedule, contents, states)) for contents in slots)
     # What holds everything does so whatever the order.
-    return int(heaviest * (1 if schedule.is_dense else SLACK)) + record_bytes
+    return int(heaviest * (1 if schedule.is_dense or not schedule.reorders else SLACK)) + record_bytes

@@ -13,6 +13,8 @@ class Progress:
 
     copied_bytes: int = 0
     stall_s: float = 0.0
+    gradient_stall_s: float = 0.0
+    """Before gradients were cleared, until they were copied; beside ``stall_s``."""
     copy_s: float = 0.0
     copy_cpu_s: float = 0.0
     digest_cpu_s: float = 0.0

@@ -32,6 +32,11 @@ class RecoverableRun:
         """b: the first iteration at which every operator is active, so the state is dense."""
         return int(self.full_at.max())
 
+    @property
+    def is_redone(self) -> bool:
+        """Whether updates are made again from gradients, and no iteration is run, up to ``last``."""
+        return False
+
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
         """Which operators are active while ``iteration`` is replayed, bool ``[operators]``; the others are frozen."""
         return self.full_at < iteration

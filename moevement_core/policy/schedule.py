@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -26,6 +27,8 @@ class Saved(IntEnum):
     NOTHING = 0
     COMPUTE = 1
     FULL = 2
+    GRADIENT = 3
+    """What the update to this iteration's state was made from."""
 
 
 Contents = npt.NDArray[np.int8]
@@ -63,6 +66,11 @@ class Schedule(ABC):
     def is_dense(self) -> bool:
         """Whether each snapshot holds the full state of every operator."""
 
+    @property
+    def reorders(self) -> bool:
+        """Whether one of the same size may follow that saves operators in another order."""
+        return True
+
     @abstractmethod
     def contents_of_slot(self, slot: int) -> Contents | None:
         """What snapshots of ``slot`` hold of each operator; nothing if none is taken in it."""
@@ -84,9 +92,17 @@ class Schedule(ABC):
             to_disk: whether one run more is kept, that is being written while newer ones come.
         """
 
+    def slots_at_first(self, lag: int, *, to_disk: bool) -> int:
+        """Snapshots that a rank keeps while nothing breaks: room for more is made when it is needed."""
+        return self.slots_kept(lag, to_disk=to_disk)
+
     @abstractmethod
     def iterations_logged(self, lag: int, *, to_disk: bool) -> int:
         """How far back logs and records reach at most: no plan begins before the oldest snapshot that is kept."""
+
+    def replayed_after(self, run: tuple[int, int]) -> int:
+        """The iteration after which a recovery from a run, its first and last snapshot, runs iterations again."""
+        return run[0]
 
     @abstractmethod
     def most_replayed(self, lag: int) -> int:
@@ -109,6 +125,13 @@ class Schedule(ABC):
     @abstractmethod
     def starting_at(self, start: int) -> Schedule:
         """The same from another iteration on."""
+
+    def digested_once_a_window(self, iteration: int) -> Sequence[str]:
+        """The operators of whose whole state ``SS_iteration`` has a digest, where each has one in a window.
+
+        All of them where a replay of the window has brought every operator back.
+        """
+        return self.table.names if iteration == self.last_of_run(self.window_start(iteration)) else ()
 
     def slot(self, iteration: int) -> int:
         """The slot that ``SS_iteration`` saves.

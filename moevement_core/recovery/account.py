@@ -99,11 +99,13 @@ def _plan(found: Recovery | None) -> str:
     if found is None:
         return "no state was lost"
     came = ", ".join(f"{count} from {name}" for name, count in found.sources.items() if count)
+    begin = f"from the snapshots of iteration {found.first} on ({came}) to iteration {found.until}"
+    redo = f"{found.redone} updates made again by rank {', '.join(map(str, found.ranks))}" if found.redone else ""
+    if redo and not found.replayed:
+        return f"{begin}; {redo}; no iteration is repeated"
     stages = ", ".join(f"{stage}: {count}" for stage, count in found.replayed_by_stage.items())
-    return (
-        f"from the snapshots of iteration {found.first} on ({came}) to iteration {found.until}; iterations replayed by "
-        f"stage {stages}; {found.fed_bytes / 1e6:.1f} MB fed from logs"
-    )
+    tail = f"iterations replayed by stage {stages}; {found.fed_bytes / 1e6:.1f} MB fed from logs"
+    return "; ".join(part for part in (begin, redo, tail) if part)
 
 
 def _verified(found: Recovery | None) -> str:

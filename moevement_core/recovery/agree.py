@@ -35,8 +35,10 @@ class ResumePoint:
 
     iteration: int
     """The newest that any rank is known to have committed."""
+    lost_ranks: frozenset[int]
+    """Ranks that have no state."""
     lost_stages: frozenset[int]
-    """Pipeline stages of which a rank has no state. They are rebuilt, the others keep theirs."""
+    """Their pipeline stages. Other stages keep their state."""
     followers: frozenset[int]
     """Ranks one update behind. They had contributed to its last reduction, so they make it without their peers."""
     reference: int
@@ -80,13 +82,11 @@ def decide(statuses: Sequence[RankStatus]) -> ResumePoint:
     reference, _, reference_is_goal = next(
         record for record in records if record[1].committed == newest and (is_between or record[1].has_begun_next)
     )
-    lost_stages = frozenset(status.stage for status in statuses if status.committed is None)
-    followers = frozenset(
-        rank
-        for rank, status in enumerate(statuses)
-        if status.stage not in lost_stages and status.committed == newest - 1
-    )
-    return ResumePoint(newest, lost_stages, followers, reference, reference_is_goal, is_between)
+    lost = frozenset(rank for rank, status in enumerate(statuses) if status.committed is None)
+    # Those of a lost stage follow, too: it may be that only the lost rank is restored.
+    followers = frozenset(rank for rank, status in enumerate(statuses) if status.committed == newest - 1)
+    lost_stages = frozenset(statuses[rank].stage for rank in lost)
+    return ResumePoint(newest, lost, lost_stages, followers, reference, reference_is_goal, is_between)
 
 
 def peer_of_follower(rank: int, statuses: Sequence[RankStatus], point: ResumePoint) -> int | None:

@@ -20,7 +20,7 @@ import torch
 from moevement_core.engine.layout import OperatorState
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.agreement import NONE
-from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Snapshot, as_bytes, digest_of
+from moevement_core.snapshot.snapshot import Entry, Snapshot, as_bytes, digest_of
 
 MOST_TOLD = 20
 
@@ -127,7 +127,7 @@ class StateCheck:
     def _entries(self, snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[Entry]]:
         entries: dict[str, list[Entry]] = defaultdict(list)
         for entry in snapshot.header.entries:
-            if entry.operator != BOUNDARY and entry.operator in active:
+            if entry.operator in active and entry.saved is not Saved.GRADIENT:
                 entries[entry.operator].append(entry)
         return entries
 

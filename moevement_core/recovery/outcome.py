@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -35,6 +35,10 @@ class Recovery:
     """Snapshots from own memory, from peers and from files."""
     replayed_by_stage: Mapping[str, int]
     """Iterations that each pipeline stage ran again; a stage that kept its state ran none."""
+    redone: int
+    """Updates that were made again from logged gradients, on the rank with the most."""
+    ranks: Sequence[int]
+    """Those whose state was restored; the others kept theirs."""
     fed_bytes: int
     """What healthy stages handed to those that replayed."""
     fetch_s: float
@@ -45,13 +49,26 @@ class Recovery:
     def sentence(self) -> str:
         """For the log: what was done and what is known of it."""
         came = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
-        stages = [stage for stage, count in self.replayed_by_stage.items() if count]
-        where = "all stages" if len(stages) == len(self.replayed_by_stage) else f"stage {', '.join(stages)} alone"
         return (
-            f"state of iteration {self.until} recovered by {where}: snapshots from {self.first} on ({came}), "
-            f"{self.replayed} iterations replayed in {self.replay_s:.2f} s; the state is "
+            f"state of iteration {self.until} recovered by {self.scope}: snapshots from {self.first} on ({came}), "
+            f"{self.work} in {self.replay_s:.2f} s; the state is "
             f"{'' if self.verified_until is None else 'verified '}{self.verified}"
         )
+
+    @property
+    def scope(self) -> str:
+        """Who was restored, in words."""
+        if self.redone and not self.replayed:
+            return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} alone"
+        stages = [stage for stage, count in self.replayed_by_stage.items() if count]
+        every = len(stages) == len(self.replayed_by_stage)
+        return "all stages" if every else f"stage {', '.join(stages)} alone"
+
+    @property
+    def work(self) -> str:
+        """What was done, in words."""
+        updates = f"{self.redone} updates made again, " if self.redone else ""
+        return f"{updates}{self.replayed} iterations replayed"
 
     @property
     def verified(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.recoverable import RecoverableRun, recoverable_runs
+from moevement_core.policy.redo import redo_runs
 from moevement_core.policy.schedule import Contents
 from moevement_core.snapshot.snapshot import contents_of
 
@@ -83,11 +84,21 @@ class RecoveryPlan:
     """By stage."""
     fetches: tuple[Fetch, ...]
     """Every snapshot that is used, of every rank, in the order of iterations."""
+    ranks: frozenset[int] = frozenset()
+    """The ranks whose state is restored: all of the stages, or those alone that lost theirs."""
+    redone_until: int | None = None
+    """The iteration up to which updates are made again from gradients; iterations are run again after it. None: all are
+    run again."""
 
     @property
     def iterations(self) -> range:
         """Those that are run again."""
-        return range(self.begins + 1, self.until + 1)
+        return range((self.begins if self.redone_until is None else self.redone_until) + 1, self.until + 1)
+
+    @property
+    def redone(self) -> range:
+        """Those of which only the update is made again."""
+        return range(self.begins + 1, self.iterations.start)
 
     def sources(self) -> dict[Source, int]:
         """How many snapshots come from where."""
@@ -97,7 +108,7 @@ class RecoveryPlan:
 def plan_recovery(
     reports: Sequence[Report], until: int | None, roll_back: Collection[int] | None = None
 ) -> RecoveryPlan:
-    """The plan that replays least.
+    """The plan that runs the fewest iterations again.
 
     Args:
         reports: one of each rank of the job.
@@ -108,13 +119,52 @@ def plan_recovery(
         RecoveryError: no run of snapshots is there for every rank; says which are.
     """
     stages = {report.rank: report.stage for report in reports}
-    held = _by_owner(reports)
-    roll_back = set(stages.values()) if roll_back is None else roll_back
-    held = {rank: its for rank, its in held.items() if stages[rank] in roll_back}
-    usable = {stage: _usable(stage, stages, held) for stage in sorted(roll_back)}
-    runs = {
-        stage: {run.first: run for run in recoverable_runs(snapshots, until)} for stage, snapshots in usable.items()
-    }
+    if roll_back is not None:
+        stages = {rank: stage for rank, stage in stages.items() if stage in roll_back}
+    return _plan(reports, until, stages)
+
+
+def plan_redo(reports: Sequence[Report], until: int, ranks: Collection[int]) -> RecoveryPlan | None:
+    """The plan in which ``ranks`` alone come to ``state@until``, by updates that they make again; others keep theirs.
+
+    Args:
+        reports: one of each rank of the job.
+        until: the iteration to reach.
+        ranks: those that lost their state.
+
+    Returns:
+        Nothing if copies of their gradients do not reach up to there.
+    """
+    try:
+        plan = _plan(reports, until, {report.rank: report.stage for report in reports if report.rank in ranks})
+    except RecoveryError:
+        return None
+    return plan if not plan.iterations else None
+
+
+def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int]) -> RecoveryPlan:
+    """For the ranks in ``stages``, which restore their state together.
+
+    Raises:
+        RecoveryError: no run of snapshots is there for every one of them.
+    """
+    held = {rank: its for rank, its in _by_owner(reports).items() if rank in stages}
+    usable = {stage: _usable(stage, stages, held) for stage in sorted(set(stages.values()))}
+    ranks = frozenset(stages)
+    plans = [_by_redo(held, usable, until, ranks), _by_replay(held, usable, until, ranks)]
+    possible = [plan for plan in plans if plan is not None]
+    if not possible:
+        raise RecoveryError(_missing(usable, until))
+    return min(possible, key=lambda plan: (-plan.until, len(plan.iterations)))
+
+
+Usable = Mapping[int, Mapping[int, Contents]]
+"""By stage and iteration, what the snapshots hold that are there for every rank of it."""
+
+
+def _by_replay(held: Held, usable: Usable, until: int | None, ranks: frozenset[int]) -> RecoveryPlan | None:
+    """From the newest iteration at which a recoverable run of every stage begins."""
+    runs = {stage: {run.first: run for run in recoverable_runs(its, until)} for stage, its in usable.items()}
     everywhere = set.intersection(*(set(of_stage) for of_stage in runs.values()))
     for first in sorted(everywhere, reverse=True):
         chosen = {stage: of_stage[first] for stage, of_stage in runs.items()}
@@ -123,8 +173,23 @@ def plan_recovery(
         if all(set(range(first, dense_at + 1)) <= set(snapshots) for snapshots in usable.values()):
             end = _state_at(held, dense_at) if until is None else until
             begins = _state_at(held, first)
-            return RecoveryPlan(first, dense_at, end, begins, chosen, _fetches(held, first, end, dense_at))
-    raise RecoveryError(_missing(usable, until))
+            return RecoveryPlan(first, dense_at, end, begins, chosen, _fetches(held, first, end, dense_at), ranks)
+    return None
+
+
+def _by_redo(held: Held, usable: Usable, until: int | None, ranks: frozenset[int]) -> RecoveryPlan | None:
+    """To the newest iteration that gradients of every stage lead to."""
+    runs = {stage: {run.last: run for run in redo_runs(its, until)} for stage, its in usable.items()}
+    everywhere = set.intersection(*(set(of_stage) for of_stage in runs.values()))
+    for last in sorted(everywhere, reverse=True):
+        chosen = {stage: of_stage[last] for stage, of_stage in runs.items()}
+        first = min(run.first for run in chosen.values())
+        if all(set(range(first, last + 1)) <= set(its) for its in usable.values()):
+            reaches = _state_at(held, last)
+            end = reaches if until is None else until
+            begins, fetches = _state_at(held, first), _fetches(held, first, end, last)
+            return RecoveryPlan(first, last, end, begins, chosen, fetches, ranks, reaches)
+    return None
 
 
 def _state_at(held: Held, iteration: int) -> int:

@@ -1,8 +1,11 @@
-"""Sparse-to-dense conversion: the state machine that is figure 8 of MoEvement (section 3.3).
+"""From snapshots to a dense state: the state machine that is figure 8 of MoEvement (section 3.3), and redo.
 
 Before iteration a+1 the first slot is loaded: full state of some operators, compute weights of the others. Iteration
 a+1 runs with the others frozen, the next slot is loaded, and so on. With the last slot every operator is active and the
 state is dense; from there iterations run as they always do, up to the last one that was committed.
+
+Where snapshots have gradients no iteration is run on the way to the dense state: in its place the updates of the
+operators whose full state is loaded are made again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.check import StateCheck
@@ -26,11 +30,30 @@ class Trainer(ABC):
     """The training that a replay drives, on one rank; all ranks that replay drive theirs alike."""
 
     @abstractmethod
-    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved]) -> None:
+    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
         """Bring state from ``snapshot`` into the live tensors: of each operator named, full state or compute weights.
 
-        Replicas of one state exchange what each of them has saved.
+        Args:
+            snapshot: of this rank.
+            loads: what of which operator.
+            is_shared: whether replicas of one state exchange what each of them has saved; all of them load then.
+                Otherwise this waits for nobody, and :meth:`complete` does it in the end.
         """
+
+    def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
+        """Make the update of ``iteration`` again, for some operators; waits for nobody.
+
+        Args:
+            iteration: whose boundary before it was put.
+            gradients: by operator, keys and values of the gradients that the update was made from; flat, on the host.
+                Operators that are not named stay as they are.
+            outcome: the record of the first time.
+        """
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """After updates that ranks made again by themselves: see ``Binding.complete``."""
+        raise NotImplementedError
 
     @abstractmethod
     def put_boundary(self, boundary: Any) -> None:
@@ -67,6 +90,7 @@ def replay(
     tell: Callable[[int, int], None],
     outcomes: Mapping[int, Any] | None = None,
     dense: Callable[[int, Mapping[str, Any]], None] = lambda iteration, record: None,
+    redoes: Callable[[int], None] = lambda iteration: None,
 ) -> None:
     """Turn ``snapshots`` into the dense state of iteration ``plan.until``; what differs is in ``check``.
 
@@ -80,6 +104,7 @@ def replay(
         tell: called with the iteration that comes next, and how many operators are frozen in it.
         outcomes: records of iterations that no snapshot here has, from ranks that remember them.
         dense: called with every iteration before the last whose dense state is live, and the record of it.
+        redoes: called with the iteration whose update is made again next.
     """
     run = plan.runs[stage]
     came_of: Mapping[str, Any] = {}
@@ -87,7 +112,9 @@ def replay(
     for iteration in range(plan.first, plan.until + 1):
         snapshot = snapshots.get(iteration)
         if iteration <= run.last:
-            trainer.load(snapshots[iteration], _by_name(names, run.loads(iteration)))
+            trainer.load(snapshots[iteration], _by_name(names, run.loads(iteration)), is_shared=not run.is_redone)
+        if run.is_redone and iteration == run.last:
+            trainer.complete()
         if snapshot is not None:
             check.compare(snapshot, frozenset(_chosen(names, run.full_at <= iteration)), updated)
             trainer.put_boundary(snapshot.record()[BOUNDARY])
@@ -97,10 +124,18 @@ def replay(
             dense(iteration, came_of if snapshot is None else snapshot.record()[ITERATION])
         if iteration < plan.begins:
             continue  # snapshots from before the run began: nothing was run from here to the next
+        following = snapshots.get(iteration + 1)
+        if iteration + 1 in plan.redone:
+            assert following is not None, "a run of snapshots has no gap"
+            redoes(iteration + 1)
+            active = frozenset(_chosen(names, run.active_in(iteration + 1)))
+            if outcome := following.record()[ITERATION] or None:
+                trainer.redo(iteration + 1, _gradients(following, active), outcome)
+                updated |= active
+            continue
         frozen = frozenset(_chosen(names, ~run.active_in(iteration + 1)))
         trainer.freeze(iteration + 1, frozen)
         tell(iteration + 1, len(frozen))
-        following = snapshots.get(iteration + 1)
         outcome = following.record()[ITERATION] if following is not None else (outcomes or {}).get(iteration + 1)
         outcome = outcome or None
         is_left_out = following is not None and outcome is None
@@ -111,6 +146,14 @@ def replay(
         sent = trainer.sent(iteration + 1)
         check.compare_sent(iteration + 1, sent, outcome)
         came_of = {"iteration": iteration + 1, "losses": losses, "sent": sent, **(outcome or {})}
+
+
+def _gradients(snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[tuple[str, torch.Tensor]]]:
+    """By operator, what its update was made from: none of those that the snapshot holds in full."""
+    gradients: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for entry, tensor in snapshot.tensors_of(dict.fromkeys(active, Saved.GRADIENT)):
+        gradients.setdefault(entry.operator, []).append((entry.key, tensor))
+    return gradients
 
 
 def _by_name(names: Sequence[str], loads: np.ndarray) -> dict[str, Saved]:

@@ -101,6 +101,9 @@ class ReplicaStore:
         Raises:
             RuntimeError: there is not so much memory.
         """
+        if self._pool is not None and self._pool.nbytes == nbytes and self._pool.count < count:
+            self._pool.grow(count)
+            return
         pool = BufferPool(self._device, count, nbytes)
         with self._lock:
             # Buffers of the old pool stay with the snapshots that use them until those are freed.

@@ -16,6 +16,7 @@ In the order of a job's life:
 ``clear_gradients``,          after it, on all
 ``put_progress``, ``resume``
 ``replaying``                 where state was lost: gives the ``Trainer`` of a replay
+``complete``                  where a rank made updates again by itself: on those of its stage
 ``put_boundary``,             when all ranks have the state that training goes on from
 ``gradients_left``,
 ``replicas``, ``back``
@@ -222,6 +223,14 @@ class Binding(ABC):
                 copies compute gradients, of which the active one's is a sum. None without copies.
             alone: who feeds this rank, where other stages keep their state and wait.
         """
+
+    def complete(self) -> None:
+        """Bring to all replicas of a state what each of them has of it, and make compute weights from it.
+
+        Called where a rank has made updates again by itself, by all ranks of its stage; those that kept their state
+        have what they bring already.
+        """
+        raise NotImplementedError
 
     def back(self, until: int, outcome: Mapping[str, Any], *, is_between: bool) -> None:
         """State is that of ``until`` on every rank: do what is due there and the failure may have prevented.

@@ -40,10 +40,11 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     """
     began, began_cpu = time.perf_counter(), time.process_time()
     plan = prepared.mine
-    everywhere = len(prepared.plans) == 1 and set(prepared.plans[0].runs) == set(range(parts.topology.pipeline.stages))
+    everywhere = any(len(plan.ranks) == parts.topology.world for plan in prepared.plans)
     shared_from = _shared_from(parts, plan)
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)
     replayed: list[int] = []
+    redone: list[int] = []
 
     def tell(iteration: int, frozen: int) -> None:
         injection.at(Phase.REPLAY, iteration)
@@ -53,6 +54,10 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
             active = f"{operators - frozen} of {operators} operators of stage {parts.topology.stage} active"
             log.info(f"replaying iteration {iteration} of {plan.until}, {active}")
 
+    def redoes(iteration: int) -> None:
+        injection.at(Phase.REDO, iteration)
+        redone.append(iteration)
+
     def keep(iteration: int, record: Mapping[str, Any]) -> None:
         """Take the snapshots again that died with a rank, and those of windows that were under way."""
         checkpointer = parts.checkpointer
@@ -61,12 +66,16 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
         if iteration in prepared.snapshots:
             checkpointer.adopt(prepared.snapshots[iteration])
         elif "step" in record and checkpointer.takes(iteration):
+            assert plan is not None
+            if iteration > plan.dense_at:  # before, some operators had no gradients
+                checkpointer.log_gradients(iteration, is_replayed=True)
             checkpointer.take(iteration, {"boundary": parts.binding.boundary_copy(), "iteration": record})
             checkpointer.wait()
 
     if plan is not None:
         checkpointer = parts.checkpointer
-        for iteration in range(plan.first, plan.runs[parts.topology.stage].last):
+        last = plan.runs[parts.topology.stage].last
+        for iteration in range(plan.first, last + (plan.redone_until is not None)):
             # A window of another strategy, from disk, does not fit into the few buffers of dense snapshots.
             if checkpointer.takes(iteration) or not checkpointer.history.oldest.is_dense:
                 checkpointer.adopt(prepared.snapshots[iteration])
@@ -80,8 +89,12 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
         with parts.binding.replaying(shared_from, alone) as trainer, working():
             replay(
                 plan, parts.topology.stage, parts.topology.table.names, prepared.snapshots, trainer, check, tell,
-                prepared.outcomes, keep,
+                prepared.outcomes, keep, redoes,
             )  # fmt: skip
+        if plan.until > max(plan.dense_at, plan.begins):
+            parts.checkpointer.log_gradients(plan.until, is_replayed=True)
+    elif any(parts.topology.stage in plan.runs for plan in prepared.plans):
+        parts.binding.complete()
     for feeder in feeders:
         feeder.finish()
     first, until = min(one.first for one in prepared.plans), max(one.until for one in prepared.plans)
@@ -90,6 +103,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
         first, until, len(replayed), known_until, known_until, len(check.recomputed), len(check.restored),
         check.losses_until, len(check.sends),
         _sum_sources(prepared.plans), {str(parts.topology.stage): len(replayed)},
+        len(redone), sorted(rank for plan in prepared.plans for rank in plan.ranks),
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
@@ -137,6 +151,7 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[Replicas]
     return replace(
         recovery,
         replayed=max(one.replayed for one, *_ in everyones),
+        redone=max(one.redone for one, *_ in everyones),
         replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
         fed_bytes=sum(one.fed_bytes for one, *_ in everyones),
         verified_until=None if known == NONE or not recomputed else known,

@@ -42,6 +42,8 @@ class Commit(ABC):
         self.mark: Mark | None = None
         self.torn = False
         """An update was begun and not ended: what this rank holds is no state of any iteration."""
+        self.updated: Callable[[int], None] = lambda iteration: None
+        """Called when the update of an iteration is made, while its gradients are still there."""
 
     @abstractmethod
     def step(self, iteration: int) -> Any:
@@ -108,6 +110,7 @@ class UpdateCommit(Commit):
         self._vote()
         with atomic():
             self._update(iteration, outcome)
+        self.updated(iteration)
         injection.at(Phase.GATHER, iteration)
         self.gather()
 

@@ -112,6 +112,8 @@ def _scope(stages: int, lost: frozenset[int], recovery: Recovery | None) -> str:
     if recovery is None:
         return f"none of {stages} stages lost its state"
     names = ", ".join(str(stage) for stage in sorted(lost))
+    if recovery.redone and not recovery.replayed:
+        return f"of stage {names} of {stages} {recovery.scope} lost state and restored it; all others keep theirs"
     replayed = [stage for stage, count in recovery.replayed_by_stage.items() if count]
     if len(replayed) == stages and len(lost) < stages:
         return f"stage {names} of {stages} lost its state; all stages rolled back"

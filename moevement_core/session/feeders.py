@@ -54,6 +54,6 @@ def start_feeders(parts: Parts, prepared: Prepared) -> list[Feeder]:
         (parts.topology.neighbours.before, Direction.BACKWARD),
     ):
         for plan in prepared.plans:
-            if neighbour is not None and neighbour.stage in plan.runs:
+            if neighbour is not None and neighbour.stage in plan.runs and plan.iterations:
                 feeders.append(Feeder(parts, neighbour.rank, direction, plan.iterations))
     return feeders

@@ -82,5 +82,5 @@ def _compare(parts: Parts, until: int) -> _Compared:
         return _Compared(True, False, False, left, [])
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)
     check.compare(snapshot, frozenset(parts.states), frozenset())
-    whole = bool(snapshot.header.whole)
+    whole = {name for name, state in parts.states.items() if state.full} <= (snapshot.header.whole or {}).keys()
     return _Compared(True, not whole, whole, [*left, *check.differences], [])

@@ -33,7 +33,8 @@ class Policy:
         """Windows begin and end where those of ``other`` do, which has decided more; orders stay what they are."""
         newest, schedules = self.schedules[-1], list(self.schedules)
         for its in other.schedules:
-            if its.start >= newest.start and its.size != schedules[-1].size:
+            last = schedules[-1]
+            if its.start >= newest.start and (its.size != last.size or type(its) is not type(last)):
                 schedules.append(newest.with_windows_of(its))
         return replace(self, window_start=other.window_start, schedules=tuple(schedules), settled=other.settled)
 

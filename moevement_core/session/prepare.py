@@ -12,7 +12,7 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.errors import RecoveryError
 from moevement_core.recovery.fetch import fetch
-from moevement_core.recovery.plan import Fetch, RecoveryPlan, Report, Source, plan_recovery
+from moevement_core.recovery.plan import Fetch, RecoveryPlan, Report, Source, plan_recovery, plan_redo
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
 from moevement_core.session.exchange import all_gather_objects
@@ -26,7 +26,7 @@ class Prepared:
 
     plans: tuple[RecoveryPlan, ...]
     mine: RecoveryPlan | None
-    """Of this rank's stage; nothing if it keeps its state."""
+    """Of this rank; nothing if it keeps its state."""
     snapshots: Mapping[int, Snapshot]
     outcomes: Mapping[int, Any]
     """What came of recent iterations, from ranks of the same model replica."""
@@ -56,6 +56,7 @@ def prepare(
     until: int | None,
     transport: Transport | None,
     scope: Scope | None = None,
+    lost_ranks: Collection[int] = (),
 ) -> Prepared:
     """Plan from what every rank has, fetch it, and plan again without what could not be had; every rank calls it.
 
@@ -65,6 +66,7 @@ def prepare(
         until: the iteration to reach; nothing for the first dense state that the snapshots give.
         transport: between ranks.
         scope: the stages to roll back; nothing for all.
+        lost_ranks: those of all ranks that have lost their state, if others have not.
 
     Raises:
         RecoveryError: there is no way back. On every rank alike.
@@ -74,7 +76,7 @@ def prepare(
     holdings = tuple(holding for source in distinct.values() for holding in source.holdings())
     reports = all_gather_objects(replace(report, holdings=holdings))
     while True:
-        plans = _plans(reports, until, scope)
+        plans = _plans(reports, until, scope, lost_ranks)
         snapshots: dict[int, Snapshot] = {}
         missing: list[Fetch] = []
         for plan in plans:
@@ -86,15 +88,19 @@ def prepare(
             snapshots |= {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
         failed = {one for its in all_gather_objects(missing) for one in its}
         if not failed:
-            mine = next((plan for plan in plans if report.stage in plan.runs), None)
+            mine = next((plan for plan in plans if report.rank in plan.ranks), None)
             return Prepared(plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began)
         if report.rank == 0:
             log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
         reports = [_without(one, failed) for one in reports]
 
 
-def _plans(reports: Sequence[Report], until: int | None, scope: Scope | None) -> tuple[RecoveryPlan, ...]:
-    """One for each segment; or, if a segment cannot be recovered alone, one for all stages."""
+def _plans(
+    reports: Sequence[Report], until: int | None, scope: Scope | None, lost_ranks: Collection[int]
+) -> tuple[RecoveryPlan, ...]:
+    """One for the lost ranks alone; or one for each segment; or, if one cannot be recovered alone, one for all."""
+    if lost_ranks and until is not None and (alone := plan_redo(reports, until, lost_ranks)) is not None:
+        return (alone,)
     if scope is not None and len(scope.lost) < scope.pipeline.stages:
         try:
             plans = [plan_recovery(reports, until, segment) for segment in segments(scope.pipeline, scope.lost)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -55,8 +55,13 @@ class Recoverer:
         """
         return self._carry_out(self.prepare(until, lost))
 
-    def prepare(self, until: int, lost: frozenset[int] | None) -> Prepared:
+    def prepare(self, until: int, lost: frozenset[int] | None, lost_ranks: Collection[int] = ()) -> Prepared:
         """Plan the way back to ``state@until`` and fetch what it needs.
+
+        Args:
+            until: the iteration.
+            lost: the pipeline stages of ranks whose state is gone; None: all.
+            lost_ranks: those ranks, if others have kept theirs.
 
         Raises:
             RecoveryError: there is no way back. On every rank alike.
@@ -71,7 +76,7 @@ class Recoverer:
         )  # fmt: skip
         parts.checkpointer.capturer.settle()
         try:
-            return prepare(report, sources, until, topology.channels.fetches, scope)
+            return prepare(report, sources, until, topology.channels.fetches, scope, lost_ranks)
         except RecoveryError as gone:  # on every rank alike
             on_disk = self._disk.that_lead_to(until)
             if not on_disk.windows:

@@ -96,16 +96,18 @@ class Rejoined:
 
     def _replay(self, prepared: Prepared) -> Recovery:
         session, binding = self.session, self.session.binding
-        is_lost = session.saving.topology.stage in self.lost
-        if is_lost:
+        before, is_restored = session.commit.mark, prepared.mine is not None
+        if is_restored:
             session.commit.mark = None  # until it is back
         with waiting_for_others():
             outcomes = {self.until: {"step": self.reached.outcome}} | dict(prepared.outcomes)
             recovery = session.recoverer.carry_out(replace(prepared, outcomes=outcomes), is_reported=False)
-        if is_lost:
-            live = binding.boundary_copy()
+        if is_restored:
+            # A snapshot may be from after what is due between iterations, which then is done again.
+            live = binding.boundary_copy() | dict(self.reached.common if self.is_between else {})
             resumed = None if self.is_between else live
-            session.commit.mark = Mark(self.until, live, self.reached.outcome, resumed)
+            outcome = self.reached.outcome if before is None else before.outcome
+            session.commit.mark = Mark(self.until, live, outcome, resumed)
         return recovery
 
 
@@ -185,6 +187,8 @@ def rejoin(
         is_as_at_start = binding.build(survivor.shared)
     if session is not None and dist.get_rank() in point.followers:
         _follow(session, point, reports, reached)
+    if session is not None:
+        _log_gradients(session)
     binding.clear_gradients()
     session = _go_on_or_join(binding, config, session, reports)
     joined(session, point.iteration)
@@ -198,7 +202,7 @@ def rejoin(
     if point.lost_stages:
         try:
             with waiting_for_others():
-                prepared = session.recoverer.prepare(point.iteration, point.lost_stages)
+                prepared = session.recoverer.prepare(point.iteration, point.lost_stages, point.lost_ranks)
         except RecoveryError as error:
             raise NoWayBack(str(error)) from error
     if session.saving.topology.stage not in point.lost_stages:
@@ -214,6 +218,13 @@ def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport],
     peer = peer_of_follower(dist.get_rank(), statuses, point)
     outcome = (reports[peer] if peer is not None else reached).outcome
     session.commit.follow(point.iteration, outcome, reached.common)
+
+
+def _log_gradients(session: Session) -> None:
+    """Those of the last update are still there where no iteration has begun after it."""
+    if (mark := session.commit.mark) is not None and not session.commit.torn:
+        session.saving.checkpointer.log_gradients(mark.iteration)
+        session.saving.checkpointer.let_gradients_go(mark.iteration)
 
 
 def _go_on_or_join(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,9 +10,11 @@ from moevement_core.device import current_device
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.config import Verify
 from moevement_core.engine.layout import buffer_bytes
+from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
+from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.identity import JobNames
 from moevement_core.session.parts import Parts
 from moevement_core.session.peers import Copies, Peers, peers_have
@@ -26,6 +28,7 @@ from moevement_core.snapshot import plain
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 from moevement_core.strategies import Strategy
+from moevement_core.strategies.config import Recovery
 
 RECORD_SLACK_BYTES = 64 << 10
 """Room for a boundary record to grow."""
@@ -66,6 +69,8 @@ class Saving:
         self._warn_of_copies()
         self.began_at = binding.iteration if joining is None else joining.policy.began_at
         """The iteration that the job started from."""
+        if joining is None:
+            _refuse_without_gradients(binding, config.strategy.recovery)
         strategy = config.strategy.of(self.topology.table)
         policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
         self.windows = self._window_decisions(strategy, policy)
@@ -184,26 +189,31 @@ class Saving:
         before = max(history.oldest.start, schedule.window_start(committed) - schedule.size)
         first = before if is_first else committed
         for iteration in range(first, committed + 1):
-            self.checkpointer.capture(iteration, record, state=committed, whole=self._digests_whole(iteration))
+            self.checkpointer.capture(
+                iteration, record, state=committed, whole=self._digests_whole(iteration),
+                is_updated=iteration == committed and bool(record["iteration"].get("step")),
+            )  # fmt: skip
 
     def oldest_needed(self, committed: int) -> int:
         """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.
 
         Where no window is persisted for long, what a plan could use in the best case is the bound.
         """
-        reach = max(map(self.windows.iterations_logged, self.checkpointer.history.all))
-        return max(self.checkpointer.progress.persisted, committed + 2 - reach)
+        reach, needed = max(map(self.windows.iterations_logged, self.checkpointer.history.all)), NONE
+        if (run := self.checkpointer.needed)[0] != NONE:
+            needed = self.checkpointer.history.at(run[0]).replayed_after(run)
+        return max(needed, committed + 2 - reach)
 
-    def _digests_whole(self, iteration: int) -> bool:
-        """Whether ``SS_iteration`` has a digest of the whole state."""
+    def _digests_whole(self, iteration: int) -> Collection[str]:
+        """The operators of whose whole state ``SS_iteration`` has a digest."""
         match self._config.verify:
             case Verify.NOTHING:
-                return False
-            case Verify.WINDOW:  # where a replay of the window has brought every operator back
+                return ()
+            case Verify.WINDOW:
                 schedule = self.checkpointer.history.at(iteration)
-                return iteration == schedule.last_of_run(schedule.window_start(iteration))
+                return schedule.digested_once_a_window(iteration)
             case Verify.ITERATION:
-                return True
+                return self.topology.table.names
 
     # After a failure
 
@@ -267,7 +277,7 @@ class Saving:
         record = {"boundary": self._binding.boundary_copy(), "iteration": {}}
         for iteration in filter(self.checkpointer.takes, range(first, self.began_at + 1)):
             whole = self._digests_whole(iteration)
-            self.checkpointer.take(iteration, record, state=self.began_at, whole=whole)
+            self.checkpointer.take(iteration, record, state=self.began_at, whole=whole, is_updated=False)
             self.checkpointer.wait()
 
     @property
@@ -277,4 +287,19 @@ class Saving:
             peer not in snapshot.acknowledged
             for snapshot in self.checkpointer.own.snapshots().values()
             for peer in self.topology.peers[self.topology.rank]
+        )
+
+
+def _refuse_without_gradients(binding: Binding, recovery: Recovery) -> None:
+    """Refuse to log gradients that the trainer does not give; before training begins, on every rank alike.
+
+    Raises:
+        ConfigError: updates are to be made again, and there is nothing that they were made from.
+    """
+    states = binding.states().values()
+    is_missing = any(state.full for state in states) and not any(state.gradient for state in states)
+    if any(all_gather_objects(is_missing and recovery is not Recovery.REPLAY)):
+        raise ConfigError(
+            f"--moevement-recovery {recovery}: {type(binding).__name__} gives no gradients; give them in states() "
+            "(OperatorState.gradient), or use --moevement-recovery replay"
         )

@@ -64,6 +64,7 @@ class Session:
             binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes(), saving.reports.report)
         injection.begin(config.drill.faults, lambda: binding.iteration)  # places are watched from the next line on
         self.commit = binding.commit_point(self._vote)
+        self.commit.updated = saving.checkpointer.log_gradients
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(
             lambda: saving.parts, self.records, saving.disk, saving.reports, saving.windows.pause
@@ -104,6 +105,7 @@ class Session:
         began = time.perf_counter()
         if not observer.observer.is_capturing:
             saving.checkpointer.pause(committed)
+            saving.checkpointer.let_gradients_go(committed)
             self.totals.last_begin_s = 0.0
             return
         saving.windows.count()
@@ -118,6 +120,7 @@ class Session:
         injection.at(Phase.SNAPSHOT)
         saving.disk.watch()
         saving.watch.look(committed, saving.peers.senders)
+        self.totals.stall_s += saving.checkpointer.let_gradients_go(committed)  # the trainer clears them next
         self.totals.began(time.perf_counter() - began)
 
     def _mark_begun(self, committed: int, boundary: Mapping[str, Any]) -> None:
@@ -161,7 +164,7 @@ class Session:
         checkpointer, log = self.saving.checkpointer, self.binding.boundary_log
         progress = checkpointer.progress
         return {
-            "stall_s": progress.stall_s,
+            "stall_s": progress.stall_s + progress.gradient_stall_s,
             "copied_bytes": progress.copied_bytes,
             "replicated_bytes": progress.replicated_bytes,
             "replication_lag": progress.lag,

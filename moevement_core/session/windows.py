@@ -28,6 +28,7 @@ from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
 from moevement_core.strategies import Measured, Strategy
 from moevement_core.strategies.config import MOST_ITERATIONS
+from moevement_core.strategies.redo import NOT_CARRIED
 
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""
@@ -115,13 +116,21 @@ class WindowDecisions:
             ConfigError: a rank needs more host memory than it may use; on every rank.
         """
         most = self.topology.most_operators
-        first = self.strategy.first(start, most)
+        first, instead = self.strategy.first(start, most), self.strategy.first_without(start, most)
         if self._asked_window is not None and self._asked_window > most >= first.size and self.topology.rank == 0:
             self._report(
                 f"--moevement-window {self._asked_window}: no stage has more than {most} operators; the window is "
                 f"{most} iterations"
             )
-        self._refuse_beyond_cap(first, buffer_bytes(first))
+        try:
+            self._refuse_beyond_cap(first, buffer_bytes(first))
+        except ConfigError as error:  # on every rank
+            if instead is None:
+                raise
+            self._refuse_beyond_cap(instead, buffer_bytes(instead))
+            if self.topology.rank == 0:
+                self._report(f"recovery by replay, because gradients have no room beside snapshots: {error}")
+            return ScheduleHistory(instead)
         return ScheduleHistory(first)
 
     def slots(self, schedule: Schedule) -> int:
@@ -170,9 +179,11 @@ class WindowDecisions:
         strategy, history = self.strategy, checkpointer.history
         old = history.newest
         measured = not strategy.settled and len(self._steps_s) >= WARM_UP
-        size = self._measured_window(old, checkpointer, senders) if measured else old.size
-        proposal = strategy.propose(old, size)
+        sizes = self._measured_windows(old, checkpointer, senders) if measured else None
+        proposal = strategy.propose(old, sizes)
         self.windows += 1
+        if proposal.why and self.topology.rank == 0:
+            log.info(proposal.why)
         if math.isinf(self._budget.host_memory_bytes) and not proposal.is_change:
             strategy.settled = strategy.settled or measured
             return
@@ -180,8 +191,9 @@ class WindowDecisions:
         fitting = [one for one, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
         if any(beyond) and self.topology.rank == 0:
             self._report(
-                f"a window of {size} iterations needs more host memory than --moevement-host-memory-gb "
-                f"{self._budget.host_memory_bytes / 1e9:g}; the window stays at {old.size}"
+                f"a window of {proposal.schedules[0].size} iterations needs more host memory than "
+                f"--moevement-host-memory-gb {self._budget.host_memory_bytes / 1e9:g}; "
+                + (f"one of {fitting[0].size} takes its place" if fitting else f"the window stays at {old.size}")
             )
         if not fitting:
             return
@@ -189,13 +201,14 @@ class WindowDecisions:
         strategy.settled = strategy.settled or measured
         strategy.accept(proposal)
         self.reorders += proposal.reorders
-        if not proposal.reorders and chosen.size == old.size:
+        is_other = chosen.size != old.size or type(chosen) is not type(old)
+        if not proposal.reorders and not is_other:
             return
         schedule = history.change(boundary - 1, chosen)
         checkpointer.make_room(schedule)
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
-        if chosen.size != old.size and self.topology.rank == 0:
-            log.info(f"window of {size} iterations from iteration {schedule.start} on, from what was measured")
+        if is_other and self.topology.rank == 0:
+            log.info(f"window of {chosen.size} iterations from iteration {schedule.start} on, from what was measured")
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
@@ -227,14 +240,16 @@ class WindowDecisions:
         kept = [everyones[source][0] for source in sources_of(self.topology.peers, rank)]
         return everyones[rank].sum(dim=0) + sum(-(-one * (count + 1) // count) for one in kept)
 
-    def _measured_window(self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]) -> int:
-        """The window that this rank's measurements ask for; of all ranks the largest."""
+    def _measured_windows(
+        self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
+    ) -> tuple[int, ...]:
+        """The windows that this rank's measurements ask for; of all ranks the largest."""
         d2h, network = self._measured_bandwidths(checkpointer, senders)
         iteration_s, replicas = statistics.median(self._steps_s[2:]), len(self.topology.peers[self.topology.rank])
-        own = self.strategy.wanted_size(now, Measured(iteration_s, d2h, network * NETWORK_HEADROOM, replicas))
-        size = torch.tensor([min(own, MOST_ITERATIONS)])
-        dist.all_reduce(size, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
-        return int(size)
+        own = self.strategy.wanted_sizes(now, Measured(iteration_s, d2h, network * NETWORK_HEADROOM, replicas))
+        sizes = torch.tensor([min(one, MOST_ITERATIONS) if one < NOT_CARRIED else one for one in own])
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
+        return tuple(sizes.tolist())
 
     def _measured_bandwidths(self, checkpointer: Checkpointer, senders: Sequence[Sender]) -> tuple[float, float]:
         rates = [sender.sent_bytes / sender.send_s for sender in senders if sender.send_s > 0]

@@ -13,20 +13,35 @@ ALIGNMENT = 64
 
 
 class BufferPool:
-    """``count`` host buffers of ``nbytes`` each, page-locked where a GPU is. Nothing is allocated after this.
+    """``count`` host buffers of ``nbytes`` each, page-locked where a GPU is; only :meth:`grow` allocates more.
 
     Who acquires a buffer owns it until it releases it. Safe to use from several threads.
     """
 
     def __init__(self, device: Device, count: int, nbytes: int) -> None:
-        self.count = count
+        self.count = 0
         self.nbytes = nbytes
+        self._device = device
         self._lock = threading.Lock()
+        self._free: list[torch.Tensor] = []
+        self.grow(count)
+
+    def grow(self, count: int) -> None:
+        """Allocate more buffers until there are ``count``.
+
+        Raises:
+            RuntimeError: there is not so much memory.
+        """
+        more = count - self.count
+        if more <= 0:
+            return
         # One piece: page-locking is paid for by the call, and its memory goes when the last buffer does.
-        stride = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        slab = self._slab = device.host_empty(count * stride)
+        stride = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+        slab = self._device.host_empty(more * stride)
         slab.zero_()  # so that the pages are there before the first copy, which would have to wait for them
-        self._free = [slab[number * stride : number * stride + nbytes] for number in range(count)]
+        with self._lock:
+            self._free += [slab[number * stride : number * stride + self.nbytes] for number in range(more)]
+            self.count = count
 
     @property
     def total_bytes(self) -> int:

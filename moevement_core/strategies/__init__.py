@@ -6,9 +6,11 @@ snapshot holds, and a :class:`Strategy`, which makes schedules.
 
 from moevement_core.strategies.dense import DenseSchedule, DenseToPeers
 from moevement_core.strategies.moevement import MoEvement
+from moevement_core.strategies.redo import Redo, RedoSchedule
 from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 __all__ = [
-    "DenseSchedule", "DenseToPeers", "Measured", "MoEvement", "Proposal", "SparseSchedule", "Strategy",
+    "DenseSchedule", "DenseToPeers", "Measured", "MoEvement", "Proposal", "Redo", "RedoSchedule", "SparseSchedule",
+    "Strategy",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from moevement_core.errors import ConfigError
 from moevement_core.flags import AUTO, flag
@@ -13,7 +14,17 @@ from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.strategies.dense import DenseToPeers
 from moevement_core.strategies.moevement import MoEvement
+from moevement_core.strategies.redo import Redo
 from moevement_core.strategies.strategy import Strategy
+
+
+class Recovery(StrEnum):
+    """How lost state is brought back."""
+
+    REPLAY = "replay"
+    REDO = "redo"
+    AUTO = "auto"
+
 
 DENSE_INTERVAL = 10
 """Iterations, by default."""
@@ -53,6 +64,13 @@ class StrategyConfig:
         check=lambda name, value: WindowKind(value),
         help="aligned: rollback of W to 2W iterations; rolling: of W, at more bytes (default: aligned)",
     )  # fmt: skip
+    recovery: Recovery = flag(
+        "--moevement-recovery", choices=[str(one) for one in Recovery], default=str(Recovery.REPLAY),
+        check=lambda name, value: Recovery(value),
+        help="how lost state is brought back. replay: iterations are run again by the stages that lost it; redo: "
+        "reduced gradients are logged at peers, too, and the lost rank alone makes its updates again; auto: redo where "
+        "what is measured carries it (default: replay)",
+    )  # fmt: skip
     order: str | None = flag(
         "--moevement-order", choices=[str(order) for order in Ordering if order is not Ordering.CAPACITY],
         help="by what operators are ordered in a window, the least first (default: hard, tokens per expert; "
@@ -84,6 +102,11 @@ class StrategyConfig:
                 f"--moevement-dense-interval {self.dense_interval} with --moevement-strategy {self.name}; needs "
                 "--moevement-strategy dense"
             )
+        if self.recovery is Recovery.REDO and self.name != MoEvement.name:
+            raise ConfigError(
+                f"--moevement-recovery {self.recovery} with --moevement-strategy {self.name}; needs "
+                f"--moevement-strategy {MoEvement.name}"
+            )
         if not 1 <= self.interval <= MOST_ITERATIONS:
             raise ConfigError(
                 f"--moevement-dense-interval {self.interval}; needs a number of iterations, 1 to {MOST_ITERATIONS}"
@@ -110,4 +133,7 @@ class StrategyConfig:
         """Returns the strategy of a stage with these operators."""
         if self.name == DenseToPeers.name:
             return DenseToPeers(table, self.interval)
-        return MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)
+        windows = MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)
+        if self.recovery is Recovery.REPLAY:
+            return windows
+        return Redo(table, windows, is_chosen=self.recovery is Recovery.REDO)

@@ -53,15 +53,18 @@ class MoEvement(Strategy):
         """Add to the popularity of the experts."""
         self.popularity.observe(counts)
 
-    def wanted_size(self, now: Schedule, measured: Measured) -> int:
-        """The smallest W whose heaviest slot is copied and sent while an iteration runs."""
+    def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
+        """What was asked for, or the smallest W whose heaviest slot is copied and sent while an iteration runs."""
+        if self.size is not None:
+            return (self.size,)
         budget = Budget(
             measured.iteration_s, measured.d2h_bytes_per_s, measured.replication_bytes_per_s, measured.replicas
         )
-        return choose_window(self.table, self._order(now), budget, self.kind).size
+        return (choose_window(self.table, self._order(now), budget, self.kind).size,)
 
-    def propose(self, now: Schedule, size: int) -> Proposal:
+    def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """Another order where enough experts have changed, and the window asked for; or the order alone."""
+        size = now.size if sizes is None else sizes[0]
         order, reorders = self._order(now), self._reorders()
         schedules = [self._schedule(order, size), self._schedule(order, now.size)]
         return Proposal(schedules, is_change=reorders or size != now.size, reorders=reorders)

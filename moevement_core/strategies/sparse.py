@@ -112,8 +112,12 @@ class SparseSchedule(Schedule):
     def with_windows_of(self, other: Schedule) -> SparseSchedule:
         """A window of the same kind and size, in this order."""
         assert isinstance(other, SparseSchedule)
-        window = impose_window(self.table, self.order, other.size, other.window.kind)
-        return replace(self, start=other.start, window=window)
+        return other.for_operators_of(self)
+
+    def for_operators_of(self, other: SparseSchedule) -> SparseSchedule:
+        """Windows like these, of the operators of ``other`` in its order."""
+        window = impose_window(other.table, other.order, self.size, self.window.kind)
+        return SparseSchedule(other.table, other.order, window, start=self.start)
 
     def starting_at(self, start: int) -> SparseSchedule:
         """The same order and window."""

@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Ordering, Scores
-from moevement_core.policy.recoverable import RecoverableRun, open_starts, recoverable_runs
+from moevement_core.policy.recoverable import RecoverableRun
+from moevement_core.policy.runs import open_starts, restore_points
 from moevement_core.policy.schedule import Contents, Schedule
 
 
@@ -39,6 +40,8 @@ class Proposal:
     """Whether the first is another one than that in force."""
     reorders: bool = False
     """Whether it saves operators in another order."""
+    why: str = ""
+    """For who runs the job, where there was a choice between ways to recover: which it is, and from what numbers."""
 
 
 class Strategy(ABC):
@@ -66,6 +69,10 @@ class Strategy(ABC):
             most: slots that a window may have: operators of the stage that has the most.
         """
 
+    def first_without(self, start: int, most: int) -> Schedule | None:
+        """Returns what takes the place of :meth:`first` where host memory has no room for that; None: nothing does."""
+        return None
+
     def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
         """What a state can be restored from, the newest first.
 
@@ -73,7 +80,7 @@ class Strategy(ABC):
             held: what each snapshot holds that is there, by iteration.
             until: the iteration that is to be recovered; later snapshots are not used.
         """
-        return recoverable_runs(held, until)
+        return restore_points(held, until)
 
     def open_starts(self, held: Mapping[int, Contents]) -> Iterator[int]:
         """Where a restore point begins that is there or may still come with the next snapshots, newest first."""
@@ -82,16 +89,16 @@ class Strategy(ABC):
     def observe(self, counts: Scores) -> None:  # noqa: B027, many have nothing to observe
         """Tokens that reached each operator in one iteration, float64 ``[operators]``, all ranks of the stage."""
 
-    def wanted_size(self, now: Schedule, measured: Measured) -> int:
-        """The window that this rank would have, iterations; of all ranks the largest is taken."""
-        return now.size
+    def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
+        """The windows that this rank would have, iterations; of all ranks the largest of each is taken."""
+        return (now.size,)
 
-    def propose(self, now: Schedule, size: int) -> Proposal:
+    def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """What is to come into force at the next boundary.
 
         Args:
             now: in force, or decided on.
-            size: of the window; the job's.
+            sizes: what :meth:`wanted_sizes` gave, of all ranks; None where nothing was measured.
         """
         return Proposal([now], is_change=False)
 

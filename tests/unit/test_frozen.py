@@ -149,9 +149,12 @@ class Chained:
             return False, None, None
         norm = self.get_grad_norm()
         self.grad_norms_by_group = self._compute_grad_norms_by_group()
+        return self.step_with_ready_grads(), norm, None
+
+    def step_with_ready_grads(self) -> bool:
         for member in self.chained_optimizers:
             member.optimizer.step()
-        return True, norm, None
+        return True
 
 
 def chained() -> tuple[Chained, dict[str, torch.nn.Parameter], OperatorViews]:

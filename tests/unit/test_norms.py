@@ -88,8 +88,11 @@ class Optimizer:
         norm = self.get_grad_norm()
         self._compute_grad_norms_by_group()
         self.coefficients = [coefficient(one) for one in (norm, *self.grad_norms_by_group.values())]
+        return self.step_with_ready_grads(), norm, None
+
+    def step_with_ready_grads(self) -> bool:
         self.events.append("update")
-        return True, norm, None
+        return True
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ FLAGS = {
     "--moevement-network-bandwidth",
     "--moevement-order", "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-persist-dir",
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
-    "--moevement-reorder-threshold", "--moevement-lease-seconds",
+    "--moevement-recovery", "--moevement-reorder-threshold", "--moevement-lease-seconds",
     "--moevement-replicas", "--moevement-replicas-on-same-node",
     "--moevement-strategy", "--moevement-dense-interval",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",

@@ -17,7 +17,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
-from megatron.moevement.optimizer.modes import Follow, Train
+from megatron.moevement.optimizer.modes import Follow, Redo, Train
 from megatron.moevement.optimizer.outcome import Reduced, outcome_of, step_counts
 from megatron.moevement.patches import replace_on
 from megatron.moevement.state_digest import loss_scaler, members
@@ -28,6 +28,7 @@ from moevement_core.restart.generation import atomic
 from moevement_core.session.commit import Commit, Mark, Vote
 
 REDUCTIONS = ("prepare_grads", "get_grad_norm", "_compute_grad_norms_by_group")
+UPDATE = "step_with_ready_grads"
 UNSCALE = "_unscale_main_grads_and_check_for_nan"
 
 
@@ -91,6 +92,7 @@ class CommittedOptimizer(Commit):
         replace_on(self._optimizer, "step", in_mode)
         for name in REDUCTIONS:
             replace_on(self._optimizer, name, functools.partial(self._around, name=name, is_last=name == last))
+        replace_on(self._optimizer, UPDATE, self._in_mode_update)
         for number, member in enumerate(members(self._optimizer)):
             if hasattr(type(member), UNSCALE):  # an optimizer of FP32 weights has no scale
                 replace_on(member, UNSCALE, functools.partial(self._verdict, number=number))
@@ -113,6 +115,9 @@ class CommittedOptimizer(Commit):
 
         return reduction
 
+    def _in_mode_update(self, original: Callable[[], bool]) -> Callable[[], bool]:
+        return functools.wraps(original)(lambda: self.mode.update(original))
+
     def _verdict(self, original: Callable[[], bool], number: int) -> Callable[[], bool]:
         return functools.wraps(original)(lambda: self.mode.verdict(original, number))
 
@@ -128,6 +133,7 @@ class CommittedOptimizer(Commit):
                 self._set_mark(iteration, result)
         finally:
             self._section = None
+        self.updated(iteration)
         injection.at(Phase.GATHER, iteration)
         if result[0]:
             self.gather()
@@ -191,6 +197,13 @@ class CommittedOptimizer(Commit):
                     self._set_mark(iteration, self._step())
             finally:
                 self._section = None
+
+    def redo(self, mode: Redo) -> None:
+        """Make an update again from logged gradients. Waits for nobody, if no member asks a group whether gradients
+        overflowed; parameters are not gathered.
+        """
+        with self.in_mode(mode), self._gathers_deferred():
+            self._step()
 
     @contextmanager
     def in_mode(self, mode: Train) -> Iterator[None]:

@@ -5,6 +5,8 @@ no gradient (not a zero one, with which momentum and weight decay would still mo
 over. What the first time was worked out from all gradients is taken from the record: whether there was an overflow,
 and the norms that gradients were clipped by.
 
+In a **redo** gradients are logged ones.
+
 A rank that **follows** had finished every reduction of a step that others have made; it takes what came of them.
 """
 
@@ -43,6 +45,10 @@ class Train:
 
     def verdict(self, original: Callable[[], bool], number: int) -> bool:
         """Whether gradients of the chained optimizer ``number`` overflowed, when they have been unscaled."""
+        return original()
+
+    def update(self, original: Callable[[], bool]) -> bool:
+        """The update of all chained optimizers, when gradients are clipped."""
         return original()
 
     def _norms_by_group(self, outcome: Outcome) -> Any:
@@ -116,3 +122,31 @@ class Replay(Train):
     def verdict(self, original: Callable[[], bool], number: int) -> bool:
         found = original()  # it unscales; the overflow may have been seen elsewhere only
         return found if self.outcome is None else bool(self.outcome["found_inf"][number])
+
+
+class Redo(Replay):
+    """The update is made again from logged gradients, for operators that are active; nothing is reduced.
+
+    A gradient that was reduced in FP32 was unscaled and clipped where it stood, and logged after that; a narrower one
+    was logged as it was reduced. So all are put in place before Megatron unscales and clips, for the narrow ones, and
+    again after it, for the others. Narrow ones are not read then: the optimizer has its own copy of them.
+
+    Args:
+        optimizer: Megatron's ``ChainedOptimizer``.
+        trained: the parameters of each operator, by its name.
+        put: puts logged gradients into their buffers.
+    """
+
+    def __init__(self, optimizer: Any, trained: Mapping[str, Sequence[Trained]], put: Callable[[], None]) -> None:
+        super().__init__(optimizer, trained)
+        self._put = put
+
+    @override
+    def prepare_grads(self, original: Callable[[], bool]) -> bool:
+        self._put()
+        return super().prepare_grads(original)
+
+    @override
+    def update(self, original: Callable[[], bool]) -> bool:
+        self._put()
+        return original()

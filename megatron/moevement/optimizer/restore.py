@@ -35,8 +35,10 @@ class Restore:
         }
 
     @torch.no_grad()
-    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved]) -> None:
+    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
         """Full state, or compute weights, of the operators named; the compute weights of the whole rank are then right.
+
+        Where it is not shared, of what this rank saves alone: see :meth:`complete`.
 
         Raises:
             RecoveryError: the snapshot is of another model.
@@ -50,12 +52,25 @@ class Restore:
                     "recover with the flags that the snapshot was taken with"
                 )
             live.copy_(tensor)
+        if not is_shared:
+            self._compute_weights_from_masters()
+            return
         _complete([one for one in self._views.replicated if loads.get(one.operator) is one.saved])
         self._masters_of_frozen([name for name, saved in loads.items() if saved is Saved.COMPUTE])
         self._compute_weights_from_masters()
         for entry, tensor in snapshot.tensors_of(loads):
             if entry.saved is Saved.COMPUTE:  # quantised ones were rebuilt from masters that are not there
                 self._live[entry.operator, entry.saved, entry.key].copy_(tensor)
+        self._gather()
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Bring full state that replicas have a range of each, and compute weights, to all of them.
+
+        Called by every rank of the stage; those that kept their state have all of it, and keep it.
+        """
+        _complete([one for one in self._views.replicated if one.saved is Saved.FULL])
+        self._compute_weights_from_masters()
         self._gather()
 
     def _masters_of_frozen(self, operators: Sequence[str]) -> None:

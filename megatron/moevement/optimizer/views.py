@@ -93,6 +93,7 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
     part_of = _parts(optimizer)
     compute: dict[OperatorId, list[StateTensor]] = {}
     full: dict[OperatorId, list[StateTensor]] = {}
+    gradients: dict[OperatorId, list[StateTensor]] = {}
     trained: dict[str, list[Trained]] = {}
     replicated: list[Replicated] = []
     expert_rank = parallel_state.get_expert_model_parallel_rank()
@@ -115,9 +116,13 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
                     StateTensor(operator.name, Saved.FULL, f"{key}/{what}", tensor.detach().view(-1))
                     for what, tensor in part.state.items()
                 ]
+                gradients.setdefault(operator, []).extend(_gradient(operator.name, parameter, part, key))
             else:  # not trained: its weights are all the state there is
                 states += [StateTensor(t.operator, Saved.FULL, t.key, t.tensor) for t in stored]
-    every = {operator: OperatorState(tuple(compute[operator]), tuple(full[operator])) for operator in compute}
+    every = {
+        operator: OperatorState(tuple(compute[operator]), tuple(full[operator]), tuple(gradients.get(operator, ())))
+        for operator in compute
+    }
     return OperatorViews(every, trained, replicated)
 
 
@@ -129,6 +134,17 @@ def _trained(parameter: torch.nn.Parameter, part: _Part | None) -> Trained:
     if part is not None and master is not None and master.numel() != parameter.numel():
         weights = weights[part.start : part.end]
     return Trained(parameter, master, weights)
+
+
+def _gradient(operator: str, parameter: torch.nn.Parameter, part: _Part, key: str) -> Iterator[StateTensor]:
+    """The reduced gradient of a range, in the buffer that reductions leave it in, as narrow as they were.
+
+    Where it is in FP32 that buffer is what the optimizer unscales, clips and consumes; a narrower one is copied first.
+    """
+    buffer = getattr(parameter, "main_grad", None)
+    if buffer is not None:
+        flat = buffer.detach().view(-1)[part.start : part.end]
+        yield StateTensor(operator, Saved.GRADIENT, f"{key}/gradient", flat)
 
 
 def _quantised(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -154,7 +170,8 @@ def operators_of(states: dict[OperatorId, OperatorState]) -> list[Operator]:
 def _weigh(state: OperatorState) -> StateBytes:
     masters = [t.tensor for t in state.full if t.key.endswith(("/master", "/weight"))]
     others = [t.tensor for t in state.full if not t.key.endswith(("/master", "/weight"))]
-    return StateBytes.of_tensors([t.tensor for t in state.compute], masters, others)
+    gradients = [t.tensor for t in state.gradient]
+    return StateBytes.of_tensors([t.tensor for t in state.compute], masters, others, gradients)
 
 
 def make_optimizer_state(optimizer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,18 @@ from megatron.moevement.runtime.live import Live
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.run_directory import number
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What a rank knows of an iteration whose line may be missing."""
+
+    written: int
+    """The newest iteration whose line it has written."""
+    is_last_stage: bool
+    has_losses: bool
+    """Of each micro-batch, of the last run."""
+    line: dict[str, Any] | None
 
 
 class Ledger:
@@ -36,7 +49,7 @@ class Ledger:
         """Of replayed iterations: for lines whose writer died or was interrupted."""
 
     def replayed(self, iteration: int, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> None:
-        """``iteration`` was run again."""
+        """``iteration`` was run again, or restored; the schedule and loss scalers stand where it left them."""
         self._replayed[iteration] = self._line_of(losses, skipped, grad_norm)
 
     def write(
@@ -88,13 +101,23 @@ class Ledger:
             until: the last committed iteration, whose state is live.
             outcome: of its step.
         """
+        from megatron.core import parallel_state
+
         record = self._live.record
         newest = record.newest_metric() if record is not None else None
-        written = all_gather_objects(newest["iteration"] if newest else 0)[-1]  # the last rank writes
         lines, self._replayed = self._replayed, {}
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        has_losses = self.micro_batch_losses[0] == until and bool(self.micro_batch_losses[1])
+        everyones: list[_Known] = all_gather_objects(
+            _Known(newest["iteration"] if newest else 0, is_last, has_losses, lines.get(until) if is_last else None)
+        )
+        written = everyones[-1].written  # the last rank writes
         if written >= until:
             return
-        if until not in lines and self.micro_batch_losses[0] == until and self.micro_batch_losses[1]:
+        # Any rank of the last stage that has run the iteration again, or restored it, knows what it gave.
+        if (known := next((its.line for its in reversed(everyones) if its.line is not None), None)) is not None:
+            lines[until] = known
+        elif is_last and all(its.has_losses for its in everyones if its.is_last_stage):
             norm = as_logged(outcome.get("clip_norm"))
             lines[until] = self._line_of(
                 _averaged(self.micro_batch_losses[1]), bool(outcome.get("overflow")), norm
@@ -104,7 +127,7 @@ class Ledger:
         wait_until_held()
         for iteration in range(written + 1, until + 1):
             line = lines.get(iteration, {})
-            losses = {name: number(value) for name, value in line.pop("losses", {}).items()}
+            losses = line.pop("losses", {})
             self.last_loss = losses.get("lm loss", self.last_loss)
             loss = losses.pop("lm loss", None)
             grad_norm, unknown = number(line.pop("grad_norm", None)), dict.fromkeys(("tokens_per_s", "iteration_s"))
@@ -119,7 +142,7 @@ class Ledger:
 
         optimizer = self._live.optimizer
         return {
-            "losses": dict(losses),
+            "losses": {name: number(value) for name, value in losses.items()},
             "grad_norm": grad_norm,
             "learning_rate": get_canonical_lr_for_logging(optimizer.param_groups),
             "loss_scale": optimizer.get_loss_scale().item(),

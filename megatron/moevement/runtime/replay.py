@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, override
 
+import torch
+import torch.distributed as dist
+
 from megatron.moevement.data.batches import train_batches_from
 from megatron.moevement.optimizer.committed import CommittedOptimizer
-from megatron.moevement.optimizer.modes import Replay
+from megatron.moevement.optimizer.modes import Redo, Replay
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
@@ -55,7 +58,12 @@ class MegatronTrainer(Trainer):
         self._chunks = live.model
         self._mode = FrozenMode(unwrap_model(live.model), views.trained)
         self._commit = commit
+        self._views = views
         self._step = Replay(live.optimizer, views.trained)
+        self._gradients = {tensor.key: tensor.tensor for state in views.states.values() for tensor in state.gradient}
+        self._restored: tuple[int, Mapping[str, Any]] | None = None
+        """The iteration whose update was made again last, and its record, before its boundary is put."""
+        self._single: Any = None
         self._restore = Restore(live.model, live.optimizer, views)
         self._shared_from = shared_from
         self._alone = alone
@@ -65,12 +73,37 @@ class MegatronTrainer(Trainer):
     # What the state machine asks for
 
     @override
-    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved]) -> None:
-        self._restore.load(snapshot, loads)
+    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
+        self._restore.load(snapshot, loads, is_shared=is_shared)
 
     @override
     def put_boundary(self, boundary: Any) -> None:
         put_boundary_state(self._live, boundary)
+        if self._restored is not None:
+            iteration, record = self._restored
+            self._restored = None
+            if "losses" in record:  # not if the rank was interrupted before the iteration was over
+                self._ledger.replayed(iteration, record["losses"], record["skipped"], record["grad_norm"])
+
+    @override
+    def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
+        logged = [(self._gradients[key], tensor) for its in gradients.values() for key, tensor in its]
+
+        def put() -> None:
+            for live, tensor in logged:
+                live.copy_(tensor)
+
+        mode = Redo(self._live.optimizer, self._views.trained, put)
+        mode.frozen = frozenset(self._views.trained) - gradients.keys()
+        mode.outcome = outcome["step"]
+        with self._live.undo.nested() as undo:
+            self._without_reductions(undo)
+            self._commit.redo(mode)
+        self._restored = iteration, outcome
+
+    @override
+    def complete(self) -> None:
+        self._restore.complete()
 
     @override
     def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
@@ -200,24 +233,37 @@ class MegatronTrainer(Trainer):
         """Everything that asks other stages, which wait: tensors come from their logs, numbers from the records."""
         if self._alone is None:
             return
-        import torch.distributed as dist
         from megatron.core.utils import get_attr_wrapped_model
         from megatron.training import get_args
 
-        single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-
-        def end_group() -> None:
-            # After a failure it is gone with all others.
-            if dist.is_initialized() and single in dist.distributed_c10d._world.pg_map:
-                dist.destroy_process_group(single)
-
-        undo.push(end_group)
+        single = self._group_of_this_rank()
         undo.set(get_attr_wrapped_model(self._chunks[0], "pg_collection"), "mp", single)
         for config in (get_args(), self._loop.config):
             undo.set(config, "barrier_with_L1_time", False)
         for member in members(self._live.optimizer):
             undo.set(member, "grad_stats_parallel_group", single)
         undo.set(self._live, "feeds", self._alone.feeds())
+
+    def _group_of_this_rank(self) -> Any:
+        """A group in which there is nobody else; it ends with the replay."""
+        if self._single is None:
+            single = self._single = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+            def end_group() -> None:
+                # After a failure it is gone with all others.
+                if dist.is_initialized() and single in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(single)
+
+            self._live.undo.push(end_group)
+        return self._single
+
+    def _without_reductions(self, undo: UndoStack) -> None:
+        """Other ranks do not make this update again, or not now: what a step would ask them is in its record."""
+        for member in members(self._live.optimizer):
+            if getattr(member, "grad_scaler", None) is not None:
+                undo.set(member, "grad_stats_parallel_group", self._group_of_this_rank())
+            if hasattr(member, "config"):
+                undo.set(member.config, "log_num_zeros_in_grad", False)
 
     def _without_overlap(self, undo: UndoStack) -> None:
         """Overlapped reductions and gathers count the gradients of all parameters, and frozen ones never come."""

@@ -11,8 +11,9 @@ from moevement_core.recovery.account import Account, trace_events
 from moevement_core.recovery.outcome import Recovery
 
 RECOVERY = Recovery(
-    6, 8, 2, 8, 8, 9, 4, None, 2, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 2_000_000, 0.1, 0.5, 0.4
-)
+    6, 8, 2, 8, 8, 9, 4, None, 2, {"memory": 2, "peer": 1, "file": 0}, {"0": 0, "1": 2}, 0, [2, 3], 2_000_000, 0.1,
+    0.5, 0.4,
+)  # fmt: skip
 ACCOUNT = Account(
     generation=3, failures=["rank 1 (pid 7) was killed by signal 9"], noticed_by="the launcher saw the process end",
     failed_at=100.0, interrupted_at=100.1, left_at=100.3, formed_at=100.4, usable_at=101.0, prepared_at=102.0,

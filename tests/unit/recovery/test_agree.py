@@ -20,7 +20,7 @@ def _new(stage: int, replica: int = 0) -> RankStatus:
 
 def _point(iteration: int, lost: set[int], **fields: object) -> ResumePoint:
     return replace(
-        ResumePoint(iteration, frozenset(lost), frozenset(), 0, reference_is_goal=False, is_between=True),
+        ResumePoint(iteration, frozenset(), frozenset(lost), frozenset(), 0, reference_is_goal=False, is_between=True),
         **fields,  # type: ignore[arg-type]
     )
 
@@ -42,9 +42,9 @@ CASES = {
         [_at(7, 0), _at(8, 1, begun=False), _new(2), _at(7, 3)],
         _point(8, {2}, reference=1, followers=frozenset({0, 3})),
     ),
-    "who is behind in a stage that replays does not follow": (
+    "who is behind follows in a stage that lost a rank, too: maybe it is only that rank that is restored": (
         [_at(7, 0), _new(0), _at(8, 1, begun=False), _at(8, 1, begun=False)],
-        _point(8, {0}, reference=2),
+        _point(8, {0}, reference=2, followers=frozenset({0})),
     ),
     "an update is torn: its rank has no state, and took part": (
         [_at(None, 0), _at(7, 1)],
@@ -66,7 +66,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_failure(name: str) -> None:
     statuses, expected = CASES[name]
-    assert decide(statuses) == expected
+    lost = frozenset(rank for rank, status in enumerate(statuses) if status.committed is None)
+    assert decide(statuses) == replace(expected, lost_ranks=lost)
 
 
 @pytest.mark.parametrize(

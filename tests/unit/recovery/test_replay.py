@@ -190,7 +190,7 @@ def test_frozen_weights_matter() -> None:
     snapshots = run_until(toy, 8, {})
     truth = toy.whole()
     load = toy.load
-    toy.load = lambda snapshot, loads: load(  # type: ignore[method-assign]
+    toy.load = lambda snapshot, loads, is_shared=True: load(  # type: ignore[method-assign,misc]
         snapshot, loads if snapshot.iteration in (3, 6) else {n: s for n, s in loads.items() if s == 2}
     )
     bring_back(toy, {i: snapshots[i] for i in (3, 4, 5)}, 8)

@@ -90,7 +90,7 @@ class Toy(Trainer):
     # What the state machine asks for
 
     @override
-    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved]) -> None:
+    def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
         live = {(t.operator, t.key): t.tensor for s in self.states().values() for t in (*s.compute, *s.full)}
         for entry, tensor in snapshot.tensors_of(loads):
             live[entry.operator, entry.key].copy_(tensor)

@@ -52,7 +52,7 @@ def test_another_stage_saves_in_the_same_iterations() -> None:
 def test_it_has_nothing_to_learn_and_never_changes() -> None:
     strategy = DenseToPeers(TABLE, 4)
     now = strategy.first(0, most=1)
-    proposal = strategy.propose(now, now.size)
+    proposal = strategy.propose(now, None)
     assert strategy.settled
     assert strategy.counts is None
     assert not proposal.is_change

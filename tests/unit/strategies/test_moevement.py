@@ -21,7 +21,7 @@ def test_one_window_comes_before_the_start() -> None:
 def test_a_window_is_measured_unless_it_was_given() -> None:
     given, measured = MoEvement(TABLE, size=3), MoEvement(TABLE)
     assert (given.settled, measured.settled) == (True, False)
-    assert measured.wanted_size(measured.first(0, most=len(TABLE)), FAST) == 1
+    assert measured.wanted_sizes(measured.first(0, most=len(TABLE)), FAST) == (1,)
 
 
 def test_experts_that_have_become_popular_are_saved_last() -> None:
@@ -29,7 +29,7 @@ def test_experts_that_have_become_popular_are_saved_last() -> None:
     now = strategy.first(0, most=len(TABLE))
     counts = np.where(TABLE.is_expert, np.arange(len(TABLE), 0.0, -1.0), 0.0)
     strategy.observe(counts)
-    proposal = strategy.propose(now, now.size)
+    proposal = strategy.propose(now, None)
     assert proposal.is_change
     assert proposal.reorders
     wanted = proposal.schedules[0]
@@ -38,7 +38,7 @@ def test_experts_that_have_become_popular_are_saved_last() -> None:
     assert experts == sorted(experts, reverse=True)
     strategy.accept(proposal)
     strategy.observe(counts)
-    assert not strategy.propose(wanted, wanted.size).is_change, "shares have not changed since"
+    assert not strategy.propose(wanted, None).is_change, "shares have not changed since"
 
 
 def test_a_rank_that_joins_decides_as_its_stage() -> None:
@@ -46,11 +46,11 @@ def test_a_rank_that_joins_decides_as_its_stage() -> None:
     now = strategy.first(0, most=len(TABLE))
     for step in range(3):
         strategy.observe(np.where(TABLE.is_expert, (np.arange(len(TABLE)) + step) % 5, 0.0))
-        proposal = strategy.propose(now, now.size)
+        proposal = strategy.propose(now, None)
         strategy.accept(proposal)
     joined.adopt(strategy.learned())
     for one in (strategy, joined):
         one.observe(np.where(TABLE.is_expert, np.arange(len(TABLE)) ** 2.0, 0.0))
-    old, new = (one.propose(now, 2) for one in (strategy, joined))
+    old, new = (one.propose(now, (2,)) for one in (strategy, joined))
     assert old.reorders == new.reorders
     assert [schedule.id for schedule in old.schedules] == [schedule.id for schedule in new.schedules]

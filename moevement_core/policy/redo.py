@@ -1,0 +1,98 @@
+"""Which snapshots restore a state by updates that are made again, by what they hold.
+
+Each snapshot ``SS_t`` has the gradients that the update to ``state@t`` was made from, of every operator whose full
+state it does not hold. Consecutive snapshots ``SS_a ... SS_c`` restore ``state@c`` if every operator's full state is in
+one of them and its gradients are in each one after that: the newest full state is loaded, and the updates since are
+made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.errors import ScheduleError
+from moevement_core.policy.recoverable import RecoverableRun
+from moevement_core.policy.schedule import Contents, Saved
+
+
+@dataclass(frozen=True, eq=False)
+class RedoRun(RecoverableRun):
+    """Snapshots ``first`` to ``last``, from which ``state@last`` is made by updates alone."""
+
+    reaches: int
+    """c."""
+
+    @property
+    def last(self) -> int:
+        """The iteration whose dense state it gives."""
+        return self.reaches
+
+    @property
+    def is_redone(self) -> bool:
+        """Updates are made again, and no iteration is run."""
+        return True
+
+    def loads(self, iteration: int) -> npt.NDArray[np.int8]:
+        """Full state where it is the newest, int8 ``[operators]``; what is not updated yet is not needed meanwhile."""
+        return np.where(self.full_at == iteration, np.int8(Saved.FULL), np.int8(Saved.NOTHING))
+
+
+def redo_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RedoRun]:
+    """Every run that restores a state by updates, the one that reaches farthest first, each as short as can be.
+
+    Args:
+        snapshots: what each available snapshot holds, by iteration.
+        until: later snapshots are not used.
+
+    Raises:
+        ScheduleError: snapshots of different numbers of operators.
+    """
+    for last in sorted((one for one in snapshots if until is None or one <= until), reverse=True):
+        full_at = _newest_full_state(snapshots, last)
+        if full_at is not None and (full_at < last).any():  # what is dense by itself needs no update
+            yield RedoRun(int(full_at.min()), full_at, last)
+
+
+def open_redo_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
+    """Where such a run begins, newest first, that is there or may still come with the snapshots that follow.
+
+    The newest of ``snapshots`` must be the last one taken.
+    """
+    expected = max(snapshots, default=0)
+    for iteration in sorted(snapshots, reverse=True):
+        if iteration != expected or not _has_gradients(snapshots[iteration]):
+            return
+        yield iteration
+        expected = iteration - 1
+
+
+def _has_gradients(saved: Contents) -> bool:
+    return bool(((saved == Saved.GRADIENT) | (saved == Saved.FULL)).all())
+
+
+def _newest_full_state(snapshots: Mapping[int, Contents], last: int) -> npt.NDArray[np.int64] | None:
+    """The snapshot that each operator's full state is loaded from to reach ``state@last``; None if one has none."""
+    operators = len(snapshots[last])
+    full_at = np.full(operators, -1, dtype=np.int64)
+    is_open = np.ones(operators, dtype=bool)
+    iteration = last
+    while is_open.any():
+        saved = snapshots.get(iteration)
+        if saved is None:
+            return None
+        if len(saved) != operators:
+            raise ScheduleError(
+                f"snapshot {iteration} is of {len(saved)} operators, snapshot {last} of {operators}; snapshots of "
+                "different tables cannot be used together"
+            )
+        found = is_open & (saved == Saved.FULL)
+        full_at[found] = iteration
+        is_open &= ~found
+        if (is_open & (saved != Saved.GRADIENT)).any():
+            return None
+        iteration -= 1
+    return full_at
