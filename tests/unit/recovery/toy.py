@@ -5,7 +5,7 @@ It is exact in floating point, so a replay that does anything else than what was
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, override
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from moevement_core.engine.layout import OperatorState, tensors_of
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
-from moevement_core.policy.schedule import Saved, ScheduleHistory
+from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.replay import Trainer
 from moevement_core.snapshot import plain
@@ -43,12 +43,16 @@ class Toy(Trainer):
         self.masters = {name: torch.randn(NUMBERS, generator=generator) for name in self.names}
         self.momenta = {name: torch.zeros(NUMBERS) for name in self.names}
         self.weights = {name: master.half() for name, master in self.masters.items()}
+        self.gradients = {name: torch.full((NUMBERS,), float("nan")) for name in self.names}
+        """Of the last update, clipped."""
+        self.redone: list[tuple[int, int]] = []
+        """Iterations whose update was made again, and of how many operators."""
         self.kind = kind
         self.rng, self.norm, self.frozen = 12345, 0.0, frozenset[str]()
         self.ran: list[tuple[int, int]] = []
         """Iterations that were run, and how many operators were frozen in each."""
         self.weights_of_frozen_moved = False
-        table = OperatorTable(Operator(n, OperatorKind.EXPERT, StateBytes(2, 4, 4)) for n in self.names)
+        table = OperatorTable(Operator(n, OperatorKind.EXPERT, StateBytes(2, 4, 4, 4)) for n in self.names)
         order = np.arange(OPERATORS)
         self.history = ScheduleHistory(
             SparseSchedule(table, order, impose_window(table, order, size, kind), start=-size)
@@ -62,6 +66,7 @@ class Toy(Trainer):
                     StateTensor(name, Saved.FULL, "master", self.masters[name]),
                     StateTensor(name, Saved.FULL, "momentum", self.momenta[name]),
                 ),
+                (StateTensor(name, Saved.GRADIENT, "gradient", self.gradients[name]),),
             )
             for name in self.names
         }
@@ -81,11 +86,15 @@ class Toy(Trainer):
         if norm is None:
             norm = float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
         for name in active:
-            self.momenta[name].mul_(0.9).add_(gradients[name] / (norm + 1e-6))
-            self.masters[name].sub_(0.1 * self.momenta[name])
-            self.weights[name].copy_(self.masters[name])
+            self.gradients[name].copy_(gradients[name] / (norm + 1e-6))
+            self.update(name)
         self.norm = norm
         return float(activations.sum())
+
+    def update(self, name: str) -> None:
+        self.momenta[name].mul_(0.9).add_(self.gradients[name])
+        self.masters[name].sub_(0.1 * self.momenta[name])
+        self.weights[name].copy_(self.masters[name])
 
     # What the state machine asks for
 
@@ -97,6 +106,18 @@ class Toy(Trainer):
         for name, saved in loads.items():
             if saved is Saved.FULL:
                 self.weights[name].copy_(self.masters[name])
+
+    @override
+    def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
+        self.redone.append((iteration, len(gradients)))
+        for name, its in gradients.items():
+            for _, gradient in its:
+                self.gradients[name].copy_(gradient)
+            self.update(name)
+
+    @override
+    def complete(self) -> None:
+        pass
 
     @override
     def put_boundary(self, boundary: Any) -> None:
@@ -136,22 +157,26 @@ class Toy(Trainer):
         return Snapshot(header, buffer)
 
     def wipe(self) -> None:
-        for tensors in (self.weights, self.masters, self.momenta):
+        for tensors in (self.weights, self.masters, self.momenta, self.gradients):
             for tensor in tensors.values():
                 tensor.fill_(float("nan"))
         self.rng = -1
 
 
-def run_until(toy: Toy, iterations: int, change_at: Mapping[int, tuple[np.ndarray, int]]) -> dict[int, Snapshot]:
+def run_until(
+    toy: Toy, iterations: int, change_at: Mapping[int, tuple[np.ndarray, int] | Schedule]
+) -> dict[int, Snapshot]:
     """Run the job and keep every snapshot up to ``iterations - 1``; orders and windows change where it is said."""
     table, kind = toy.history.newest.table, toy.kind
     first = toy.history.newest.start
     snapshots = {iteration: toy.snapshot(iteration, 0, {}) for iteration in range(first, 0)}
     outcome: dict[str, Any] = {}
     for iteration in range(iterations):
-        if iteration in change_at:
-            order, size = change_at[iteration]
-            toy.history.change(iteration - 1, SparseSchedule(table, order, impose_window(table, order, size, kind)))
+        if (change := change_at.get(iteration)) is not None:
+            if not isinstance(change, Schedule):
+                order, size = change
+                change = SparseSchedule(table, order, impose_window(table, order, size, kind))
+            toy.history.change(iteration - 1, change)
         snapshots[iteration] = toy.snapshot(iteration, iteration, outcome)
         loss = toy.step(iteration + 1, None)
         outcome = {"norm": toy.norm, "losses": {"loss": torch.tensor(loss)}}
