@@ -208,11 +208,11 @@ class CommittedOptimizer(Commit):
     @contextmanager
     def in_mode(self, mode: Train) -> Iterator[None]:
         """A context in which reductions are answered by ``mode``, and steps are Megatron's own."""
-        self.mode = mode
+        before, self.mode = self.mode, mode
         try:
             yield
         finally:
-            self.mode = Train(self._optimizer)
+            self.mode = before
 
 
 def norm_spans_job(optimizer: Any, world: int) -> bool:
