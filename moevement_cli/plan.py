@@ -158,33 +158,47 @@ def _slot_table(made: CheckpointPlan) -> Table:
 def _cost_table(made: CheckpointPlan) -> Table:
     given, dense = made.given, made.dense()
     per_s, replicas = given.iteration_s, given.replicas
-    average, peak = _traffic(made)
     dense_average = dense.bytes / dense.interval / per_s
     dense_peak = min(dense.bytes / per_s, given.cluster.d2h_bytes_per_s)
     dense_sent_peak = replicas * dense.bytes / max(dense.send_s, per_s)
-    snapshots, kept_for_peers, logs = made.host_memory
     dense_node = 2 * (1 + replicas) * dense.bytes * min(given.cluster.gpus_per_node, given.job.ranks)
-    rows = [
-        ("window or interval, iterations", f"{made.size}", f"{dense.interval}"),
-        ("bytes copied at once", _size(peak * per_s), _size(dense.bytes)),
-        ("stall of an average iteration", f"{made.stall_s:.3f} s", f"{dense.stall_s / dense.interval:.3f} s"),
-        ("to the host, average and peak", _rates(average, peak), _rates(dense_average, dense_peak)),
-        (
-            "to the peers, average and peak",
-            _rates(replicas * average, replicas * peak),
-            _rates(replicas * dense_average, dense_sent_peak),
-        ),
-        ("expected rollback, iterations", f"{made.expected_rollback:.1f}", f"{dense.expected_rollback:.1f}"),
-        ("replayed at most, iterations", f"{made.most_replayed}", f"{dense.most_replayed}"),
-        ("host memory of a rank: own snapshots", _size(snapshots), _size(2 * dense.bytes)),
-        ("  replicas it keeps for peers", _size(kept_for_peers), _size(2 * replicas * dense.bytes)),
-        ("  boundary logs", _size(logs), "-"),
-        ("host memory of a node", _size(made.host_memory_of_node), _size(dense_node)),
-    ]
-    table = Table("", "sparse", "dense, same model and bandwidths", title="cost")
-    for row in rows:
+    dense_column = (
+        f"{dense.interval}", _size(dense.bytes), f"{dense.stall_s / dense.interval:.3f} s",
+        _rates(dense_average, dense_peak), _rates(replicas * dense_average, dense_sent_peak),
+        f"{dense.expected_rollback:.1f}", f"{dense.most_replayed}",
+        f"{dense.fetch_s(given.cluster):.2f} s", f"{dense.expected_rollback * per_s:.1f} s", "-",
+        _size(2 * dense.bytes), _size(2 * replicas * dense.bytes), "-", _size(dense_node),
+    )  # fmt: skip
+    table = Table("", "sparse, by replay", "by redo", "dense, same model and bandwidths", title="cost")
+    for row in zip(_COSTS, _cost_column(made), _cost_column(made.redo()), dense_column, strict=True):
         table.add_row(*row)
     return table
+
+
+_COSTS = (
+    "window or interval, iterations", "bytes copied at once", "stall of an average iteration",
+    "to the host, average and peak", "to the peers, average and peak", "expected rollback, iterations",
+    "replayed at most, iterations", "recovery: fetch", "  iterations run again", "  updates made again",
+    "host memory of a rank: own snapshots", "  replicas it keeps for peers", "  boundary logs", "host memory of a node",
+)  # fmt: skip
+
+
+def _cost_column(made: CheckpointPlan) -> Iterator[str]:
+    per_s, replicas = made.given.iteration_s, made.given.replicas
+    average, peak = _traffic(made)
+    yield f"{made.size}" if made.is_carried else f"{made.size}, not carried"
+    yield _size(peak * per_s)
+    yield f"{made.stall_s:.3f} s"
+    yield _rates(average, peak)
+    yield _rates(replicas * average, replicas * peak)
+    yield f"{made.expected_rollback:.1f}"
+    yield f"{made.most_replayed}"
+    yield f"{made.fetch_s:.2f} s"
+    yield f"{made.expected_rollback * per_s:.1f} s"
+    yield f"{made.updates_s:.2f} s" if made.updates_s else "-"
+    for nbytes in made.host_memory:
+        yield _size(nbytes)
+    yield _size(made.host_memory_of_node)
 
 
 def _rates(average: float, peak: float) -> str:
@@ -252,6 +266,10 @@ def _size(value: float) -> str:
 
 def as_json(made: CheckpointPlan) -> dict[str, Any]:
     """Everything that the tables say, and the slots of every stage; bytes and seconds."""
+    return _as_json(made) | {"redo": _as_json(made.redo())}
+
+
+def _as_json(made: CheckpointPlan) -> dict[str, Any]:
     given, dense = made.given, made.dense()
     average, peak = _traffic(made)
     snapshots, replicas, logs = made.host_memory
@@ -264,6 +282,8 @@ def as_json(made: CheckpointPlan) -> dict[str, Any]:
         "replicas": given.replicas,
         "window": made.size,
         "window_kind": str(given.kind),
+        "recovery": str(given.recovery),
+        "is_carried": made.is_carried,
         "paper_window": made.paper_window.window,
         "budget_bytes": made.binding_stage.budget.bytes,
         "binding": made.binding_stage.budget.binding,
@@ -278,6 +298,9 @@ def as_json(made: CheckpointPlan) -> dict[str, Any]:
         "traffic_bytes_per_s": {"average": average, "peak": peak},
         "host_memory_bytes": {
             "snapshots": snapshots, "replicas": replicas, "logs": logs, "node": made.host_memory_of_node,
+        },
+        "recovery_s": {
+            "fetch": made.fetch_s, "run_again": made.expected_rollback * given.iteration_s, "updates": made.updates_s,
         },
         "stages": [_stage_as_json(stage) for stage in made.stages],
         "dense": {

@@ -31,8 +31,11 @@ from moevement_core.policy.window import (
     peak_of_window,
 )
 from moevement_core.precision import TABLE_7, Regime
-from moevement_core.strategies import MoEvement, SparseSchedule
+from moevement_core.strategies import MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
+from moevement_core.strategies.config import Recovery
 
+DEVICE_BYTES_PER_S = 1e12
+"""Of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
 DENSE_OVERHEAD = 0.03
 """CheckFreq's bound on the runtime overhead of dense checkpoints, as MoEvement configures it (section 5.2)."""
 
@@ -49,6 +52,8 @@ class PlanInput:
     replicas: int = 2
     window: int | None = None
     """An imposed window; left out it is chosen."""
+    recovery: Recovery = Recovery.REPLAY
+    """By replay or by redo."""
 
 
 @dataclass(frozen=True)
@@ -65,16 +70,25 @@ class StagePlan:
     """Its slots in the window of the job."""
     log_bytes: int
     """Boundary log of an iteration."""
+    is_redone: bool = False
+    """Whether slots hold gradients where they would hold compute weights."""
+
+    @property
+    def weighed(self) -> OperatorTable:
+        """The table that slots are cut by."""
+        return self.table.with_gradients_for_compute() if self.is_redone else self.table
 
     @cached_property
-    def strategy(self) -> MoEvement:
+    def strategy(self) -> Strategy:
         """What a live rank of it would ask."""
-        return MoEvement(self.table, self.window.kind, self.window.size)
+        windows = MoEvement(self.table, self.window.kind, self.window.size)
+        return Redo(self.table, windows) if self.is_redone else windows
 
     @cached_property
     def schedule(self) -> SparseSchedule:
         """What a live rank of it saves."""
-        return SparseSchedule(self.table, self.order, self.window)
+        kind = RedoSchedule if self.is_redone else SparseSchedule
+        return kind(self.table, self.order, self.window)
 
     @cached_property
     def operators(self) -> tuple[OperatorShape, ...]:
@@ -116,7 +130,7 @@ class CheckpointPlan:
             if stage.own.size == self.size
             else replace(
                 stage,
-                window=impose_window(stage.table, stage.order, self.size, given.kind, stage.budget.bytes),
+                window=impose_window(stage.weighed, stage.order, self.size, stage.own.kind, stage.budget.bytes),
             )
             for stage in cut
         )
@@ -134,8 +148,12 @@ class CheckpointPlan:
             given.replicas,
             reserved_d2h_bytes=log_bytes,
         )
-        own = choose_window(table, order, budget, given.kind)
-        return StagePlan(shape, table, order, budget, own, own, log_bytes)
+        if is_redone := given.recovery is Recovery.REDO:
+            order = np.arange(len(table))
+            own = choose_window(table.with_gradients_for_compute(), order, budget, WindowKind.ROLLING)
+        else:
+            own = choose_window(table, order, budget, given.kind)
+        return StagePlan(shape, table, order, budget, own, own, log_bytes, is_redone)
 
     @cached_property
     def binding_stage(self) -> StagePlan:
@@ -179,7 +197,7 @@ class CheckpointPlan:
 
     def snapshot_memory(self, stage: StagePlan) -> int:
         """Host bytes for the snapshots that a rank keeps of itself: buffers of the heaviest slot, allocated once."""
-        return stage.schedule.slots_kept(max(self.lag, LAG_ALLOWANCE)) * int(stage.window.slot_bytes[0].max())
+        return stage.schedule.slots_at_first(max(self.lag, LAG_ALLOWANCE)) * int(stage.window.slot_bytes[0].max())
 
     def log_memory(self, stage: StagePlan) -> int:
         """Host bytes for the boundary log: every iteration that a recovery may replay, and the one under way."""
@@ -215,7 +233,30 @@ class CheckpointPlan:
 
     def bandwidth_for(self, size: int) -> float:
         """Bytes per second for the snapshots of one rank, each counted once, from which W is ``size`` or smaller."""
-        return max(peak_of_window(s.table, s.order, size, self.given.kind) for s in self.stages) / self._iteration_s
+        return max(peak_of_window(s.weighed, s.order, size, s.own.kind) for s in self.stages) / self._iteration_s
+
+    @property
+    def fetch_s(self) -> float:
+        """Seconds until a rank has all slots of a window from one peer, and on its device."""
+        cluster = self.given.cluster
+        nbytes = max(int(stage.window.slot_bytes[0].sum()) for stage in self.stages)
+        return nbytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
+
+    @property
+    def updates_s(self) -> float:
+        """Seconds in which a rank makes updates of a window again: each reads and writes its full state."""
+        if self.given.recovery is Recovery.REPLAY:
+            return 0.0
+        return (self.size - 1) * 2 * max(stage.full_bytes for stage in self.stages) / DEVICE_BYTES_PER_S
+
+    def redo(self) -> CheckpointPlan:
+        """The same job, recovered by redo."""
+        return CheckpointPlan(replace(self.given, recovery=Recovery.REDO))
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether every slot is copied and sent while an iteration runs."""
+        return not any(stage.window.over_budget for stage in self.stages)
 
     def dense(self) -> DensePlan:
         """A dense checkpoint of the same model at the same bandwidths."""
@@ -264,6 +305,10 @@ class DensePlan:
 
     lag: int
     """Iterations from the state that a checkpoint holds until every peer has it."""
+
+    def fetch_s(self, cluster: Cluster) -> float:
+        """Seconds until a rank has it from one peer, and on its device."""
+        return self.bytes / min(cluster.replication_bytes_per_s, cluster.d2h_bytes_per_s)
 
     @property
     def expected_rollback(self) -> float:

@@ -38,9 +38,11 @@ class Regime:
     first_moment: str
     second_moment: str
     scaling: Scaling = Scaling.TENSOR
+    gradient: str = "fp32"
+    """As gradients are reduced, in which form redo logs them; Megatron's are FP32 with ``--bf16``."""
 
     def __post_init__(self) -> None:
-        for name in (self.compute, self.master, self.first_moment, self.second_moment):
+        for name in (self.compute, self.master, self.first_moment, self.second_moment, self.gradient):
             if name not in _ELEMENT_BYTES:
                 raise ConfigError(f"precision {name!r}; needs one of {', '.join(_ELEMENT_BYTES)}")
 
@@ -59,6 +61,7 @@ class Regime:
             master=self._bytes(self.master, tensors, shards),
             optimizer=self._bytes(self.first_moment, tensors, shards)
             + self._bytes(self.second_moment, tensors, shards),
+            gradient=self._bytes(self.gradient, tensors, shards),
         )
 
     def _bytes(self, name: str, tensors: Sequence[int], shards: int) -> int:
@@ -111,4 +114,4 @@ def parse(text: str, scaling: Scaling = Scaling.TENSOR) -> Regime:
             )
         compute, master, first, second = parts
         chosen = Regime(compute, master, first, second)
-    return Regime(chosen.compute, chosen.master, chosen.first_moment, chosen.second_moment, scaling)
+    return Regime(chosen.compute, chosen.master, chosen.first_moment, chosen.second_moment, scaling, chosen.gradient)

@@ -108,10 +108,14 @@ def _regime(args: Namespace) -> Regime:
     """The formats that the flags ask for."""
     if not (args.bf16 or args.fp16):
         return Regime("fp32", "fp32", "fp32", "fp32")
-    compute = "fp8" if args.fp8_param_gather else "bf16" if args.bf16 else "fp16"
+    half = "bf16" if args.bf16 else "fp16"
+    compute = "fp8" if args.fp8_param_gather else half
+    # As Megatron's validation of arguments has it, which comes later.
+    reduces_in_half = args.grad_reduce_in_bf16 if args.bf16 else not args.accumulate_allreduce_grads_in_fp32
+    gradient = half if reduces_in_half else "fp32"
     if not args.use_precision_aware_optimizer:
-        return Regime(compute, "fp32", "fp32", "fp32")
-    return Regime(compute, args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype)
+        return Regime(compute, "fp32", "fp32", "fp32", gradient=gradient)
+    return Regime(compute, args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype, gradient=gradient)
 
 
 def _stages(args: Namespace) -> Iterator[StageShape]:

@@ -7,6 +7,7 @@ than the window before.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -100,6 +101,8 @@ class WindowWriter:
         """The one that the job is writing now."""
         self._last_begun = NONE
         self._on_disk: list[str] = []
+        self._last_written: tuple[Path | None, set[tuple[int, int, str]]] = (None, set())
+        """The folder of the window that this rank wrote last, and the snapshots in it."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs.put(self._look_around)
         self._thread = threading.Thread(target=self._work, name="moevement-disk", daemon=True)
@@ -211,9 +214,12 @@ class WindowWriter:
             for one in leased:
                 if self._abandoned:
                     return
+                if self._is_linked(folder, one.snapshot):
+                    continue
                 write_snapshot(folder, one.snapshot, lambda: not self._abandoned)
                 self.written_bytes += one.snapshot.header.payload_bytes
             sync_folder(folder)
+            self._last_written = folder, {_identity(one.snapshot) for one in leased}
         except Exception as error:  # whatever it is, training goes on and somebody must learn of it
             if not self._abandoned:
                 self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
@@ -223,6 +229,18 @@ class WindowWriter:
         finally:
             for one in leased:
                 one.release()
+
+    def _is_linked(self, folder: Path, snapshot: Snapshot) -> bool:
+        """Whether the file is that of the window before, where windows overlap; not on a disk that has no links."""
+        before, written = self._last_written
+        if before is None or _identity(snapshot) not in written:
+            return False
+        name = file_name(snapshot.header.rank, snapshot.iteration)
+        try:
+            os.link(before / name, folder / name)
+        except OSError:  # or the window before is gone: then it is written
+            return False
+        return True
 
     def _commit(self, manifest: Manifest) -> None:
         try:
@@ -249,3 +267,7 @@ class WindowWriter:
     def _fail(self, window: _Window, why: str) -> None:
         self._report(f"the window from iteration {window.manifest.first} on is not on disk: {why}; the next is tried")
         window.writing = Writing.FAILED
+
+
+def _identity(snapshot: Snapshot) -> tuple[int, int, str]:
+    return snapshot.header.rank, snapshot.iteration, snapshot.header.schedule

@@ -92,7 +92,7 @@ class Schedule(ABC):
             to_disk: whether one run more is kept, that is being written while newer ones come.
         """
 
-    def slots_at_first(self, lag: int, *, to_disk: bool) -> int:
+    def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
         """Snapshots that a rank keeps while nothing breaks: room for more is made when it is needed."""
         return self.slots_kept(lag, to_disk=to_disk)
 

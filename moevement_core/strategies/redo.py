@@ -86,12 +86,12 @@ class RedoSchedule(SparseSchedule):
         return run[1]
 
     def most_replayed(self, lag: int) -> int:
-        """What peers do not have yet."""
+        """What peers do not have yet: ``SS_(T-1-L)`` is the newest that they may have."""
         return lag + 1
 
     def expected_rollback(self, lag: float) -> float:
         """The iterations that peers do not have yet, and half of the interrupted one."""
-        return lag + 0.5
+        return lag + 1.5
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
         """Those of the next slot: of all operators they are restored by the most updates."""

@@ -12,11 +12,11 @@ from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, TokenLoss
 from moevement_core.simulator.strategies.dense import CheckFreq, Dense, DenseSynchronous, Gemini, NoCheckpoints
 from moevement_core.simulator.strategies.partial import MoC, MoEtion
-from moevement_core.simulator.strategies.sparse import MoEvement, Techniques
+from moevement_core.simulator.strategies.sparse import MoEvement, Redo, Techniques
 
 __all__ = [
     "STRATEGIES", "CheckFreq", "Costs", "Dense", "DenseSynchronous", "Gemini", "MoC", "MoEtion", "MoEvement",
-    "NoCheckpoints", "Recovery", "Strategy", "Techniques", "TokenLoss",
+    "NoCheckpoints", "Recovery", "Redo", "Strategy", "Techniques", "TokenLoss",
 ]  # fmt: skip
 
 
@@ -34,6 +34,7 @@ STRATEGIES: dict[str, Callable[[Costs, float], Strategy]] = {
     "gemini-young-daly": lambda costs, mtbf_s: Gemini(costs, mtbf_s, is_oracle=False),
     "moc": lambda costs, mtbf_s: MoC(costs),
     "moetion": lambda costs, mtbf_s: MoEtion(costs),
+    "redo": lambda costs, mtbf_s: Redo(costs),
     **{
         name: _sparse(name, techniques, kind)
         for name, techniques, kind in (

@@ -154,3 +154,30 @@ class MoEvement(Strategy):
         if self.techniques.skips_frozen:
             seconds *= 1 - self.costs.weight_gradient_share * self.frozen_share
         return seconds
+
+
+class Redo(MoEvement):
+    """The lost rank makes its updates again from logged gradients; what peers do not have yet its stages replay.
+
+    Args:
+        costs: of the job.
+        name: how it is called.
+    """
+
+    def __init__(self, costs: Costs, name: str = "redo") -> None:
+        super().__init__(replace(costs, plan=costs.plan.redo()), name=name)
+
+    @property
+    def converted(self) -> int:
+        """No iteration is run to make the state dense."""
+        return 0
+
+    @cached_property
+    def fetch_s(self) -> float:
+        """All slots of a window, of one rank; and as many updates, each of which reads and writes its full state."""
+        return super().fetch_s + self.costs.plan.updates_s
+
+    @cached_property
+    def _reach(self) -> list[int]:
+        """What is run again begins with the newest snapshot."""
+        return [0] * self.costs.plan.size

@@ -1,0 +1,166 @@
+"""Ranks are killed, and restored by updates that are made again: the run ends with the bits of a failure-free one.
+
+Where copies of the newest gradients were at peers only the lost rank is restored and no iteration is run again; where
+they were not, its stage goes on from the newest that were.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.persistence.manifest import manifests
+from tests.functional.test_kills import LAYOUTS, SPARSE, _killed_from_outside, reference
+from tests.launching import Survived, launch, logs, survive
+from tests.launching import finished as finished_job
+from tests.training import SCRIPT, flags, train
+
+REDO: dict[str, Any] = {"moevement_recovery": "redo"}
+PHASES = (
+    "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
+    "rank=2,iteration=14,phase=commit", "rank=1,iteration=17,phase=step", "rank=3,iteration=20,phase=gather",
+    "rank=0,iteration=23,phase=snapshot", "rank=2,iteration=26,phase=replicate",
+)  # fmt: skip
+
+
+def _alone(survived: Survived) -> list[bool]:
+    """Of each recovery, whether only lost ranks were restored, without an iteration."""
+    found = [failure["recovery"] for failure in survived.failures() if failure["recovery"]]
+    return [its["redone"] > 0 and its["replayed"] == 0 and len(its["ranks"]) == 1 for its in found]
+
+
+def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
+    nproc, layout = LAYOUTS["PP2xEP2"]
+    flags_ = SPARSE | layout | {"train_iters": 30}
+    failure_free = train(nproc, tmp_path / "failure_free", **flags_)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=PHASES, **flags_ | REDO)
+    assert survived.digest == failure_free.summary()["state_digest"]["all"]
+    survived.check_metrics(30)
+    assert len(survived.failures()) == len(PHASES)
+    assert any(_alone(survived)), "in some of these phases the newest gradients are with peers"
+    assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "recovered"), "--json"]) == 0
+    assert "no iteration is repeated" in survived.out
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("PP4", marks=pytest.mark.full), "VPP2", "PP2xDP2",
+        pytest.param("TP2xPP2", marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_layouts(name: str, tmp_path: Path) -> None:
+    """FP32, FP16 whose first steps overflow, replicas with and without the distributed optimizer, interleaved."""
+    nproc, layout = LAYOUTS[name]
+    flags_ = SPARSE | layout
+    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
+    faults = (
+        "rank=1,iteration=2,phase=forward", f"rank={nproc - 1},iteration=7,phase=backward",
+        "rank=0,iteration=12,phase=gather", f"rank={nproc - 1},iteration=17,phase=commit",
+    )  # fmt: skip
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_ | REDO)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"bf16": True},
+        {"bf16": True, "grad_reduce_in_bf16": True, "use_distributed_optimizer": True},
+        {"fp16": True, "initial_loss_scale": 2**16, "use_distributed_optimizer": True},
+        pytest.param(
+            {"fp16": True, "initial_loss_scale": 2**16, "accumulate_allreduce_grads_in_fp32": True},
+            marks=pytest.mark.full,
+        ),
+        pytest.param({"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True},
+                     marks=pytest.mark.full),
+    ],
+    ids=["BF16 replicas", "BF16 gradients", "FP16 gradients", "FP16 in FP32 gradients", "FP32 overlapped"],
+)  # fmt: skip
+def test_without_a_pipeline_in_every_form_of_gradients(layout: dict[str, Any], tmp_path: Path) -> None:
+    flags_ = SPARSE | layout | {"moevement_replicas": 1}
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    faults = (
+        "rank=1,iteration=3,phase=forward",
+        "rank=0,iteration=8,phase=backward",
+        "rank=1,iteration=15,phase=gather",
+    )
+    survived = survive(2, 2, tmp_path / "recovered", inject=faults, **flags_ | REDO)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    assert any(_alone(survived))
+
+
+def test_failures_while_updates_are_made_again(tmp_path: Path) -> None:
+    nproc, layout = LAYOUTS["PP2xEP2"]
+    flags_ = SPARSE | layout
+    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
+    faults = (
+        "rank=1,iteration=7,phase=forward", "rank=1,phase=redo", "rank=0,phase=recover", "rank=3,phase=recover",
+        "rank=2,iteration=15,phase=backward",
+    )  # fmt: skip
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_ | REDO)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+
+
+def test_a_whole_stage_dies_at_once(tmp_path: Path) -> None:
+    """Both of its ranks are restored, each from its own gradients, and nobody of the other stage feeds them."""
+    nproc, layout = LAYOUTS["PP2xEP2"]
+    flags_ = SPARSE | layout | {"moevement_replicas": 2}
+    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
+    faults = ("rank=2,iteration=10,phase=backward", "rank=3,iteration=10,phase=backward")
+    survived = survive(nproc, 3, tmp_path / "recovered", inject=faults, **flags_ | REDO)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+
+
+def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
+    """Of all ranks at once nothing is left in memory."""
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    windows = tmp_path / "windows"
+    words = flags(**flags_ | REDO, moevement_persist_dir=str(windows), moevement_load=str(windows))
+    survived = _killed_from_outside(
+        tmp_path / "recovered", (0, 1), lambda newest: newest >= 30 and bool(manifests(windows)), "--nproc", "2",
+        "--spares", "2", str(SCRIPT), *words,
+    )  # fmt: skip
+    assert survived.digest == wanted
+    survived.check_metrics(60)
+    restart = survived.events("restart")[0]
+    assert "window" in restart["text"]
+    assert restart["iteration"] > 0
+
+
+def test_windows_take_the_place_of_gradients_that_have_no_room(tmp_path: Path) -> None:
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "bf16": True}
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    tight = _least_memory(tmp_path, **flags_)
+    survived = survive(
+        2, 1, tmp_path / "recovered", inject=("rank=1,iteration=9,phase=forward",),
+        **flags_ | REDO, moevement_host_memory_gb=tight,
+    )  # fmt: skip
+    assert survived.digest == wanted
+    assert (
+        "recovery by replay, because gradients have no room beside snapshots: --moevement-host-memory-gb"
+        in survived.out
+    )
+    assert survived.failures()[0]["recovery"]["redone"] == 0
+
+
+def _least_memory(tmp_path: Path, **flags_: Any) -> str:
+    """What windows without gradients need, as a refusal says it."""
+    import re
+
+    code, _, err = finished_job(
+        launch("--nproc", "2", str(SCRIPT), *flags(**flags_, moevement_host_memory_gb="0.000001"), "--run-dir",
+               str(tmp_path / "refused"))
+    )  # fmt: skip
+    assert code == 2, logs(tmp_path / "refused")
+    found = re.search(r"needs ([\d.]+) GB", err)
+    assert found is not None, err
+    return found[1]
