@@ -181,7 +181,7 @@ def points() -> tuple[Point, ...]:
         Point(
             (training,),
             "build_pretraining_data_loader",
-            loaders.with_own_generator,
+            loaders.with_own_generator(_process),
             "opening an iterator must not move the generator that training draws from",
         ),
         *_optimizer_points(),

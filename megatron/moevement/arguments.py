@@ -105,11 +105,15 @@ RESTART_DEFAULTS = {
 
 def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
     """``parse_args`` that also knows our flags and raises :class:`ConfigError` where argparse would print its usage."""
+    from megatron.training import global_vars
 
     @functools.wraps(original)
     def parse_args(
         extra_args_provider: Callable[[Parser], Parser] | None = None, ignore_unknown_args: bool = False
     ) -> argparse.Namespace:
+        if ignore_unknown_args and (parsed := global_vars._GLOBAL_ARGS) is not None:
+            return parsed  # ``pretrain`` asks again whenever it is entered, which takes half a second
+
         def provider(parser: Parser) -> Parser:
             if extra_args_provider is not None:
                 parser = extra_args_provider(parser)

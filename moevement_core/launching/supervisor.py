@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
+from moevement_core.launching.worker import SETTLE_ENV
 from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
 
@@ -80,6 +81,7 @@ class Supervisor:
         pages: an empty folder on this host, for :class:`StatusPage`.
         on_end: called when a process has ended; returns whether another one starts.
         on_replaced: called with the process that ended and the one that was started for it.
+        settle_s: for how many seconds a process that takes the place of another is to do nothing at first.
     """
 
     def __init__(
@@ -91,12 +93,13 @@ class Supervisor:
         pages: Path,
         on_end: Callable[[int, Child], bool],
         on_replaced: Callable[[int, Child, Child], None],
+        settle_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.children: dict[int, Child] = {}
         """All that were ever started, by member."""
         self.is_fenced = False
         self._start, self._next_member, self._link, self._folder = start, next_member, link, pages
-        self._on_end, self._on_replaced = on_end, on_replaced
+        self._on_end, self._on_replaced, self._settle_s = on_end, on_replaced, settle_s
         self._is_winding_down = False
         self._pages: dict[int, StatusPage] = {}
         self._running: set[int] = set()
@@ -105,14 +108,15 @@ class Supervisor:
         for member in first:
             self.start(member)
 
-    def start(self, member: int) -> Child:
-        """Start the process of ``member``."""
+    def start(self, member: int, settle_s: float = 0.0) -> Child:
+        """Start the process of ``member``, which is to do nothing for so many seconds."""
         path = self._folder / f"status_{member}"
         page = self._pages[member] = StatusPage(path)
         page.hold_until(self._link.held_until)
         if self._is_winding_down:
             page.ask_to_wind_down()
-        child = self.children[member] = self._start(member, {PAGE_ENV: str(path)})
+        variables = {PAGE_ENV: str(path), SETTLE_ENV: f"{settle_s:g}"}
+        child = self.children[member] = self._start(member, variables)
         self._running.add(member)
         return child
 
@@ -141,7 +145,7 @@ class Supervisor:
         self._pages.pop(member)
         (self._folder / f"status_{member}").unlink(missing_ok=True)
         if self._on_end(member, child):
-            self._on_replaced(member, child, self.start(self._next_member()))
+            self._on_replaced(member, child, self.start(self._next_member(), self._settle_s()))
 
     def _look_for_stopped(self) -> None:
         if self.is_fenced or time.monotonic() - self._looked_at < LOOK_S:

@@ -24,6 +24,7 @@ from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.run_record import RunRecord
 
+SETTLE_S = 3.0
 SAY_S = 5.0
 """How long ranks have to end by themselves after one has found a mistake in the flags."""
 
@@ -143,7 +144,7 @@ class ReplaceWhoDies(Watch):
         self._children = children
         self._supervisor = Supervisor(
             range(ranks + spares), start_listed, lambda: next(numbers), LocalLink(self._coordinator), pages,
-            self._on_end, self._on_replaced,
+            self._on_end, self._on_replaced, self._settle_s,
         )  # fmt: skip
 
     def is_running(self) -> bool:
@@ -179,6 +180,11 @@ class ReplaceWhoDies(Watch):
             return False
         self._coordinator.died(member, child.pid, child.how)
         return True
+
+    def _settle_s(self) -> float:
+        """Who is started where spares wait is not needed at once; its start would hold up those that recover."""
+        waiting = sum(one["role"] == "spare" for one in self._coordinator.who())
+        return SETTLE_S if waiting > sum(death.rank is not None for death in self._coordinator.deaths) else 0.0
 
     def _on_replaced(self, member: int, old: Child, new: Child) -> None:
         death = next(death for death in self._coordinator.deaths if death.member == member)

@@ -8,6 +8,7 @@ import signal
 import stat
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -21,6 +22,8 @@ from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Program, end_with_parent
 
+SETTLE_ENV = "MOEVEMENT_SETTLE_S"
+"""For how many seconds a process does nothing at first: a recovery is under way, and needs the processors more."""
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
 """Absolute path of the script that this process, and the processes it spawns, run."""
 
@@ -64,6 +67,7 @@ def run_script(
         SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
     """
     end_with_parent()
+    time.sleep(float(os.environ.pop(SETTLE_ENV, "0")))
     script = os.path.abspath(argv[0])
     os.environ[SCRIPT_ENV] = script
     try:

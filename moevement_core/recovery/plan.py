@@ -45,7 +45,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank has, after it checked every byte of it."""
+    """What one rank has. Whether every byte of it is whole is found when it is fetched."""
 
     rank: int
     stage: int

@@ -7,6 +7,7 @@ dies while it waits interrupts nobody.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import socket
@@ -138,6 +139,9 @@ class _Restarts:
         """To the end of the job."""
         # It logs every interruption at every level; what an operator should know the coordinator reports.
         logging.getLogger(LogConfig.name).disabled = True
+        # What was imported stays. Garbage collections, of which a recovery makes some, pass it over from here on.
+        gc.collect()
+        gc.freeze()
         self._member.join()
         while True:
             try:

@@ -14,7 +14,7 @@ class SnapshotSource(Protocol):
     """Somewhere a rank has snapshots: its memory, or files."""
 
     def holdings(self) -> Sequence[Holding]:
-        """All that are whole."""
+        """All that it has, checked or not."""
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """One of them; nothing if it is gone meanwhile."""
@@ -27,14 +27,17 @@ class MemorySource:
         self._checkpointer = checkpointer
 
     def holdings(self) -> list[Holding]:
-        """All that are whole: every byte of them is checked."""
+        """All; what is damaged is found when it is fetched, which plans again without it, and not before.
+
+        To check every byte of everything that is kept would take longer than the rest of a recovery.
+        """
         own = [(Source.MEMORY, snapshot) for snapshot in self._checkpointer.own.snapshots().values()]
         kept = [
             (Source.PEER, snapshot)
             for store in self._checkpointer.replicator.stores
             for snapshot in store.snapshots().values()
         ]
-        return [holding_of(snapshot, source) for source, snapshot in own + kept if snapshot.damaged() is None]
+        return [holding_of(snapshot, source) for source, snapshot in own + kept]
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """One of them; nothing if it is gone meanwhile."""

@@ -3,32 +3,62 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, override
 
 import torch
+from torch.utils.data import DataLoader
 
 from megatron.moevement.restart.alone import without_barrier
 from megatron.moevement.runtime.job import Process
 
 
-def with_own_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """``build_pretraining_data_loader`` whose loaders do not touch the default generator.
 
     A loader draws its workers' seed whenever an iterator is opened. Only tensor-parallel rank 0 has a loader, and a
     recovery opens one more; both would move the generator, and on a machine without a GPU that one draws dropout.
+
+    Workers of validation and test sets are not forked before the first evaluation: a recovery enters training again,
+    and would fork them all.
     """
 
-    @functools.wraps(original)
-    def build_pretraining_data_loader(dataset: Any, consumed_samples: int, *args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def build_pretraining_data_loader(dataset: Any, consumed_samples: int, *args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
 
-        loader = original(dataset, consumed_samples, *args, **kwargs)
-        if isinstance(loader, torch.utils.data.DataLoader) and loader.generator is None:
-            loader.generator = torch.Generator().manual_seed(get_args().seed)
-        return loader
+            loader = original(dataset, consumed_samples, *args, **kwargs)
+            if type(loader) is DataLoader:
+                if loader.generator is None:
+                    loader.generator = torch.Generator().manual_seed(get_args().seed)
+                if all(dataset is not sets[0] for sets in process.job.live.datasets):
+                    loader.__class__ = _OpenedLate
+            return loader
 
-    return build_pretraining_data_loader
+        return build_pretraining_data_loader
+
+    return wrapper
+
+
+class _OpenedLate(DataLoader[Any]):
+    """A loader whose iterators are opened when they are asked for their first batch."""
+
+    @override
+    def __iter__(self) -> Any:
+        return _Late(super().__iter__)
+
+
+class _Late(Iterator[Any]):
+    def __init__(self, open_: Callable[[], Iterator[Any]]) -> None:
+        self._open = open_
+        self._iterator: Iterator[Any] | None = None
+
+    @override
+    def __next__(self) -> Any:
+        if self._iterator is None:
+            self._iterator = self._open()
+        return next(self._iterator)
 
 
 def from_known_samples(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

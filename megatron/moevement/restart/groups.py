@@ -40,7 +40,7 @@ def move_to_groups(old: Groups, new: Groups) -> None:
         )
     replacement = {id(group): other for group, other in zip(old.groups, new.groups, strict=False) if group is not other}
     gone = [group for group in old.groups if id(group) in replacement]
-    for find in (_holders, _holders_after_collection, _hidden_holders):
+    for find in (_holders, _holders_after_collection, _hidden_holders, _holders_among_all, _hidden_holders):
         for holder in find(gone):
             _replace_in(holder, replacement)
         if not _left(gone):
@@ -72,6 +72,12 @@ def _holders_after_collection(gone: list[Any]) -> list[Any]:
     """Without frames that hold each other in a circle."""
     gc.collect()
     return _holders(gone)
+
+
+def _holders_among_all(gone: list[Any]) -> list[Any]:
+    """What was there before training was entered, too, which the garbage collector passes over since."""
+    gc.unfreeze()
+    return _holders_after_collection(gone)
 
 
 def _hidden_holders(gone: list[Any]) -> list[Any]:
