@@ -45,7 +45,7 @@ def main() -> None:
 def report(told: dict[str, Any]) -> str:
     """The whole file, from the command's JSON."""
     lengths = list(told["lengths"].values())
-    head = " | ".join(f"{one['iteration_s']:.2f} s an iteration" for one in lengths)
+    head = " | ".join(f"{one['iteration_s']:.2f} s an iteration ({name})" for name, one in told["lengths"].items())
     rows = "\n".join(f"| {label} | {' | '.join(text(one) for one in lengths)} |" for label, text in ROWS)
     return f"""# What snapshots cost
 
@@ -53,7 +53,7 @@ def report(told: dict[str, Any]) -> str:
 
 A 57 M parameter MoE in BF16 on {told["nproc"]} data-parallel ranks with the distributed optimizer, 228 MB of full state a rank, an
 aligned window of 6, {told["replicas"]} replicas on nodes of their own in name. Snapshots off, captured, and captured and sent take turns
-in blocks of one run; ratios are of neighbouring blocks, median and quartiles. The capture's share of an iteration is
+in blocks of one run (one run for each way to recover); ratios are of neighbouring blocks, median and quartiles. The capture's share of an iteration is
 bounded by its processor time, because the copy thread and training share the same two cores here.
 
 | | {head} |

@@ -41,9 +41,9 @@ def main() -> None:
 def report(told: dict[str, Any]) -> str:
     """The whole file, from the command's JSON."""
     kinds = [told["measured"][kind] for kind in ("normal", "stage", "all")]
+    ways = told["killed"]
     killed = "\n".join(
-        f"| {name} | {value:.2f} | {told['killed']['all'][name]:.2f} |"
-        for name, value in told["killed"]["stage"].items()
+        f"| {name} | {' | '.join(f'{parts[name]:.2f}' for parts in ways.values())} |" for name in ways["redo"]
     )
     rows = "\n".join(f"| {label} | {' | '.join(text(one, kinds[0]) for one in kinds)} |" for label, text in ROWS)
     return f"""# One stage that replays alone, against all stages
@@ -63,16 +63,14 @@ ratio of wall seconds flatters it, and the one of processor seconds (those of th
 number. Frozen operators save their weight gradients, and a normal iteration also takes its snapshot. Memory is lost and
 processes stay: detection, restart and regrouping are not in these numbers.
 
-**With processes killed**: in two jobs a rank of stage {told["stages"] // 2} is killed {told["kills"]} times by SIGKILL in a backward pass, with one spare. In
-the second job logs have no room, so that all stages roll back. Medians, seconds; Megatron's `--inprocess-*` timeouts as
-they are by default here.
+**With processes killed**: in three jobs a rank of stage {told["stages"] // 2} is killed {told["kills"]} times by SIGKILL, in turns in forward, backward,
+reduction and gather, with one spare. In the first it is restored by redo, in the second its stage replays, in the third
+logs have no room, so that all stages roll back. Medians, seconds; Megatron's `--inprocess-*` timeouts as they are by
+default here. Memory and traffic are those of the last rank.
 
-| | one stage alone | all stages |
-|---|---|---|
+| | redo | one stage alone | all stages |
+|---|---|---|---|
 {killed}
-
-Set up and fetch is mostly the new rank: it builds its part of the model, the optimizer and its data loaders, while four
-other processes use the same two cores.
 
 {measured_on("torch", "megatron-core")}, gloo; nothing was measured on a GPU.
 """

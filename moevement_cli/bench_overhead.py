@@ -34,6 +34,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--verify", choices=["nothing", "window", "iteration"], default="window",
         help="when a digest of the whole state is made (default: window)",
     )  # fmt: skip
+    parser.add_argument(
+        "--recovery", choices=["replay", "redo"], nargs="+", default=["replay", "redo"], metavar="HOW",
+        help="what snapshots are for, a run each: replay, redo (default: both)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=overhead)
 
@@ -50,17 +54,18 @@ def overhead(arguments: argparse.Namespace) -> int:
             f"--blocks {arguments.blocks} --block-iterations {arguments.block_iterations}; each needs 2 or more: the "
             "first ones warm up"
         )
-    lengths = {}
-    for micro_batches in arguments.micro_batches:
-        samples = _run(arguments, micro_batches)
-        lengths[micro_batches] = _summarise(samples)
+    lengths = {
+        f"{micro_batches} micro-batches, {recovery}": _summarise(_run(arguments, micro_batches, recovery))
+        for micro_batches in arguments.micro_batches
+        for recovery in arguments.recovery
+    }
     _print(lengths, Console())
     if arguments.json:
         print(json.dumps({"nproc": arguments.nproc, "replicas": arguments.replicas, "lengths": lengths}))
     return 0
 
 
-def _run(arguments: argparse.Namespace, micro_batches: int) -> list[dict[str, Any]]:
+def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> list[dict[str, Any]]:
     """The samples of rank 0, the others being in step with it."""
     from megatron.moevement.bench import overhead as script
 
@@ -68,8 +73,8 @@ def _run(arguments: argparse.Namespace, micro_batches: int) -> list[dict[str, An
     flags += ["--train-iters", str(arguments.blocks * len(script.MODES) * arguments.block_iterations + 1)]
     flags += ["--moevement-sparse-ckpt", "--moevement-window", str(arguments.window)]
     flags += ["--moevement-replicas", str(arguments.replicas), "--moevement-ranks-per-node", "1"]
-    flags += ["--moevement-verify", arguments.verify]
-    print(f"{arguments.nproc} ranks, {micro_batches} micro-batches an iteration ...", flush=True)
+    flags += ["--moevement-verify", arguments.verify, "--moevement-recovery", recovery]
+    print(f"{arguments.nproc} ranks, {micro_batches} micro-batches an iteration, by {recovery} ...", flush=True)
     environment = {script.BLOCK_ENV: str(arguments.block_iterations)}
     return list(samples_of(script, arguments.nproc, flags, environment))
 
@@ -118,8 +123,8 @@ def _ratios(rounds: list[dict[str, list[dict[str, Any]]]], mode: str) -> list[fl
     return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 
 
-def _print(lengths: dict[int, dict[str, Any]], console: Console) -> None:
-    table = Table("", *(f"{result['iteration_s']:.2f} s an iteration" for result in lengths.values()))
+def _print(lengths: dict[str, dict[str, Any]], console: Console) -> None:
+    table = Table("", *(f"{result['iteration_s']:.2f} s an iteration\n{name}" for name, result in lengths.items()))
 
     def row(label: str, text: Callable[[dict[str, Any]], str]) -> None:
         table.add_row(label, *(text(result) for result in lengths.values()))

@@ -5,18 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from moevement_cli.bench_run import events_of, samples_of
+from moevement_cli.bench_run import record_of, samples_of
 from moevement_core.errors import ConfigError
 
 Samples = list[dict[str, Any]]
 KINDS = ("normal", "stage", "all")
-NO_LOGS = ("--moevement-log-memory-gb", "1e-9")
-"""What a stage would need to replay alone does not fit, so that all stages roll back."""
+WAYS = {
+    "redo": ("--moevement-recovery", "redo"),
+    "stage": (),
+    "all": ("--moevement-log-memory-gb", "1e-9"),  # what a stage would need to replay alone does not fit
+}
+"""By name, the flags of a job that recovers so: the lost rank alone, the stage that lost it, all stages."""
+PHASES = ("forward", "backward", "reduce", "backward", "gather")
+"""In which ranks are killed, in turns."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +31,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train an MoE on a pipeline whose ranks lose their memory: those of one stage and those of all "
         "stages in turns, in one run. Times are for each replayed iteration, against a normal one. Then kill a rank "
-        "again and again in two jobs, one in which its stage replays alone and one in which all do."
+        "again and again in three jobs, by the same kills: in one it is restored by redo, in one its stage replays "
+        "alone, and in one all stages do."
     )
     parser.add_argument("--stages", type=int, default=4, metavar="N", help="pipeline stages, a rank each (default: 4)")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="M", help="of an iteration (default: 8)")
     parser.add_argument("--window", type=int, default=3, metavar="W", help="iterations of a window (default: 3)")
     parser.add_argument("--rounds", type=int, default=5, metavar="R", help="losses of each kind (default: 5)")
-    parser.add_argument("--kills", type=int, default=5, metavar="K", help="in each of the two jobs (default: 5)")
+    parser.add_argument("--kills", type=int, default=5, metavar="K", help="in each of the jobs (default: 5)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=recovery)
 
@@ -49,7 +57,7 @@ def recovery(arguments: argparse.Namespace) -> int:
     _print(told, Console())
     killed = {}
     if arguments.kills:
-        killed = {"stage": _parts(_killed(arguments, ())), "all": _parts(_killed(arguments, NO_LOGS))}
+        killed = {name: _killed(arguments, name) for name in WAYS}
         _print_parts(killed, Console())
     if arguments.json:
         shape = {name: getattr(arguments, name) for name in ("stages", "micro_batches", "window", "rounds", "kills")}
@@ -75,28 +83,43 @@ def _wiped(arguments: argparse.Namespace) -> Samples:
     return list(samples_of(script, arguments.stages, flags, environment))
 
 
-def _killed(arguments: argparse.Namespace, more: tuple[str, ...]) -> list[dict[str, Any]]:
-    """A rank in the middle is killed again and again, and a spare takes its place: the account of each time."""
+def _killed(arguments: argparse.Namespace, way: str) -> dict[str, float]:
+    """A rank in the middle is killed again and again, and a spare takes its place: medians of what that took."""
     every = 2 * arguments.window + 1
-    flags = [*_flags(arguments, (arguments.kills + 1) * every), *more]
+    flags = [*_flags(arguments, (arguments.kills + 1) * every), *WAYS[way]]
     flags += ["--moevement-replicas", "1", "--moevement-replicas-on-same-node"]
     for kill in range(1, arguments.kills + 1):
-        flags += ["--moevement-inject", f"rank={arguments.stages // 2},iteration={kill * every},phase=backward"]
-    print(f"{arguments.kills} kills, {'all stages roll back' if more else 'one stage rolls back'} ...", flush=True)
-    return [event for event in events_of(arguments.stages, 1, flags) if event["event"] == "failure"]
+        phase = PHASES[(kill - 1) % len(PHASES)]
+        flags += ["--moevement-inject", f"rank={arguments.stages // 2},iteration={kill * every},phase={phase}"]
+    print(f"{arguments.kills} kills, {way} ...", flush=True)
+    events, metrics = record_of(arguments.stages, 1, flags)
+    return _parts([event for event in events if event["event"] == "failure"], metrics)
 
 
-def _parts(failures: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of each part, in seconds."""
-    parts = {name: statistics.median(one["parts"][name] for one in failures) for name in failures[0]["parts"]}
-    usable = [one["usable_at"] - one["failed_at"] for one in failures]
-    replayed = [one["recovery"]["replayed_by_stage"] for one in failures]
+def _parts(failures: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of each part, in seconds, and of what the job had beside them."""
+    committed_at = {line["iteration"]: line["time"] for line in metrics}
+
+    def median(value: Callable[[dict[str, Any]], float]) -> float:
+        return float(statistics.median(map(value, failures)))
+
+    def of_metrics(*names: str) -> float:
+        return float(statistics.median(sum(line.get(name) or 0 for name in names) for line in metrics)) / 1e6
+
+    recoveries = [one["recovery"] for one in failures]
     return {
-        **parts,
-        "total": statistics.median(one["total_s"] for one in failures),
-        "until groups are usable": statistics.median(usable),
-        "iterations replayed by a stage": statistics.median(max(one.values()) for one in replayed),
-        "stages that replayed": statistics.median(sum(count > 0 for count in one.values()) for one in replayed),
+        **{name: float(statistics.median(one["parts"][name] for one in failures)) for name in failures[0]["parts"]},
+        "total": median(lambda one: one["total_s"]),
+        "kill to next committed iteration": median(
+            lambda one: committed_at[one["recovery"]["until"] + 1] - one["failed_at"]
+        ),
+        "of that an iteration": float(statistics.median(line["iteration_s"] or 0.0 for line in metrics)),
+        "until groups are usable": median(lambda one: one["usable_at"] - one["failed_at"]),
+        "iterations repeated": median(lambda one: one["recovery"]["replayed"]),
+        "kills without a repeated one": sum(one["replayed"] == 0 for one in recoveries),
+        "ranks restored": median(lambda one: len(one["recovery"]["ranks"])),
+        "sent to the peer, MB an iteration of a rank": of_metrics("replicated_bytes"),
+        "host memory of a rank, MB": of_metrics("snapshot_memory_bytes", "log_memory_bytes"),
         "kills": len(failures),
     }
 
@@ -136,7 +159,7 @@ def _print(told: dict[str, dict[str, float]], console: Console) -> None:
 
 
 def _print_parts(killed: dict[str, dict[str, float]], console: Console) -> None:
-    table = Table("a rank killed; medians, seconds", "one stage alone", "all stages")
-    for name, value in killed["stage"].items():
-        table.add_row(name, f"{value:.2f}", f"{killed['all'][name]:.2f}")
+    table = Table("a rank killed; medians, seconds", *killed)
+    for name in killed["redo"]:
+        table.add_row(name, *(f"{parts[name]:.2f}" for parts in killed.values()))
     console.print(table)

@@ -49,8 +49,8 @@ def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment
         return json.loads(Path(folder, "samples.json").read_text(encoding="utf-8"))
 
 
-def events_of(nproc: int, spares: int, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Run :data:`MODEL` with spares; returns the events that it leaves.
+def record_of(nproc: int, spares: int, flags: Sequence[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Run :data:`MODEL` with spares; returns the events that it leaves, and the metrics.
 
     Raises:
         ConfigError: the run failed.
@@ -58,7 +58,8 @@ def events_of(nproc: int, spares: int, flags: Sequence[str]) -> list[dict[str, A
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
         _launch(nproc, [str(SCRIPT), *_words(flags)], run_dir, spares)
-        return RunRecord(run_dir).events()
+        record = RunRecord(run_dir)
+        return list(record.events()), list(record.metrics())
 
 
 def _words(flags: Sequence[str]) -> list[str]:

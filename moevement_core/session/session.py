@@ -64,7 +64,7 @@ class Session:
             binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes(), saving.reports.report)
         injection.begin(config.drill.faults, lambda: binding.iteration)  # places are watched from the next line on
         self.commit = binding.commit_point(self._vote)
-        self.commit.updated = saving.checkpointer.log_gradients
+        self.commit.updated = self._log_gradients
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(
             lambda: saving.parts, self.records, saving.disk, saving.reports, saving.windows.pause
@@ -83,6 +83,10 @@ class Session:
         if generation() is None or self.saving.topology.step_spans_job:
             return
         dist.barrier(group=self.saving.topology.channels.job_group)
+
+    def _log_gradients(self, iteration: int) -> None:
+        if observer.observer.is_capturing:
+            self.saving.checkpointer.log_gradients(iteration)
 
     # Once an iteration
 

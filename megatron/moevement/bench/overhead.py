@@ -59,8 +59,8 @@ class Observer(observers.Observer):
             self.samples.append(
                 Sample(
                     last, mode_of(last, self._block), last % self._block == 0, now_s - self._began_s,
-                    progress.stall_s, session.totals.last_begin_s, progress.copied_bytes, progress.copy_cpu_s,
-                    progress.digest_cpu_s, progress.whole_cpu_s, progress.replicated_bytes,
+                    progress.stall_s + progress.gradient_stall_s, session.totals.last_begin_s, progress.copied_bytes,
+                    progress.copy_cpu_s, progress.digest_cpu_s, progress.whole_cpu_s, progress.replicated_bytes,
                 )
             )  # fmt: skip
         self._began_s = now_s
