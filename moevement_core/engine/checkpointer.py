@@ -323,7 +323,9 @@ class Checkpointer:
         return schedule.may_begin_at(iteration) and self.capturer.pool.available >= schedule.snapshots
 
     def _abandon(self, iteration: int) -> None:
-        """No buffer is free: give up the window under way, and take no snapshot before a whole one has room again."""
+        """No buffer is free, or gradients are gone: give up the window under way, and take no snapshot before a whole one
+        has room again.
+        """
         under_way = self.lifetime.under_way(self.own.deliverable())
         self.own.free(under_way)
         if under_way:
@@ -332,9 +334,10 @@ class Checkpointer:
         self.progress.abandoned += 1
         if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is reported
             return
+        why = "no host buffer is free" if not self.capturer.pool.available else "its gradients were not logged"
         lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"
         self._report(
-            f"iteration {iteration}: no host buffer is free, so the window under way ({lost}) is abandoned; the "
+            f"iteration {iteration}: {why}, so the window under way ({lost}) is abandoned; the "
             f"persisted one stays. Abandoned so far: {self.progress.abandoned}. Peers that lag: "
             f"{self.replicator.backlog()}. Snapshots go on when a whole window has room"
         )
