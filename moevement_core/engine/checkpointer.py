@@ -154,8 +154,10 @@ class Checkpointer:
 
     def _may_take(self, iteration: int) -> bool:
         """Whether a snapshot is taken, or none before a whole window has room again."""
-        if self._paused and not self._has_room(iteration):
-            return False
+        if self._paused:
+            self._make_more_room(self.history.at(iteration))  # a new run beside the persisted one
+            if not self._has_room(iteration):
+                return False
         self._paused = False
         return True
 
@@ -323,9 +325,7 @@ class Checkpointer:
         return schedule.may_begin_at(iteration) and self.capturer.pool.available >= schedule.snapshots
 
     def _abandon(self, iteration: int) -> None:
-        """No buffer is free, or gradients are gone: give up the window under way, and take no snapshot before a whole one
-        has room again.
-        """
+        """Give up the window under way, and take no snapshot before a whole one has room again."""
         under_way = self.lifetime.under_way(self.own.deliverable())
         self.own.free(under_way)
         if under_way:

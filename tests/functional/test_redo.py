@@ -136,6 +136,27 @@ def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
     assert restart["iteration"] > 0
 
 
+@pytest.mark.parametrize(("gigabytes_per_s", "way"), [("100", "redo"), ("0.000001", "replay")])
+def test_what_is_measured_decides(gigabytes_per_s: str, way: str, tmp_path: Path) -> None:
+    """In the middle of the job, after sparse windows; a kill before the change, right after it, and later."""
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    faults = (
+        "rank=1,iteration=6,phase=forward",
+        "rank=0,iteration=19,phase=backward",
+        "rank=1,iteration=27,phase=step",
+    )
+    survived = survive(
+        2, 2, tmp_path / "recovered", inject=faults, **flags_, moevement_recovery="auto",
+        moevement_network_bandwidth=gigabytes_per_s, moevement_bandwidth="100",
+    )  # fmt: skip
+    assert survived.digest == wanted
+    survived.check_metrics(30)
+    assert survived.out.count(f"recovery by {way}: a slot of ") == 1
+    last = survived.failures()[-1]["recovery"]
+    assert (last["redone"] > 0) == (way == "redo")
+
+
 def test_windows_take_the_place_of_gradients_that_have_no_room(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "bf16": True}
     wanted = reference(2, tmp_path / "failure_free", **flags_)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from moevement_core.persistence.files import file_name
+from moevement_core.persistence.files import file_name, read_snapshot
 from moevement_core.persistence.manifest import MARKER, Manifest, make_window_folder, manifests, read_manifest
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.window import WindowKind
@@ -391,3 +391,18 @@ def test_what_is_no_manifest_is_passed_over(tmp_path: Path) -> None:
         with pytest.raises(Exception, match=f"window_{name}.json"):
             read_manifest(tmp_path / f"window_{name}.json")
     assert manifests(tmp_path) == []
+
+
+def test_files_that_overlapping_windows_share_are_written_once(writer: WindowWriter, tmp_path: Path) -> None:
+    for first in (4, 5):
+        writer.begin(first, first + 1)
+        assert settled(writer) is Writing.DURABLE
+        writer.learn(Writing.DURABLE)
+    close(writer)
+    older, newer = (tmp_path / f"window_000000{number}_abcd" for number in (5, 6))
+    shared = file_name(0, 5)
+    assert (older / shared).stat().st_ino == (newer / shared).stat().st_ino
+    read_snapshot(newer / shared).check("on disk")
+    paths = {path.stat().st_ino: path for folder in (older, newer) for path in folder.glob("*.snapshot")}
+    assert len(paths) == 3
+    assert writer.written_bytes == sum(read_snapshot(path).header.payload_bytes for path in paths.values())
