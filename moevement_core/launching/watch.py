@@ -25,6 +25,7 @@ from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.run_record import RunRecord
 
 SETTLE_S = 3.0
+"""How long a process that is not needed at once does nothing."""
 SAY_S = 5.0
 """How long ranks have to end by themselves after one has found a mistake in the flags."""
 
@@ -183,8 +184,9 @@ class ReplaceWhoDies(Watch):
 
     def _settle_s(self) -> float:
         """Who is started where spares wait is not needed at once; its start would hold up those that recover."""
-        waiting = sum(one["role"] == "spare" for one in self._coordinator.who())
-        return SETTLE_S if waiting > sum(death.rank is not None for death in self._coordinator.deaths) else 0.0
+        dead = {death.member for death in self._coordinator.deaths}
+        missing = sum(member in dead for member in self._coordinator.roster.ranks.values())
+        return SETTLE_S if len(self._coordinator.waiting()) >= missing else 0.0
 
     def _on_replaced(self, member: int, old: Child, new: Child) -> None:
         death = next(death for death in self._coordinator.deaths if death.member == member)
