@@ -53,6 +53,17 @@ def test_ranks_are_killed_and_nothing_is_different(tmp_path: Path, nproc: int) -
     assert len({rank["pid"] for rank in ranks}) == len(ranks)
 
 
+def test_a_rank_is_restored_by_its_logged_gradients(tmp_path: Path) -> None:
+    free = run(tmp_path / "failure_free", 2)
+    faults = ["rank=1,iteration=9,phase=reduce", "rank=0,iteration=15,phase=commit", "rank=1,iteration=20,phase=step"]
+    words = (word for fault in faults for word in ("--moevement-inject", fault))
+    killed = run(tmp_path / "killed", 2, "--moevement-recovery", "redo", *words)
+    assert is_the_same(free, killed)
+    recoveries = [event for event in killed.events() if event["event"] == "recovery"]
+    assert len(recoveries) == len(faults)
+    assert all(recovery["redone"] > 0 for recovery in recoveries)
+
+
 @pytest.mark.full
 def test_state_that_is_wiped_is_recovered(tmp_path: Path) -> None:
     free = run(tmp_path / "failure_free", 2)

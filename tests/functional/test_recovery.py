@@ -136,17 +136,20 @@ def test_a_wiped_job_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert any(last["first"] < i <= last["until"] and i not in skipped for i in range(ITERATIONS)), "a step too"
 
 
-def test_damaged_snapshots_are_had_from_a_peer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recovery", ["replay", "redo"])
+def test_damaged_snapshots_are_had_from_a_peer(recovery: str, tmp_path: Path) -> None:
+    """With redo the bit is one of a gradient."""
     job = EP2 | DISTRIBUTED | BF16
-    sparse = {"moevement_window": 2, "moevement_wipe_at": 7}
+    sparse = {"moevement_window": 2, "moevement_wipe_at": 7, "moevement_recovery": recovery}
     words = flags(train_iters=10, moevement_sparse_ckpt=True, moevement_ranks_per_node=1, moevement_replicas=1,
                   **job, **sparse)  # fmt: skip
     failure_free = train(2, tmp_path / "failure_free", train_iters=10, **job)
     argv = [str(SCRIPT), *words, "--run-dir", str(tmp_path / "recovered")]
     run_ranks(wiped_with_damaged_snapshots, 2, argv, 1, init_process_group=False)
-    (recovery,) = check(failure_free, RunRecord(tmp_path / "recovered"), sparse)
-    assert recovery["sources"]["peer"] >= 2, "every snapshot of rank 1 that the replay begins from"
-    assert recovery["sources"]["memory"] >= 2
+    (done,) = check(failure_free, RunRecord(tmp_path / "recovered"), sparse)
+    assert done["sources"]["peer"] >= 2, "every snapshot of rank 1 that the recovery begins from"
+    assert done["sources"]["memory"] >= 2
+    assert (done["redone"] > 0) == (recovery == "redo")
 
 
 def random_case(random: Random) -> tuple[int, dict[str, Any], dict[str, Any]]:
