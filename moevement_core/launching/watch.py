@@ -24,7 +24,7 @@ from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.run_record import RunRecord
 
-SETTLE_S = 2.0
+SETTLE_S = 5.0
 """How long a process that is not needed at once does nothing."""
 SAY_S = 5.0
 """How long ranks have to end by themselves after one has found a mistake in the flags."""
