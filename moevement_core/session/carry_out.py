@@ -83,7 +83,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
     if plan is not None:
         alone = (
             None
-            if everywhere
+            if everywhere or not plan.iterations
             else Alone(parts.topology.neighbours, frozenset(plan.runs), parts.topology.channels.feeds)
         )
         with parts.binding.replaying(shared_from, alone) as trainer, working():
