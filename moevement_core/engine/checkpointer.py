@@ -18,6 +18,7 @@ from moevement_core.engine.own import Copies, Held, OwnSnapshots
 from moevement_core.engine.progress import Progress
 from moevement_core.engine.replicator import Replicator
 from moevement_core.persistence.writer import WindowWriter
+from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Schedule, ScheduleHistory
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.replica_store import ReplicaStore
@@ -71,7 +72,7 @@ class Checkpointer:
         self.own = OwnSnapshots()
         self.replicator = Replicator(self.own, senders, receivers, has or {})
         self.capturer = Capturer(rank, states, self.own, device, record_bytes, self._captured, to_disk=to_disk)
-        self.lifetime = Lifetime(strategy, needed)
+        self.lifetime = Lifetime(strategy, needed, self._is_whole)
         self.progress = Progress(persisted=self.lifetime.persisted)
         self._agreement = agreement
         self._report = report
@@ -83,6 +84,14 @@ class Checkpointer:
         """The iteration whose gradients are in the live tensors; the last one whose gradients no longer are."""
         # A rank that joins takes, or is given, snapshots of schedules that were in force before, too.
         self.make_room(*history.all)
+
+    def _is_whole(self, run: RecoverableRun) -> bool:
+        """Ranks agree on runs by where they begin. A stage with fewer operators than slots can be restored to earlier
+        iterations than the others from there, and that is of no use to the job.
+        """
+        if not run.is_redone or run.first < self.history.oldest.start:
+            return True
+        return run.last >= self.history.at(run.first).last_of_run(run.first)
 
     # Once an iteration
 
@@ -187,8 +196,10 @@ class Checkpointer:
             is_logged = self.capturer.has_logged(iteration, schedule)
             if not is_logged and not (self._live == iteration and self._log(iteration, schedule)):
                 return False  # they are gone, or had no room
-        elif not self.capturer.pool.available:
-            self._make_more_room(schedule)
+        else:
+            self.capturer.drop_logged()  # of an earlier schedule
+            if not self.capturer.pool.available:
+                self._make_more_room(schedule)
         return self.capturer.take(iteration, schedule, record, state=state, whole=whole)
 
     def pause(self, iteration: int) -> None:

@@ -7,9 +7,10 @@ persisted goes at once, and the window under way is given up before the persiste
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents
 from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
 from moevement_core.strategies.strategy import Strategy
@@ -33,10 +34,16 @@ class Lifetime:
     Args:
         strategy: which runs there are.
         needed: first and last snapshot of the run that is persisted on every rank; ``NONE`` if there is none.
+        is_whole: whether a run is as long as those of other stages that begin where it does.
     """
 
-    def __init__(self, strategy: Strategy, needed: tuple[int, int] = (NONE, NONE)) -> None:
-        self._strategy = strategy
+    def __init__(
+        self,
+        strategy: Strategy,
+        needed: tuple[int, int] = (NONE, NONE),
+        is_whole: Callable[[RecoverableRun], bool] = lambda run: True,
+    ) -> None:
+        self._strategy, self._is_whole = strategy, is_whole
         self.persisted, self.last_needed = needed
         """Where the newest run begins, and ends, that is persisted on every rank."""
         self._runs: dict[int, int] = {}
@@ -70,7 +77,7 @@ class Lifetime:
             deliverable: what snapshots hold that all peers have or may still have.
             had: what those hold that all peers have.
         """
-        runs = self._strategy.restore_points(had)
+        runs = [run for run in self._strategy.restore_points(had) if self._is_whole(run)]
         self._runs = {run.first: run.last for run in runs if run.first >= self.persisted}
         open_ = {run.first for run in self._strategy.restore_points(deliverable)}
         if iteration - 1 in deliverable:  # no run reaches over a snapshot that was left out

@@ -41,19 +41,22 @@ class RedoRun(RecoverableRun):
         return np.where(self.full_at == iteration, np.int8(Saved.FULL), np.int8(Saved.NOTHING))
 
 
-def redo_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RedoRun]:
+def redo_runs(
+    snapshots: Mapping[int, Contents], until: int | None = None, *, with_dense: bool = False
+) -> Iterator[RedoRun]:
     """Every run that restores a state by updates, the one that reaches farthest first, each as short as can be.
 
     Args:
         snapshots: what each available snapshot holds, by iteration.
         until: later snapshots are not used.
+        with_dense: whether a snapshot that is dense by itself counts, too: no update is needed.
 
     Raises:
         ScheduleError: snapshots of different numbers of operators.
     """
     for last in sorted((one for one in snapshots if until is None or one <= until), reverse=True):
         full_at = _newest_full_state(snapshots, last)
-        if full_at is not None and (full_at < last).any():  # what is dense by itself needs no update
+        if full_at is not None and (with_dense or (full_at < last).any()):
             yield RedoRun(int(full_at.min()), full_at, last)
 
 

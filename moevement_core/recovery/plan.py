@@ -136,10 +136,13 @@ def plan_redo(reports: Sequence[Report], until: int, ranks: Collection[int]) -> 
         Nothing if copies of their gradients do not reach up to there.
     """
     try:
-        plan = _plan(reports, until, {report.rank: report.stage for report in reports if report.rank in ranks})
+        held, usable, restored = _found(
+            reports, {report.rank: report.stage for report in reports if report.rank in ranks}
+        )
     except RecoveryError:
         return None
-    return plan if not plan.iterations else None
+    plan = _by_redo(held, usable, until, restored, with_dense=True)
+    return plan if plan is not None and not plan.iterations else None
 
 
 def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int]) -> RecoveryPlan:
@@ -148,14 +151,19 @@ def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int
     Raises:
         RecoveryError: no run of snapshots is there for every one of them.
     """
-    held = {rank: its for rank, its in _by_owner(reports).items() if rank in stages}
-    usable = {stage: _usable(stage, stages, held) for stage in sorted(set(stages.values()))}
-    ranks = frozenset(stages)
+    held, usable, ranks = _found(reports, stages)
     plans = [_by_redo(held, usable, until, ranks), _by_replay(held, usable, until, ranks)]
     possible = [plan for plan in plans if plan is not None]
     if not possible:
         raise RecoveryError(_missing(usable, until))
     return min(possible, key=lambda plan: (-plan.until, len(plan.iterations)))
+
+
+def _found(reports: Sequence[Report], stages: Mapping[int, int]) -> tuple[Held, Usable, frozenset[int]]:
+    """Where snapshots of the ranks in ``stages`` are, which of them all ranks of a stage have, and these ranks."""
+    held = {rank: its for rank, its in _by_owner(reports).items() if rank in stages}
+    usable = {stage: _usable(stage, stages, held) for stage in sorted(set(stages.values()))}
+    return held, usable, frozenset(stages)
 
 
 Usable = Mapping[int, Mapping[int, Contents]]
@@ -177,9 +185,13 @@ def _by_replay(held: Held, usable: Usable, until: int | None, ranks: frozenset[i
     return None
 
 
-def _by_redo(held: Held, usable: Usable, until: int | None, ranks: frozenset[int]) -> RecoveryPlan | None:
-    """To the newest iteration that gradients of every stage lead to."""
-    runs = {stage: {run.last: run for run in redo_runs(its, until)} for stage, its in usable.items()}
+def _by_redo(
+    held: Held, usable: Usable, until: int | None, ranks: frozenset[int], *, with_dense: bool = False
+) -> RecoveryPlan | None:
+    """To the newest iteration that gradients of every stage lead to, or a dense snapshot holds."""
+    runs = {
+        stage: {run.last: run for run in redo_runs(its, until, with_dense=with_dense)} for stage, its in usable.items()
+    }
     everywhere = set.intersection(*(set(of_stage) for of_stage in runs.values()))
     for last in sorted(everywhere, reverse=True):
         chosen = {stage: of_stage[last] for stage, of_stage in runs.items()}

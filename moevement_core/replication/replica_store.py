@@ -92,8 +92,8 @@ class ReplicaStore:
             self._release([kept for kept in self._replicas if first <= kept < first + count])
 
     def has_room_for(self, count: int, nbytes: int) -> bool:
-        """Whether exactly so much room was made before."""
-        return self._pool is not None and (self._pool.count, self._pool.nbytes) == (count, nbytes)
+        """Whether so much room was made before, in buffers of that size."""
+        return self._pool is not None and self._pool.nbytes == nbytes and self._pool.count >= count
 
     def make_room(self, count: int, nbytes: int) -> None:
         """Allocate ``count`` buffers of ``nbytes``.

@@ -91,7 +91,7 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
                 plan, parts.topology.stage, parts.topology.table.names, prepared.snapshots, trainer, check, tell,
                 prepared.outcomes, keep, redoes,
             )  # fmt: skip
-        if plan.until > max(plan.dense_at, plan.begins):
+        if plan.until > max(plan.dense_at, plan.begins) and plan.until not in parts.binding.iterations_left_out():
             parts.checkpointer.log_gradients(plan.until, is_replayed=True)
     elif any(parts.topology.stage in plan.runs for plan in prepared.plans):
         parts.binding.complete()

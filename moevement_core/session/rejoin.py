@@ -106,7 +106,9 @@ class Rejoined:
             # A snapshot may be from after what is due between iterations, which then is done again.
             live = binding.boundary_copy() | dict(self.reached.common if self.is_between else {})
             resumed = None if self.is_between else live
-            outcome = self.reached.outcome if before is None else before.outcome
+            # A rank that was torn in this very step has the mark of the one before.
+            is_known = before is not None and before.iteration == self.until
+            outcome = before.outcome if before is not None and is_known else self.reached.outcome
             session.commit.mark = Mark(self.until, live, outcome, resumed)
         return recovery
 
@@ -187,11 +189,12 @@ def rejoin(
         is_as_at_start = binding.build(survivor.shared)
     if session is not None and dist.get_rank() in point.followers:
         _follow(session, point, reports, reached)
-    if session is not None:
-        _log_gradients(session)
-    binding.clear_gradients()
+    is_survivor = session is not None
     session = _go_on_or_join(binding, config, session, reports)
     joined(session, point.iteration)
+    if is_survivor:  # by the schedules that all have agreed on
+        _log_gradients(session)
+    binding.clear_gradients()
     if is_as_at_start:
         session.saving.take_start()
     common = reached.common if point.is_between else reached.begun or reached.common
@@ -202,7 +205,8 @@ def rejoin(
     if point.lost_stages:
         try:
             with waiting_for_others():
-                prepared = session.recoverer.prepare(point.iteration, point.lost_stages, point.lost_ranks)
+                alone = point.lost_ranks if config.strategy.may_redo else ()
+                prepared = session.recoverer.prepare(point.iteration, point.lost_stages, alone)
         except RecoveryError as error:
             raise NoWayBack(str(error)) from error
     if session.saving.topology.stage not in point.lost_stages:
@@ -217,14 +221,21 @@ def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport],
     statuses = [report.status for report in reports]
     peer = peer_of_follower(dist.get_rank(), statuses, point)
     outcome = (reports[peer] if peer is not None else reached).outcome
+    mark = session.commit.mark
+    if point.iteration in session.binding.iterations_left_out() and mark is not None:  # there was no step
+        session.commit.mark = Mark(point.iteration, {**mark.boundary, **reached.common}, {})
+        return
     session.commit.follow(point.iteration, outcome, reached.common)
 
 
 def _log_gradients(session: Session) -> None:
     """Those of the last update are still there where no iteration has begun after it."""
-    if (mark := session.commit.mark) is not None and not session.commit.torn:
+    mark = session.commit.mark
+    if mark is None or session.commit.torn:
+        return
+    if mark.iteration not in session.binding.iterations_left_out():
         session.saving.checkpointer.log_gradients(mark.iteration)
-        session.saving.checkpointer.let_gradients_go(mark.iteration)
+    session.saving.checkpointer.let_gradients_go(mark.iteration)
 
 
 def _go_on_or_join(

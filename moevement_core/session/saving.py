@@ -28,7 +28,7 @@ from moevement_core.snapshot import plain
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import BOUNDARY, StateTensor, aligned_bytes
 from moevement_core.strategies import Strategy
-from moevement_core.strategies.config import Recovery
+from moevement_core.strategies.config import StrategyConfig
 
 RECORD_SLACK_BYTES = 64 << 10
 """Room for a boundary record to grow."""
@@ -70,7 +70,7 @@ class Saving:
         self.began_at = binding.iteration if joining is None else joining.policy.began_at
         """The iteration that the job started from."""
         if joining is None:
-            _refuse_without_gradients(binding, config.strategy.recovery)
+            _refuse_without_gradients(binding, config.strategy)
         strategy = config.strategy.of(self.topology.table)
         policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
         self.windows = self._window_decisions(strategy, policy)
@@ -191,7 +191,7 @@ class Saving:
         for iteration in range(first, committed + 1):
             self.checkpointer.capture(
                 iteration, record, state=committed, whole=self._digests_whole(iteration),
-                is_updated=iteration == committed and bool(record["iteration"].get("step")),
+                is_updated=iteration == committed and bool(record["iteration"]),
             )  # fmt: skip
 
     def oldest_needed(self, committed: int) -> int:
@@ -290,7 +290,7 @@ class Saving:
         )
 
 
-def _refuse_without_gradients(binding: Binding, recovery: Recovery) -> None:
+def _refuse_without_gradients(binding: Binding, strategy: StrategyConfig) -> None:
     """Refuse to log gradients that the trainer does not give; before training begins, on every rank alike.
 
     Raises:
@@ -298,8 +298,8 @@ def _refuse_without_gradients(binding: Binding, recovery: Recovery) -> None:
     """
     states = binding.states().values()
     is_missing = any(state.full for state in states) and not any(state.gradient for state in states)
-    if any(all_gather_objects(is_missing and recovery is not Recovery.REPLAY)):
+    if any(all_gather_objects(is_missing and strategy.may_redo)):
         raise ConfigError(
-            f"--moevement-recovery {recovery}: {type(binding).__name__} gives no gradients; give them in states() "
-            "(OperatorState.gradient), or use --moevement-recovery replay"
+            f"--moevement-recovery {strategy.recovery}: {type(binding).__name__} gives no gradients; give them in "
+            "states() (OperatorState.gradient), or use --moevement-recovery replay"
         )

@@ -204,7 +204,7 @@ class Session:
 
     def go_on(self, committed: int) -> None:
         """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
-        self.records.resumed(committed)
+        self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget()
 
     # The end

@@ -37,9 +37,9 @@ class StepRecords:
         """``iteration`` is over; ``outcome`` is whether it was skipped, its gradient norm and losses."""
         self._last = {**self._record_of(iteration), **outcome}
 
-    def resumed(self, iteration: int) -> None:
-        """Training goes on after ``iteration``."""
-        self._last = self._record_of(iteration)
+    def resumed(self, iteration: int, *, was_left_out: bool = False) -> None:
+        """Training goes on after ``iteration``, which may never have run."""
+        self._last = {} if was_left_out else self._record_of(iteration)
 
     def take(self, outcomes: Mapping[int, Mapping[str, Any]]) -> None:
         """Remember what other ranks, or snapshots, know of steps; what is known here already stays."""

@@ -26,7 +26,7 @@ from moevement_core.session.binding import Counts
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
-from moevement_core.strategies import Measured, Strategy
+from moevement_core.strategies import Measured, Proposal, Strategy
 from moevement_core.strategies.config import MOST_ITERATIONS
 from moevement_core.strategies.redo import NOT_CARRIED
 
@@ -182,10 +182,9 @@ class WindowDecisions:
         sizes = self._measured_windows(old, checkpointer, senders) if measured else None
         proposal = strategy.propose(old, sizes)
         self.windows += 1
-        if proposal.why and self.topology.rank == 0:
-            log.info(proposal.why)
         if math.isinf(self._budget.host_memory_bytes) and not proposal.is_change:
             strategy.settled = strategy.settled or measured
+            self._say_why(proposal)
             return
         beyond = self._beyond_cap(proposal.schedules, checkpointer)
         fitting = [one for one, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
@@ -201,6 +200,8 @@ class WindowDecisions:
         strategy.settled = strategy.settled or measured
         strategy.accept(proposal)
         self.reorders += proposal.reorders
+        if chosen is proposal.schedules[0]:
+            self._say_why(proposal)
         is_other = chosen.size != old.size or type(chosen) is not type(old)
         if not proposal.reorders and not is_other:
             return
@@ -209,6 +210,10 @@ class WindowDecisions:
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
         if is_other and self.topology.rank == 0:
             log.info(f"window of {chosen.size} iterations from iteration {schedule.start} on, from what was measured")
+
+    def _say_why(self, proposal: Proposal) -> None:
+        if proposal.why and self.topology.rank == 0:
+            log.info(proposal.why)
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""

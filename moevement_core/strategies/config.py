@@ -119,6 +119,11 @@ class StrategyConfig:
         return DENSE_INTERVAL if self.dense_interval is None else self.dense_interval
 
     @property
+    def may_redo(self) -> bool:
+        """Whether updates may be made again in place of iterations."""
+        return self.recovery is not Recovery.REPLAY
+
+    @property
     def ordering(self) -> OrderingConfig:
         """By what operators are ordered."""
         default = Ordering.HARD_COUNT if self.has_experts else Ordering.BACK_TO_FRONT

@@ -162,7 +162,8 @@ class Redo(Strategy):
         wanted = RedoSchedule.of(self.table, max(size, now.size) if with_gradients >= NOT_CARRIED else with_gradients)
         is_change = wanted.size != now.size or not isinstance(now, RedoSchedule)
         why = "" if self.is_chosen else f"recovery by redo: {self._why}"
-        return Proposal([wanted, *without.schedules], is_change, why=why)
+        in_force = [now] if isinstance(now, RedoSchedule) else []
+        return Proposal([wanted, *in_force, *without.schedules], is_change, why=why)
 
     def accept(self, proposal: Proposal) -> None:
         """Windows without gradients have their order from now."""

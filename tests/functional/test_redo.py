@@ -48,7 +48,7 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("PP4", marks=pytest.mark.full), "VPP2", "PP2xDP2",
+        pytest.param("PP4", marks=pytest.mark.full), "VPP2", pytest.param("PP2xDP2", marks=pytest.mark.full),
         pytest.param("TP2xPP2", marks=pytest.mark.full),
     ],
 )  # fmt: skip
@@ -69,9 +69,11 @@ def test_layouts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"bf16": True},
+        pytest.param({"bf16": True}, marks=pytest.mark.full),
         {"bf16": True, "grad_reduce_in_bf16": True, "use_distributed_optimizer": True},
-        {"fp16": True, "initial_loss_scale": 2**16, "use_distributed_optimizer": True},
+        pytest.param(
+            {"fp16": True, "initial_loss_scale": 2**16, "use_distributed_optimizer": True}, marks=pytest.mark.full
+        ),
         pytest.param(
             {"fp16": True, "initial_loss_scale": 2**16, "accumulate_allreduce_grads_in_fp32": True},
             marks=pytest.mark.full,
@@ -108,6 +110,37 @@ def test_failures_while_updates_are_made_again(tmp_path: Path) -> None:
     survived.check_metrics(20)
 
 
+@pytest.mark.full
+def test_iterations_that_are_left_out_and_updates_that_are_torn(tmp_path: Path) -> None:
+    """What was never run has no gradients; a rank that raises inside its update goes by the record of others."""
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "clip_grad": 0.1,
+                       "iterations_to_skip": [7, 12]}  # fmt: skip
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    faults = (
+        "rank=1,iteration=8,phase=forward", "rank=0,iteration=10,phase=step,signal=EXC",
+        "rank=0,iteration=11,phase=forward", "rank=1,iteration=13,phase=backward",
+        "rank=0,iteration=14,phase=backward", "rank=1,iteration=18,phase=gather",
+    )  # fmt: skip
+    survived = survive(2, 2, tmp_path / "recovered", inject=faults, **flags_ | REDO)
+    assert survived.digest == wanted
+
+
+@pytest.mark.full
+def test_a_stage_with_fewer_operators_than_slots(tmp_path: Path) -> None:
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "moevement_window": 8,
+                       "decoder_first_pipeline_num_layers": 1, "num_layers": 4, "num_experts": 2}  # fmt: skip
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    faults = (
+        "rank=0,iteration=5,phase=forward",
+        "rank=1,iteration=12,phase=forward",
+        "rank=0,iteration=17,phase=commit",
+    )
+    survived = survive(2, 2, tmp_path / "recovered", inject=faults, **flags_ | REDO)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+
+
+@pytest.mark.full
 def test_a_whole_stage_dies_at_once(tmp_path: Path) -> None:
     """Both of its ranks are restored, each from its own gradients, and nobody of the other stage feeds them."""
     nproc, layout = LAYOUTS["PP2xEP2"]
@@ -136,7 +169,9 @@ def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
     assert restart["iteration"] > 0
 
 
-@pytest.mark.parametrize(("gigabytes_per_s", "way"), [("100", "redo"), ("0.000001", "replay")])
+@pytest.mark.parametrize(
+    ("gigabytes_per_s", "way"), [("100", "redo"), pytest.param("0.000001", "replay", marks=pytest.mark.full)]
+)
 def test_what_is_measured_decides(gigabytes_per_s: str, way: str, tmp_path: Path) -> None:
     """In the middle of the job, after sparse windows; a kill before the change, right after it, and later."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
@@ -157,6 +192,7 @@ def test_what_is_measured_decides(gigabytes_per_s: str, way: str, tmp_path: Path
     assert (last["redone"] > 0) == (way == "redo")
 
 
+@pytest.mark.full
 def test_windows_take_the_place_of_gradients_that_have_no_room(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "bf16": True}
     wanted = reference(2, tmp_path / "failure_free", **flags_)

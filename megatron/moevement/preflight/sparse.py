@@ -47,6 +47,14 @@ REFUSED = (
         lambda args: args.fp8 is not None and args.fp8_recipe == "mxfp8" and bool(args.fp8_param_gather),
         "with --fp8-param-gather the column-wise copy of the weights is not in a snapshot",
     ),
+    *(
+        Refusal(
+            f"--{name.replace('_', '-')} and --moevement-recovery other than replay",
+            lambda args, name=name: bool(getattr(args, name, False)) and args.moevement_recovery != "replay",  # type: ignore[misc]
+            "an update reduces the largest weights over replicas, and a rank that makes it again is alone",
+        )
+        for name in ("fp8_param_gather", "fp4_param_gather")
+    ),
 )  # fmt: skip
 
 
