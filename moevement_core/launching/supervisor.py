@@ -81,7 +81,7 @@ class Supervisor:
         pages: an empty folder on this host, for :class:`StatusPage`.
         on_end: called when a process has ended; returns whether another one starts.
         on_replaced: called with the process that ended and the one that was started for it.
-        settle_s: for how many seconds a process that takes the place of another is to do nothing at first.
+        may_settle: whether nobody waits for processes that are started now, so that they are to do nothing at first.
     """
 
     def __init__(
@@ -93,13 +93,14 @@ class Supervisor:
         pages: Path,
         on_end: Callable[[int, Child], bool],
         on_replaced: Callable[[int, Child, Child], None],
-        settle_s: Callable[[], float] = lambda: 0.0,
+        may_settle: Callable[[], bool] = lambda: False,
     ) -> None:
         self.children: dict[int, Child] = {}
         """All that were ever started, by member."""
         self.is_fenced = False
         self._start, self._next_member, self._link, self._folder = start, next_member, link, pages
-        self._on_end, self._on_replaced, self._settle_s = on_end, on_replaced, settle_s
+        self._on_end, self._on_replaced, self._may_settle = on_end, on_replaced, may_settle
+        self._settling = pages / "settling"
         self._is_winding_down = False
         self._pages: dict[int, StatusPage] = {}
         self._running: set[int] = set()
@@ -108,14 +109,17 @@ class Supervisor:
         for member in first:
             self.start(member)
 
-    def start(self, member: int, settle_s: float = 0.0) -> Child:
-        """Start the process of ``member``, which is to do nothing for so many seconds."""
+    def start(self, member: int, *, settles: bool = False) -> Child:
+        """Start the process of ``member``, which may have to do nothing for a while."""
         path = self._folder / f"status_{member}"
         page = self._pages[member] = StatusPage(path)
         page.hold_until(self._link.held_until)
         if self._is_winding_down:
             page.ask_to_wind_down()
-        variables = {PAGE_ENV: str(path), SETTLE_ENV: f"{settle_s:g}"}
+        variables = {PAGE_ENV: str(path)}
+        if settles:
+            self._settling.touch()
+            variables[SETTLE_ENV] = str(self._settling)
         child = self.children[member] = self._start(member, variables)
         self._running.add(member)
         return child
@@ -134,6 +138,8 @@ class Supervisor:
                 self._has_ended(member, child)
         for member in self._running & self._link.given_up:
             self.children[member].send(signal.SIGKILL)  # stopped or not
+        if not self._may_settle():
+            self._settling.unlink(missing_ok=True)
         self._look_for_stopped()
         alive = {member: self._pages[member].committed for member in self._running - self._stopped}
         self._link.step(self._running, alive)
@@ -145,7 +151,7 @@ class Supervisor:
         self._pages.pop(member)
         (self._folder / f"status_{member}").unlink(missing_ok=True)
         if self._on_end(member, child):
-            self._on_replaced(member, child, self.start(self._next_member(), self._settle_s()))
+            self._on_replaced(member, child, self.start(self._next_member(), settles=self._may_settle()))
 
     def _look_for_stopped(self) -> None:
         if self.is_fenced or time.monotonic() - self._looked_at < LOOK_S:

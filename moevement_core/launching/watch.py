@@ -24,8 +24,6 @@ from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.run_record import RunRecord
 
-SETTLE_S = 5.0
-"""How long a process that is not needed at once does nothing."""
 SAY_S = 5.0
 """How long ranks have to end by themselves after one has found a mistake in the flags."""
 
@@ -145,7 +143,7 @@ class ReplaceWhoDies(Watch):
         self._children = children
         self._supervisor = Supervisor(
             range(ranks + spares), start_listed, lambda: next(numbers), LocalLink(self._coordinator), pages,
-            self._on_end, self._on_replaced, self._settle_s,
+            self._on_end, self._on_replaced, self._may_settle,
         )  # fmt: skip
 
     def is_running(self) -> bool:
@@ -182,11 +180,11 @@ class ReplaceWhoDies(Watch):
         self._coordinator.died(member, child.pid, child.how)
         return True
 
-    def _settle_s(self) -> float:
-        """Who is started where spares wait is not needed at once; its start would hold up those that recover."""
+    def _may_settle(self) -> bool:
+        """Where enough spares wait, who is started is not needed at once, and its start would hold up a recovery."""
         dead = {death.member for death in self._coordinator.deaths}
         missing = sum(member in dead for member in self._coordinator.roster.ranks.values())
-        return SETTLE_S if len(self._coordinator.waiting()) >= missing else 0.0
+        return len(self._coordinator.waiting()) >= missing
 
     def _on_replaced(self, member: int, old: Child, new: Child) -> None:
         death = next(death for death in self._coordinator.deaths if death.member == member)

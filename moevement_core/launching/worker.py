@@ -22,8 +22,10 @@ from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Program, end_with_parent
 
-SETTLE_ENV = "MOEVEMENT_SETTLE_S"
-"""For how many seconds a process does nothing at first: a recovery is under way, and needs the processors more."""
+SETTLE_ENV = "MOEVEMENT_SETTLE"
+"""A file. A process does nothing while it is there: a recovery is under way, and needs the processors more."""
+SETTLE_S = 5.0
+"""Nor for longer than that."""
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
 """Absolute path of the script that this process, and the processes it spawns, run."""
 
@@ -67,7 +69,7 @@ def run_script(
         SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
     """
     end_with_parent()
-    time.sleep(float(os.environ.pop(SETTLE_ENV, "0")))
+    _settle(os.environ.pop(SETTLE_ENV, ""))
     script = os.path.abspath(argv[0])
     os.environ[SCRIPT_ENV] = script
     try:
@@ -112,6 +114,12 @@ def code_of(script: str) -> CodeType:
     """The compiled script."""
     with open(script, "rb") as file:
         return compile(file.read(), script, "exec")
+
+
+def _settle(marker: str) -> None:
+    deadline = time.monotonic() + SETTLE_S
+    while marker and os.path.exists(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _warn_once(libraries: Sequence[str]) -> None:
