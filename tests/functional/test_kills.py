@@ -142,7 +142,7 @@ def test_another_strategy_recovers_with_the_same_engine(tmp_path: Path) -> None:
     assert {line["window"] for line in survived.record.metrics() if "window" in line} == {4}
 
 
-@pytest.mark.parametrize("strategy", ["dense", "moevement"])
+@pytest.mark.parametrize("strategy", [pytest.param("dense", marks=pytest.mark.full), "moevement"])
 def test_a_rank_of_a_job_without_a_pipeline_is_killed(tmp_path: Path, strategy: str) -> None:
     """Of its model replica nobody is left who remembers a step, so all ranks work all of them out again."""
     flags_ = SPARSE | {
