@@ -25,8 +25,9 @@ from typing import Any
 from moevement_core.errors import ProcessGroupError
 from moevement_core.restart.environment import STORE_ENV
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preload"])
+KILLED = "the process was killed"
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.preload"])
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         started = []
         for rank in range(nproc):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = context.Pipe(duplex=False)
             log = Path(folder) / f"{rank}.log"
             log.touch()
             rank_environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = _context.Process(
+            process = context.Process(
                 target=_rank_main, args=(body, args, rank_environment, str(log), theirs, init_process_group)
             )
             process.start()
@@ -101,6 +102,8 @@ def run_ranks(
         outcomes = []
         for rank, (process, _, log) in enumerate(started):
             exit_code, result, error = answers.get(rank, (process.exitcode or -9, None, ""))
+            if error == KILLED and process.exitcode:
+                exit_code, error = process.exitcode, f"{KILLED} by signal {-process.exitcode}"
             outcomes.append(Outcome(rank, exit_code, result, error, log.read_text(errors="replace")))
         del store
     if check:
@@ -120,7 +123,7 @@ def _collect(connections: list[Connection], timeout_s: float, *, stop_at_failure
             try:
                 answers[rank] = ready.recv()
             except EOFError:
-                answers[rank] = (-int(signal.SIGKILL), None, "the process was killed")
+                answers[rank] = (-int(signal.SIGKILL), None, KILLED)
             if answers[rank][0] != 0 and stop_at_failure:
                 return answers
     return answers

@@ -1,24 +1,97 @@
-"""``moevement launch`` as a user runs it."""
+"""``moevement launch``: as a user runs it, or in a process that is forked with its imports made."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
+from moevement_cli.main import main
 from moevement_core.run_record import RunRecord
+from tests.harness import context
 from tests.training import ROOT, SCRIPT, flags
 
 
-def launch(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
+def command(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
+    """The command as a user runs it; seconds of imports, so for tests of the command itself."""
+    argv = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *words]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, **kwargs)
 
 
-def finished(process: subprocess.Popen[str], timeout_s: float = 280) -> tuple[int, str, str]:
+class Launcher:
+    """The command in a forked process; what of ``subprocess.Popen`` the tests use."""
+
+    def __init__(self, *words: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._outputs = [Path(self._folder.name) / name for name in ("out", "err")]
+        for path in self._outputs:
+            path.touch()
+        self._process = context.Process(
+            target=_run, args=(["launch", *words], dict(os.environ), [str(path) for path in self._outputs])
+        )
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("moevement launch", timeout or 0)
+        return self._process.exitcode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        out, err = (path.read_text(errors="replace") for path in self._outputs)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _run(argv: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    tempfile.tempdir = None
+    sys.warnoptions[:] = ["ignore"]
+    warnings.simplefilter("ignore")
+    try:
+        code: Any = main(argv)
+    except SystemExit as exit_:
+        code = exit_.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def launch(*words: str) -> Launcher:
+    """The command, forked."""
+    return Launcher(*words)
+
+
+def finished(process: subprocess.Popen[str] | Launcher, timeout_s: float = 280) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=timeout_s)
+    assert process.returncode is not None
     return process.returncode, out, err
 
 

@@ -1,5 +1,8 @@
 """What fork server of :mod:`tests.harness` imports once for all ranks."""
 
+import moevement_cli.launch  # noqa: F401
 from megatron.moevement.worker import preload
+from moevement_core.launching.worker import TORCH
 
 preload()
+TORCH.preload()

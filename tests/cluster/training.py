@@ -15,7 +15,7 @@ from moevement_core.verify import compare
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
 from tests.cluster.machine import wait_until
 from tests.cluster.slurm import Job
-from tests.launching import finished, launch, logs
+from tests.launching import command, finished, logs
 from tests.training import ROOT, SCRIPT, flags
 
 SBATCH = ROOT / "examples" / "pretrain_moe" / "slurm" / "pretrain.sbatch"
@@ -239,7 +239,7 @@ class Baselines:
             words = flags(**(SPARSE | PP2_EP2 | nodes | overrides))
             words += ["--run-dir", str(run_dir)]
             code, out, err = finished(
-                launch("--nproc", str(RANKS), str(SCRIPT), *words, env={**os.environ, **_THREADS}), timeout_s
+                command("--nproc", str(RANKS), str(SCRIPT), *words, env={**os.environ, **_THREADS}), timeout_s
             )
             assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
             self._made[key] = RunRecord(run_dir)

@@ -24,7 +24,7 @@ import pytest
 from moevement_cli.main import main
 from moevement_core.persistence.manifest import manifests
 from moevement_core.run_record import RunRecord
-from tests.launching import Survived, finished, launch, logs, survive
+from tests.launching import Survived, command, finished, launch, logs, survive
 from tests.training import ROOT, SCRIPT, flags, train
 
 SPARSE: dict[str, Any] = {
@@ -62,6 +62,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+BOTH = pytest.mark.parametrize("recovery", ["replay", pytest.param("redo", marks=pytest.mark.full)])
 _FAILURE_FREE: dict[str, str] = {}
 
 
@@ -123,6 +124,7 @@ def test_failures_during_a_recovery(tmp_path: Path) -> None:
     assert last["parts"]["interrupted recoveries"] > 0
 
 
+@pytest.mark.full
 def test_another_strategy_recovers_with_the_same_engine(tmp_path: Path) -> None:
     """Dense snapshots every few iterations; what is lost is replayed by its stage, frozen operators there are none."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
@@ -183,7 +185,8 @@ def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
     assert {one["node"] for one in survived.ranks() if one["role"] == "active"}.isdisjoint({"0", "1"})
 
 
-def test_around_the_training_loop(tmp_path: Path) -> None:
+@BOTH
+def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
     """In the first iteration, in an evaluation, in a dense save, in the last step and in the exit."""
     flags_ = SPARSE | {
         "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16, "eval_interval": 4,
@@ -194,7 +197,8 @@ def test_around_the_training_loop(tmp_path: Path) -> None:
         "rank=1,iteration=1,phase=forward", "rank=0,iteration=2,phase=backward", "rank=1,iteration=4,phase=eval",
         "rank=0,iteration=8,phase=save", "rank=1,iteration=16,phase=gather", "rank=0,phase=exit",
     )  # fmt: skip
-    survived = survive(2, 1, tmp_path / "recovered", inject=faults, **flags_, save=str(tmp_path / "saved_twice"))
+    its = flags_ | {"moevement_recovery": recovery, "save": str(tmp_path / "saved_twice")}
+    survived = survive(2, 1, tmp_path / "recovered", inject=faults, **its)
     assert survived.digest == wanted.summary()["state_digest"]["all"]
     survived.check_metrics(16)
     losses = [
@@ -237,7 +241,7 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
     }
     words = flags(**flags_, **windows, moevement_inject="rank=1,iteration=12,phase=forward")
     run = ("--run-dir", str(tmp_path / "recovered"))
-    job = launch("--nproc", "2", "--spares", "0", "--spare-timeout", "0.5", str(SCRIPT), *words, *run)
+    job = command("--nproc", "2", "--spares", "0", "--spare-timeout", "0.5", str(SCRIPT), *words, *run)
     assert job.stdout is not None
     out = ""
     for line in job.stdout:
@@ -328,14 +332,16 @@ def _killed_from_outside(run_dir: Path, ranks: tuple[int, ...], when: Callable[[
     return Survived(run_dir, out)
 
 
-def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(tmp_path: Path) -> None:
+@BOTH
+def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(recovery: str, tmp_path: Path) -> None:
     """No restart: every rank rolls back to the window and replays to where the job was."""
     flags_ = SPARSE | {
         "pipeline_model_parallel_size": 3, "num_layers": 3, "moevement_replicas": 1, "train_iters": 60,
     }  # fmt: skip
     wanted = reference(3, tmp_path / "failure_free", **flags_)
     windows = tmp_path / "windows"
-    words = ("--nproc", "3", "--spares", "2", str(SCRIPT), *flags(**flags_, moevement_persist_dir=str(windows)))
+    its = flags_ | {"moevement_recovery": recovery, "moevement_persist_dir": str(windows)}
+    words = ("--nproc", "3", "--spares", "2", str(SCRIPT), *flags(**its))
     # With one copy each, in a ring: what one of the two had is with the other.
     survived = _killed_from_outside(
         tmp_path / "recovered", (1, 2), lambda newest: newest >= 20 and bool(manifests(windows)), *words
@@ -363,17 +369,17 @@ def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(tmp
 def test_a_restart_resumes_all_of_what_the_job_has_saved_itself(flags_: dict[str, Any], tmp_path: Path) -> None:
     """Whatever flags say what it was to start from at first."""
     job = SPARSE | {
-        "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 50, "save_interval": 6,
+        "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30, "save_interval": 6,
         "hidden_dropout": 0.1,
     }  # fmt: skip
     wanted = reference(2, tmp_path / "failure_free", **job, save=str(tmp_path / "saved"))
     folder = str(tmp_path / "saved_twice")
     words = ("--nproc", "2", "--spares", "2", str(SCRIPT), *flags(**job | {"load": folder} | flags_, save=folder))
-    survived = _killed_from_outside(tmp_path / "recovered", (0, 1), lambda newest: newest >= 20, *words)
+    survived = _killed_from_outside(tmp_path / "recovered", (0, 1), lambda newest: newest >= 14, *words)
     assert survived.digest == wanted
-    survived.check_metrics(50)
+    survived.check_metrics(30)
     (event,) = survived.events("restart")
-    assert event["iteration"] >= 18
+    assert event["iteration"] >= 12
     assert f"from the checkpoint of iteration {event['iteration']} that it saved in --save {folder}" in survived.out
 
 
@@ -449,7 +455,8 @@ def test_each_rank_in_turn_in_each_phase(layout: str, phase: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 12))])
-def test_random_faults(seed: int, tmp_path: Path) -> None:
+@BOTH
+def test_random_faults(recovery: str, seed: int, tmp_path: Path) -> None:
     """Any layout, several at once or after each other, during recoveries too."""
     draw = random.Random(seed)
     nproc, its = LAYOUTS[draw.choice(list(LAYOUTS))]
@@ -463,7 +470,8 @@ def test_random_faults(seed: int, tmp_path: Path) -> None:
         faults.append(f"rank={rank},phase={phase}{when}")
     print("seed", seed, faults)
     wanted = reference(nproc, tmp_path / "failure_free", **flags_)
-    survived = survive(nproc, 2, tmp_path / "recovered", inject=tuple(faults), **flags_)
+    its = flags_ | {"moevement_recovery": recovery}
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=tuple(faults), **its)
     assert survived.digest == wanted
     survived.check_metrics(24)
 

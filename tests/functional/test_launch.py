@@ -16,7 +16,7 @@ import pytest
 from moevement_cli.main import main
 from moevement_core.persistence.lock import acquire
 from moevement_core.run_record import RunRecord
-from tests.launching import finished, launch
+from tests.launching import Launcher, command, finished, launch
 from tests.training import SCRIPT, flags
 
 
@@ -25,7 +25,7 @@ def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
     layout = flags(pipeline_model_parallel_size=2, hidden_dropout=0.1)
     for name, options in (("forked", []), ("fresh", ["--fresh-interpreters"])):
         words = ["--nproc", "2", *options, str(SCRIPT), *layout, "--run-dir", str(tmp_path / name)]
-        code, out, err = finished(launch(*words))
+        code, out, err = finished(command(*words))
         assert (code, err) == (0, "")
         assert "iteration 4/4, loss " in out
         assert "moevement: INFO rank 0: no GPU: running on the CPU with --distributed-backend gloo" in out
@@ -42,7 +42,7 @@ def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
     words = flags(num_experts=6, expert_model_parallel_size=4)
     started = time.monotonic()
     code, _, err = finished(
-        launch("--nproc", "4", "--logs", where, str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
+        command("--nproc", "4", "--logs", where, str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
     )
     assert code == 2
     assert err == (
@@ -129,7 +129,7 @@ def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path:
     )  # fmt: skip
     scratch = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))  # short: it holds the paths of Unix sockets
     environment = {**os.environ, "TMPDIR": str(scratch)}
-    process = launch(
+    process = command(
         "--nproc", "2", str(SCRIPT), *words, "--run-dir", str(tmp_path), env=environment, start_new_session=True
     )
     pids = _pids_when_training(process, tmp_path)
@@ -147,7 +147,7 @@ def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path:
     scratch.rmdir()
 
 
-def _pids_when_training(process: subprocess.Popen[str], run_dir: Path) -> list[int]:
+def _pids_when_training(process: subprocess.Popen[str] | Launcher, run_dir: Path) -> list[int]:
     deadline = time.monotonic() + 120
     record = RunRecord(run_dir)
     while len(record.metrics()) < 2:
@@ -162,7 +162,7 @@ def test_a_task_of_slurm_starts_the_same_way(tmp_path: Path) -> None:
         **os.environ, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
     }  # fmt: skip
-    process = launch(str(SCRIPT), *flags(train_iters=2), "--run-dir", str(tmp_path), env=environment)
+    process = command(str(SCRIPT), *flags(train_iters=2), "--run-dir", str(tmp_path), env=environment)
     code, out, _ = finished(process)
     assert code == 0
     assert "iteration        2/       2" in out

@@ -10,7 +10,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from moevement_core.run_record import RunRecord
 from tests.functional.bodies import spoiled_and_cleared
 from tests.functional.test_kills import SPARSE
 from tests.harness import run_ranks
-from tests.launching import Survived, finished, launch, logs
+from tests.launching import Launcher, Survived, finished, launch, logs
 from tests.training import SCRIPT, flags, outcomes, train
 
 PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
@@ -31,7 +30,7 @@ PP2xDP2: dict[str, Any] = {
 }  # fmt: skip
 
 
-def kill_when_waiting(job: subprocess.Popen[str], run_dir: Path, kills: dict[str, int]) -> None:
+def kill_when_waiting(job: Launcher, run_dir: Path, kills: dict[str, int]) -> None:
     """Kill a rank as soon as another one stays at a place.
 
     Args:

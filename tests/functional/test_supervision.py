@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +31,7 @@ class Job:
     def __init__(self, run_dir: Path, **overrides: Any) -> None:
         words = flags(**FLAGS | overrides)
         self.record = RunRecord(run_dir)
-        self.process: subprocess.Popen[str] = launch(
-            "--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(run_dir)
-        )
+        self.process = launch("--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(run_dir))
 
     def until(self, holds: Callable[[], bool], timeout_s: float = 150.0) -> None:
         deadline = time.monotonic() + timeout_s
