@@ -2,8 +2,9 @@
 
     python -m benchmarks.kills
 
-From outside, by SIGKILL, so that a kill finds the job anywhere in an iteration. The same moments by replay and by redo; both
-runs are compared with a failure-free one, bit for bit.
+From outside, by SIGKILL, so that a kill finds the job anywhere in an iteration. The same moments by replay, by redo, and by
+a job without spares that ends and is started again from its windows on disk; all runs are compared with a failure-free
+one, bit for bit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,11 @@ OUTPUT = Path(__file__).with_suffix(".md")
 PRETRAIN = EXAMPLES / "pretrain_moe"
 EVERY = 7
 """Iterations from one kill to the next."""
-LONGEST_S = 1.0
-"""After an iteration is over a kill comes so much later at most."""
+
+
+RESTARTS = 3
+"""Kills of the job that is started again each time."""
+WAYS = ("replay", "redo", "restart")
 
 
 def main() -> None:
@@ -39,62 +45,113 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of who is killed, and when")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         runs = Path(folder)
-        _train(runs / "free", arguments.kills, [], None)
+        iterations = EVERY * (arguments.kills + 1)
+        print("without a failure ...", flush=True)
+        _train(runs / "free", iterations, 0, [], [])
+        iteration_s = _of_metrics(RunRecord(runs / "free"), "iteration_s")
         rows = []
-        for way in ("replay", "redo"):
-            words = ["--moevement-recovery", way]
-            _train(runs / way, arguments.kills, words, random.Random(arguments.seed))
+        for way in arguments.ways:
+            print(f"{way} ...", flush=True)
+            draw = random.Random(arguments.seed)
+            kills = [Kill(EVERY * (kill + 1), draw.uniform(0, iteration_s), draw.randrange(4))
+                     for kill in range(arguments.kills)]  # fmt: skip
+            if way == "restart":
+                windows = str(runs / "windows")
+                words = ["--moevement-persist-dir", windows, "--moevement-load", windows]
+                to_next = _train(runs / way, iterations, 0, words, kills[:RESTARTS])
+                row = _row_of_restarts(RunRecord(runs / way), to_next)
+            else:
+                _train(runs / way, iterations, 2, ["--moevement-recovery", way], kills)
+                row = _row(RunRecord(runs / way))
             verified = subprocess.run(_moevement("verify", str(runs / "free"), str(runs / way)), check=False)
-            rows.append([way, *_row(RunRecord(runs / way)), "equal" if verified.returncode == 0 else "DIFFERENT"])
+            rows.append([way, *row, "equal" if verified.returncode == 0 else "DIFFERENT"])
     OUTPUT.write_text(report(rows, arguments.kills, arguments.seed), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Of one rank."""
+
+    after: int
+    """The iteration that was committed last."""
+    delay_s: float
+    """From when that was seen."""
+    rank: int
 
 
 def _moevement(*words: str) -> list[str]:
     return [str(Path(sys.executable).with_name("moevement")), *words]
 
 
-def _train(run_dir: Path, kills: int, words: list[str], moments: random.Random | None) -> None:
+def _start(run_dir: Path, iterations: int, spares: int, words: list[str]) -> subprocess.Popen[bytes]:
     config = PRETRAIN / "configs" / "laptop.yaml"
-    job = subprocess.Popen(
-        _moevement("launch", "--nproc", "4", "--spares", "2", str(PRETRAIN / "pretrain_gpt.py"), "--config", str(config),
-                   "--train-iters", str(EVERY * (kills + 1)), "--run-dir", str(run_dir), *words),
-        stdout=subprocess.DEVNULL,
+    options = ["--spares", str(spares)] if spares else []
+    return subprocess.Popen(
+        _moevement("launch", "--nproc", "4", *options, str(PRETRAIN / "pretrain_gpt.py"), "--config", str(config),
+                   "--train-iters", str(iterations), "--run-dir", str(run_dir), *words),
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
-    left = [EVERY * (kill + 1) for kill in range(kills)] if moments is not None else []
-    record = RunRecord(run_dir)
-    while job.poll() is None:
+
+
+def _train(run_dir: Path, iterations: int, spares: int, words: list[str], kills: list[Kill]) -> list[tuple[float, int]]:
+    """Train to the end, starting the job again when it ends early; returns when each kill was, and after what."""
+    record, done = RunRecord(run_dir), list[tuple[float, int]]()
+    job, started = _start(run_dir, iterations, spares, words), 1
+    while True:
         time.sleep(0.05)
-        if moments is not None and left and ((record.newest_metric() or {"iteration": 0})["iteration"]) >= left[0]:
-            left.pop(0)
-            time.sleep(moments.uniform(0, LONGEST_S))
-            rank = moments.randrange(4)
+        if job.poll() is not None:
+            if job.returncode == 0:
+                return done
+            if spares or started > len(done):
+                raise SystemExit(f"{run_dir.name} ended with {job.returncode}")
+            job, started = _start(run_dir, iterations, spares, words), started + 1
+        newest = (record.newest_metric() or {"iteration": 0})["iteration"]
+        if len(done) < len(kills) and newest >= kills[len(done)].after:
+            kill = kills[len(done)]
+            time.sleep(kill.delay_s)
             pids = {one["rank"]: one["pid"] for one in json.loads(record.ranks_path.read_text())}
-            os.kill(pids[rank], signal.SIGKILL)
-    if job.returncode:
-        raise SystemExit(f"{run_dir.name} ended with {job.returncode}")
+            os.kill(pids[kill.rank], signal.SIGKILL)
+            done.append((time.time(), (record.newest_metric() or {"iteration": 0})["iteration"]))
+
+
+def _median(values: Iterable[float]) -> str:
+    return f"{statistics.median(values):.2f}"
+
+
+def _of_metrics(record: RunRecord, name: str) -> float:
+    return float(statistics.median(line.get(name) or 0 for line in record.metrics()))
+
+
+def _memory(record: RunRecord) -> str:
+    nbytes = _of_metrics(record, "snapshot_memory_bytes") + _of_metrics(record, "log_memory_bytes")
+    return f"{nbytes / 1e6:.1f} MB"
 
 
 def _row(record: RunRecord) -> list[str]:
-    metrics = list(record.metrics())
-    at = {line["iteration"]: line["time"] for line in metrics}
+    at = {line["iteration"]: line["time"] for line in record.metrics()}
     failures = [event for event in record.events() if event["event"] == "failure" and event["recovery"]]
-
-    def median(values: list[float]) -> str:
-        return f"{statistics.median(values):.2f}"
-
-    def of_metrics(name: str) -> float:
-        return float(statistics.median(line.get(name) or 0 for line in metrics))
-
     to_next = [at[one["recovery"]["until"] + 1] - one["failed_at"] for one in failures]
-    parts = [median([one["parts"][name] for one in failures]) for name in failures[0]["parts"]]
+    parts = [_median(one["parts"][name] for one in failures) for name in failures[0]["parts"]]
     return [
-        *parts, median([one["total_s"] for one in failures]), median(to_next), f"{of_metrics('iteration_s'):.2f}",
+        *parts, _median(one["total_s"] for one in failures), _median(to_next),
+        _median([_of_metrics(record, "iteration_s")]),
         f"{sum(one['recovery']['replayed'] == 0 for one in failures)} of {len(failures)}",
-        f"{sum(one['recovery']['replayed'] for one in failures)}",
-        f"{(of_metrics('snapshot_memory_bytes') + of_metrics('log_memory_bytes')) / 1e6:.1f} MB",
+        f"{sum(one['recovery']['replayed'] for one in failures)}", _memory(record),
+    ]  # fmt: skip
+
+
+def _row_of_restarts(record: RunRecord, kills: list[tuple[float, int]]) -> list[str]:
+    at = {line["iteration"]: line["time"] for line in record.metrics()}
+    starts = [event["iteration"] for event in record.events() if event["event"] == "start"][1:]
+    lost = [newest - start for (_, newest), start in zip(kills, starts, strict=True)]
+    return [
+        *[""] * 7, _median(at[newest + 1] - when for when, newest in kills),
+        _median([_of_metrics(record, "iteration_s")]),
+        f"{sum(not one for one in lost)} of {len(kills)}", f"{sum(lost)}", _memory(record),
     ]  # fmt: skip
 
 
@@ -109,13 +166,14 @@ def report(rows: list[list[Any]], kills: int, seed: int) -> str:
 
     python -m benchmarks.kills --kills {kills} --seed {seed}        (writes this file)
 
-Four ranks (pipeline 2 x expert/data 2), two spares, W = 3; a random rank is killed by SIGKILL from outside, up to {LONGEST_S:g} s after
-every {EVERY}th iteration. Medians, seconds; memory is that of the last rank, snapshots, copies for two others, and logs.
+Four ranks (pipeline 2 x expert/data 2), two spares, W = 3; a random rank is killed by SIGKILL from outside, at any
+moment of the iteration after every {EVERY}th one. Medians, seconds; memory is that of the last rank, snapshots, copies for two others, and logs.
 
 {table(header, rows)}
 
-All ranks and spares share two cores. A kill shortly after a commit finds the newest gradients still on their way: then the
-stage of the lost rank replays one iteration.
+All ranks and spares share two cores, with the program that watches for the moment to kill. A kill shortly after a commit
+finds the newest gradients still on their way: then the stage of the lost rank replays one iteration. *restart* has no
+spare: the first {RESTARTS} of these kills end the job, which is started again at once from its windows on disk.
 
 {measured_on("torch", "megatron-core")}, gloo.
 """

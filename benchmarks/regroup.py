@@ -2,22 +2,32 @@
 
     python -m benchmarks.regroup
 
-A tiny MoE on 4, 8 and 16 ranks of one machine; one rank is killed a few times and restored by redo.
+A tiny MoE on 4, 8 and 16 ranks of one machine; one rank is killed a few times and restored by redo. Then what one rank of
+jobs of up to 16,384 ranks does to make Megatron's process groups, over torch's ``fake`` groups, which connect to nobody.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
+from megatron.moevement import platform
 from moevement_cli.bench_run import record_of
 
 OUTPUT = Path(__file__).with_suffix(".md")
 RANKS = (4, 8, 16)
+LAYOUTS = ((4, 2, 2), (16, 2, 2), (512, 16, 8), (1536, 24, 8), (4096, 32, 8), (16384, 64, 8))
+"""Ranks, pipeline stages and expert parallelism: those measured here, and the paper's section 5.4."""
 KILLS = 4
 TINY = (
     "--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--ffn-hidden-size", "64",
@@ -31,8 +41,10 @@ TINY = (
 def main() -> None:
     """Measure and write."""
     argparse.ArgumentParser(description=__doc__).parse_args()
+    platform.install()
+    made = [_made(*layout) for layout in LAYOUTS]
     rows = [_row(ranks) for ranks in RANKS]
-    OUTPUT.write_text(report(rows), encoding="utf-8")
+    OUTPUT.write_text(report(rows, made), encoding="utf-8")
 
 
 def _row(ranks: int) -> list[str]:
@@ -49,7 +61,34 @@ def _row(ranks: int) -> list[str]:
     return [str(ranks), *parts, median(lambda one: one["total_s"]), str(len(failures))]
 
 
-def report(rows: list[list[str]]) -> str:
+def _made(world: int, pipeline: int, expert: int) -> list[str]:
+    """What rank 0 does for all groups of a job."""
+    from megatron.core import parallel_state  # after the platform
+
+    print(f"groups of {world} ranks ...", flush=True)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    calls, members, others, original = 0, 0, 0, dist.new_group
+
+    def counted(ranks: Sequence[int] | None = None, **kwargs: Any) -> Any:
+        nonlocal calls, members, others
+        calls += 1
+        if ranks is None or 0 in ranks:
+            members, others = members + 1, others + len(ranks or range(world)) - 1
+        return original(ranks, **kwargs)
+
+    with mock.patch.object(dist, "new_group", counted):
+        began, began_cpu = time.perf_counter(), time.process_time()
+        parallel_state.initialize_model_parallel(
+            pipeline_model_parallel_size=pipeline, expert_model_parallel_size=expert, create_gloo_process_groups=False
+        )
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return [f"{world:,}", f"{pipeline}", f"{expert}", f"{calls:,}", f"{members}", f"{others:,}", f"{seconds:.2f}",
+            f"{cpu_s:.2f}"]  # fmt: skip
+
+
+def report(rows: list[list[str]], made: list[list[str]]) -> str:
     """The whole file."""
     header = (
         "ranks", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "restore", "total", "kills",
@@ -64,6 +103,14 @@ enter the loop) takes longer with every rank here, and would not on machines of 
 connections over a network grow.
 
 {table(header, rows)}
+
+## What making groups takes at scale
+
+`initialize_model_parallel` on rank 0 over torch's `fake` groups: every rank calls `new_group` for every group of the job, so its
+own part grows with all of them, though it is a member of twenty. Connections to the other members come on top (NCCL
+makes them at a group's first collective), and the store's answers.
+
+{table(("ranks", "pipeline", "expert", "calls of new_group", "groups it is in", "members of these", "seconds", "processor"), made)}
 
 All process groups are made again, also those without a lost rank. Gloo's survivors have had their sockets shut down (that is
 how they are freed from waiting), and a group that was interrupted in a collective cannot be used again, with NCCL neither:

@@ -106,6 +106,7 @@ def _summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
         "copy_cpu_ms_per_mb": _median(taken, lambda s: 1e3 * s["copy_cpu_s"]) / megabytes,
         "digest_cpu_ms_per_mb": _median(taken, lambda s: 1e3 * s["digest_cpu_s"]) / megabytes,
         "whole_cpu_s": _median(with_digest, lambda s: s["whole_cpu_s"]) if with_digest else 0.0,
+        "capture_cpu_s": cost_s,
         "below_1_percent_from_s": cost_s / 0.01,
         "rounds": len(whole),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from importlib import import_module
 
 from moevement_core.launching.worker import SCRIPT_ENV, Trainer, code_of, end_groups, run_script
@@ -27,9 +28,11 @@ def preload() -> None:
     from megatron.moevement.activate import activate
 
     activate()
-    # torch's optimizers import the one at their first step, Megatron the other when it makes a tokenizer.
-    for late in ("torch._dynamo", "megatron.core.tokenizers.text.libraries"):
-        import_module(late)
+    # What torch's optimizers import at their first step, and Megatron where it makes a tokenizer and a model.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "MimoModelConfig is experimental")  # nobody has asked for it
+        for late in ("torch._dynamo", "megatron.core.tokenizers.text.libraries", "megatron.core.models.mimo"):
+            import_module(late)
 
 
 def _uses_gpus() -> bool:

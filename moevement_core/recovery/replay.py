@@ -48,6 +48,8 @@ class Trainer(ABC):
             gradients: by operator, keys and values of the gradients that the update was made from; flat, on the host.
                 Operators that are not named stay as they are.
             outcome: the record of the first time.
+
+        Only where the binding gives gradients (``OperatorState.gradient``).
         """
         raise NotImplementedError
 

@@ -48,8 +48,7 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("PP4", marks=pytest.mark.full), "VPP2", pytest.param("PP2xDP2", marks=pytest.mark.full),
-        pytest.param("TP2xPP2", marks=pytest.mark.full),
+        pytest.param(name, marks=pytest.mark.full) for name in ("PP4", "VPP2", "PP2xDP2", "TP2xPP2")
     ],
 )  # fmt: skip
 def test_layouts(name: str, tmp_path: Path) -> None:

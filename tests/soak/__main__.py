@@ -1,7 +1,8 @@
 """Kill random ranks of the laptop model at random moments, from outside, hundreds of times, and compare every run.
 
 ``python -m tests.soak --kills 200 --folder runs/soak``: job after job until so many kills are done, each job compared
-with a failure-free one. What is done is in ``FOLDER/jobs.jsonl``; started again, it goes on from there.
+with a failure-free one; all layouts in turn. What is done is in ``FOLDER/jobs.jsonl``; started again, it goes on from
+there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ LAYOUTS: dict[str, list[str]] = {
     "PP2xEP2": [],
     "PP4": ["--pipeline-model-parallel-size", "4", "--expert-model-parallel-size", "1"],
     "PP2xDP2": ["--expert-model-parallel-size", "1"],
+    "VPP2xEP2": ["--num-layers-per-virtual-pipeline-stage", "1"],
+    "EP2xDP2": ["--pipeline-model-parallel-size", "1"],
 }
+QUICK = ["--hidden-size", "64", "--ffn-hidden-size", "64", "--moe-ffn-hidden-size", "64", "--seq-length", "64",
+         "--max-position-embeddings", "64"]  # fmt: skip
 
 
 def run(words: list[str], options: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
@@ -101,6 +106,8 @@ def kind(event: dict[str, Any]) -> str:
     found = event["recovery"]
     if found is None:
         return "no state lost"
+    if found["redone"] and not found["replayed"]:
+        return "lost ranks alone, no iteration repeated"
     replayed = [stage for stage, count in found["replayed_by_stage"].items() if count]
     stages = len(found["replayed_by_stage"])
     if len(replayed) == stages:
@@ -117,6 +124,8 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=200, help="of each job (default: 200)")
     parser.add_argument("--kills-per-job", type=int, default=20, help="at most (default: 20)")
     parser.add_argument("--mean-s", type=float, default=5.0, help="between kills (default: 5)")
+    parser.add_argument("--recovery", default="replay", help="as --moevement-recovery (default: replay)")
+    parser.add_argument("--quick", action="store_true", help="of a model a quarter the size")
     given = parser.parse_args()
     folder = given.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,9 +136,11 @@ def main() -> int:
         draw = random.Random(f"{given.seed}/{number}")
         name, layout = list(LAYOUTS.items())[number % len(LAYOUTS)]
         words = [*layout, "--train-iters", str(given.iterations), "--lr-decay-iters", "1000"]
+        words += QUICK if given.quick else []
         wanted = failure_free(name, words, given.iterations, folder)
         most = min(given.kills_per_job, given.kills - done)
-        found = recovered(words, folder / f"job_{number}", draw, most, given.mean_s)
+        way = ["--moevement-recovery", given.recovery]
+        found = recovered([*words, *way], folder / f"job_{number}", draw, most, given.mean_s)
         job = {
             "job": number,
             "layout": name,

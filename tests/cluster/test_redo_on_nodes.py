@@ -1,0 +1,53 @@
+"""A node is lost under redo: its newest gradients are on other nodes, or the link could not carry them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.cluster import Cluster
+from tests.cluster.machine import wait_until
+from tests.cluster.training import Baselines, assert_equal_runs, train
+
+LEASE_S = 5.0
+FLAGS: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": LEASE_S, "log_interval": 1}
+REDO: dict[str, Any] = {"moevement_recovery": "redo"}
+
+
+def test_a_node_is_lost_and_its_ranks_alone_are_restored(
+    cluster: Cluster, baselines: Baselines, tmp_path: Path
+) -> None:
+    training = train(cluster, tmp_path, **FLAGS | REDO)
+    training.wait_for_iteration(12)
+    training.resumes_after(cluster.lose_power("n2"))
+    (failure,) = training.events("failure")
+    assert failure["recovery"]["redone"] > 0
+    assert set(failure["recovery"]["ranks"]) <= {2, 3} or failure["recovery"]["replayed"] > 0, failure
+    print(failure["scope"], failure["recovery"])
+    cluster.take_down("n2")
+    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
+
+
+@pytest.mark.full
+def test_gradients_that_the_link_cannot_carry(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+    """Peers are several iterations behind, or windows behind, when a rank is lost: what they have not is run again."""
+    its = FLAGS | {"moe_ffn_hidden_size": 384}
+    training = train(cluster, tmp_path, **its | REDO)
+    training.wait_for_iteration(6)
+    cluster.slow_link("n2", 8.0)
+
+    def newest(metric: str) -> int:
+        return int((training.record.newest_metric() or {})[metric])
+
+    wait_until(lambda: newest("windows_abandoned") > 0, "a window is abandoned", training.everything, timeout_s=120)
+    training.resumes_after(training.kill_rank(3))
+    (failure,) = training.events("failure")
+    assert failure["recovery"]["replayed"] > 1, failure
+    print(failure["scope"], failure["recovery"])
+    cluster.slow_link("n2", None)
+    training.wait_for_iteration(training.iteration() + 12)
+    training.resumes_after(training.kill_rank(1))
+    print(training.events("failure")[-1]["recovery"])
+    assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
