@@ -21,6 +21,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.restart.environment import MEMBER_ENV
 from moevement_core.session.config import SessionConfig, add_session_flags
+from moevement_core.strategies.config import NO_STRATEGY
 
 Parser = argparse.ArgumentParser
 
@@ -41,12 +42,14 @@ class RunConfig:
 
 
 def session_config(args: argparse.Namespace) -> SessionConfig | None:
-    """Returns the flags of sparse checkpointing; None without ``--moevement-sparse-ckpt``.
+    """Returns the flags of sparse checkpointing; None without ``--moevement-sparse-ckpt``, and where nothing is saved.
 
     Raises:
         ConfigError: a flag's value cannot be.
     """
-    return SessionConfig.from_args(args, has_experts=bool(args.num_experts)) if args.moevement_sparse_ckpt else None
+    if not args.moevement_sparse_ckpt or args.moevement_strategy == NO_STRATEGY:
+        return None
+    return SessionConfig.from_args(args, has_experts=bool(args.num_experts))
 
 
 def add_arguments(parser: Parser) -> Parser:

@@ -172,7 +172,7 @@ class Checkpointer:
 
     def _make_more_room(self, schedule: Schedule) -> None:
         if self.capturer.make_more_room(schedule):
-            self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
+            self._ask_peers_for_room()
 
     def takes(self, iteration: int) -> bool:
         """Whether there is to be an ``SS_iteration``."""
@@ -235,10 +235,27 @@ class Checkpointer:
         """What the snapshots hold that all peers have (with no peers: that are captured)."""
         return self.own.had_by(self.replicator.peers)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether the last snapshot is still on its way somewhere, or was when the iteration began."""
+        return (
+            self.capturer.last is not None
+            or bool(self.own.deliverable().keys() - self.persisted().keys())
+            or (self._writer is not None and self._writer.writing is Writing.BUSY)
+        )
+
+    def disk_rate(self) -> float:
+        """Bytes per second at which snapshots were written to disk; infinite where none were."""
+        writer = self._writer
+        return writer.written_bytes / writer.write_s if writer is not None and writer.write_s else float("inf")
+
     def make_room(self, *schedules: Schedule) -> None:
         """Allocate buffers for ``schedules`` if those that are there do not do; peers are asked for the same."""
         if self.capturer.make_room(*schedules):
-            self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
+            self._ask_peers_for_room()
+
+    def _ask_peers_for_room(self) -> None:
+        self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
 
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
         """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.

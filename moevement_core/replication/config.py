@@ -20,10 +20,11 @@ class CopiesConfig:
         help="peers on other nodes that keep a copy of each snapshot "
         "(default: 2, or as many as there are other nodes; with one node on other ranks of it, with a warning)",
     )  # fmt: skip
-    placement: PlacementKind = flag(
-        "--moevement-placement", choices=[str(kind) for kind in PlacementKind], default=str(PlacementKind.SPREAD),
-        check=lambda name, value: PlacementKind(value),
-        help="spread: copies on other nodes, evenly; redundancy: on data-parallel peers first (default: spread)",
+    placement: PlacementKind | None = flag(
+        "--moevement-placement", choices=[str(kind) for kind in PlacementKind],
+        check=lambda name, value: None if value is None else PlacementKind(value),
+        help="spread: copies on other nodes, evenly; redundancy: on data-parallel peers first; groups: nodes in groups "
+        "that keep each other's copies (default: groups for --moevement-strategy gemini, else spread)",
     )  # fmt: skip
     same_node: bool = flag(
         "--moevement-replicas-on-same-node", action="store_true",

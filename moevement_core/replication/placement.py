@@ -20,6 +20,9 @@ class PlacementKind(StrEnum):
     """Every copy on another node, every rank keeping as many copies as it makes."""
     REDUNDANCY = "redundancy"
     """MoEtion's Algorithm 2: among the ranks that hold the same state first, then elsewhere; loads kept even."""
+    GROUPS = "groups"
+    """GEMINI's (SOSP '23, its Algorithm 1): nodes in groups that keep each other's copies, what is left over in a ring.
+    Where the nodes are a multiple of a group's, no placement survives more losses of that many nodes at once."""
 
 
 WANTED = 2
@@ -105,6 +108,8 @@ def place(
         return _near_redundancy(home, replicas, groups if kind is PlacementKind.REDUNDANCY else (), kept)
     if kind is PlacementKind.REDUNDANCY:
         return _near_redundancy(home, replicas, groups)
+    if kind is PlacementKind.GROUPS:
+        return _in_groups(home, replicas)
     return _spread(home, replicas)
 
 
@@ -128,6 +133,37 @@ def _spread(nodes: Sequence[Hashable], replicas: int) -> Placement:
     peers: Placement = [()] * len(order)
     for position, rank in enumerate(order):
         peers[rank] = tuple(order[(position + shift * widest) % len(order)] for shift in range(1, replicas + 1))
+    return peers
+
+
+def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
+    """The rank with the same place on each other node of the group, or on the next nodes of the ring."""
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, node in enumerate(nodes):
+        members[node].append(rank)
+    here = list(members.values())
+    peers: Placement = [()] * len(nodes)
+    for index, others in enumerate(peer_nodes(len(here), replicas)):
+        for place_, rank in enumerate(here[index]):
+            peers[rank] = tuple(here[other][place_ % len(here[other])] for other in others)
+    return peers
+
+
+def peer_nodes(nodes: int, replicas: int) -> list[tuple[int, ...]]:
+    """For each node the nodes of its group, or the next ones of the ring of what is left over.
+
+    Args:
+        nodes: how many there are, more than ``replicas``.
+        replicas: r; a group has r + 1 nodes. What a multiple of that leaves over is in one ring with the last group.
+    """
+    size = replicas + 1
+    grouped = nodes if nodes % size == 0 else (nodes // size - 1) * size
+    peers = []
+    for node in range(grouped):
+        first = node - node % size
+        peers.append(tuple(first + (node - first + step) % size for step in range(1, size)))
+    ring = nodes - grouped
+    peers += [tuple(grouped + (node + step) % ring for step in range(1, size)) for node in range(ring)]
     return peers
 
 

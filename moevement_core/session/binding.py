@@ -228,7 +228,7 @@ class Binding(ABC):
         """Bring to all replicas of a state what each of them has of it, and make compute weights from it.
 
         Called where a rank has made updates again by itself, by all ranks of its stage; those that kept their state
-        have what they bring already.
+        have what they bring already. ``--moevement-recovery redo`` and ``auto`` are refused where it is not defined.
         """
         raise NotImplementedError
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moevement_core.engine.config import BudgetConfig, Verify, VerifyConfig
+from moevement_core.errors import ConfigError
 from moevement_core.flags import add_flags, from_args
 from moevement_core.persistence.config import DiskConfig
 from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
+from moevement_core.replication.placement import PlacementKind
 from moevement_core.restart.drills import DrillConfig
-from moevement_core.strategies.config import StrategyConfig
+from moevement_core.strategies.config import NO_STRATEGY, StrategyConfig
+from moevement_core.strategies.gemini import Gemini
 
 SWITCH = "--moevement-sparse-ckpt"
 
@@ -36,15 +39,42 @@ class SessionConfig:
         Raises:
             ConfigError: a value cannot be.
         """
+        if args.moevement_strategy == NO_STRATEGY:
+            raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
+        strategy, disk = from_args(StrategyConfig, args, has_experts=has_experts), from_args(DiskConfig, args)
         return SessionConfig(
-            from_args(StrategyConfig, args, has_experts=has_experts),
-            from_args(CopiesConfig, args),
+            strategy,
+            _copies(from_args(CopiesConfig, args), strategy, disk),
             from_args(BudgetConfig, args),
             from_args(TimeoutsConfig, args),
             from_args(VerifyConfig, args).verify,
-            from_args(DiskConfig, args),
+            disk,
             from_args(DrillConfig, args),
         )
+
+
+def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) -> CopiesConfig:
+    """As the strategy has them: GEMINI's in groups, none of what counts on disk alone.
+
+    Raises:
+        ConfigError: there is no disk, or copies were asked for.
+    """
+    if copies.placement is None:
+        is_grouped = strategy.name == Gemini.name
+        copies = replace(copies, placement=PlacementKind.GROUPS if is_grouped else PlacementKind.SPREAD)
+    if not strategy.to_disk_alone:
+        return copies
+    if disk.persist_dir is None:
+        raise ConfigError(
+            f"--moevement-strategy {strategy.name} without --moevement-persist-dir; needs a folder, for that is where "
+            "its checkpoints are"
+        )
+    if copies.replicas:
+        raise ConfigError(
+            f"--moevement-replicas {copies.replicas} with --moevement-strategy {strategy.name}, which gives copies to "
+            "no peer; leave it out"
+        )
+    return replace(copies, replicas=0)
 
 
 def add_session_flags(group: Any, *, has_switch: bool = False) -> None:

@@ -18,6 +18,7 @@ from moevement_core.session.reports import Reports
 from moevement_core.session.sources import MemorySource, SnapshotSource
 from moevement_core.session.step_records import StepRecords
 from moevement_core.session.windows_on_disk import WindowsOnDisk
+from moevement_core.strategies import Strategy
 
 
 class Recoverer:
@@ -26,6 +27,7 @@ class Recoverer:
     Args:
         parts: gives what there is of this rank in this generation.
         records: what came of recent steps.
+        strategy: how far the job rolls back, and to what.
         disk: windows on disk.
         reports: what an operator sees.
         paused: a context in which nothing that runs counts as progress.
@@ -35,13 +37,15 @@ class Recoverer:
         self,
         parts: Callable[[], Parts],
         records: StepRecords,
+        strategy: Strategy,
         disk: WindowsOnDisk,
         reports: Reports,
         paused: Callable[[bool], None],
     ) -> None:
         self.done: list[Recovery] = []
         """Every recovery of this process."""
-        self._parts, self._records, self._disk, self._reports, self._paused = parts, records, disk, reports, paused
+        self._parts, self._records, self._strategy = parts, records, strategy
+        self._disk, self._reports, self._paused = disk, reports, paused
 
     def recover(self, until: int, lost: frozenset[int] | None = None) -> Recovery:
         """Bring ``state@until`` back.
@@ -69,19 +73,18 @@ class Recoverer:
         parts = self._parts()
         topology, memory = parts.topology, MemorySource(parts.checkpointer)
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory}
-        scope = None if lost is None else self._scope(parts, lost)
+        scope = None if lost is None or self._strategy.rolls_back_all else self._scope(parts, lost)
         report = Report(
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),
             outcomes=self._records.known(until), replica=topology.replica,
         )  # fmt: skip
         parts.checkpointer.capturer.settle()
+        if self._strategy.to_disk_alone:
+            return self._prepare_from_disk(parts, report, {}, until, None)
         try:
             return prepare(report, sources, until, topology.channels.fetches, scope, lost_ranks)
         except RecoveryError as gone:  # on every rank alike
-            on_disk = self._disk.that_lead_to(until)
-            if not on_disk.windows:
-                raise
-            return self._prepare_from_disk(parts, report, sources | {Source.FILE: on_disk}, until, gone)
+            return self._prepare_from_disk(parts, report, sources, until, gone)
 
     def carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         """Replay what :meth:`prepare` has prepared; called inside the training loop.
@@ -132,26 +135,46 @@ class Recoverer:
         return done
 
     def _prepare_from_disk(
-        self, parts: Parts, report: Report, sources: Mapping[Source, SnapshotSource], until: int, gone: RecoveryError
+        self,
+        parts: Parts,
+        report: Report,
+        memory: Mapping[Source, SnapshotSource],
+        until: int,
+        gone: RecoveryError | None,
     ) -> Prepared:
         """All stages roll back to a window on disk and replay from there.
 
         What single ranks remember of steps is left out: with all stages replaying every step is worked out again, by
         all ranks or by none.
 
+        Args:
+            parts: of this rank.
+            report: what it has.
+            memory: where snapshots are that may be used beside files.
+            until: the iteration to reach.
+            gone: why memory and peers were not enough; None: they are not asked.
+
         Raises:
             RecoveryError: there is no way back from disk either.
         """
-        prepared = prepare(report, sources, until, parts.topology.channels.fetches)
+        on_disk = self._disk.that_lead_to(until)
+        if not on_disk.windows:
+            raise gone or RecoveryError(f"no checkpoint that leads to iteration {until} is durable on all ranks yet")
+        prepared = prepare(report, {**memory, Source.FILE: on_disk}, until, parts.topology.channels.fetches)
         assert prepared.mine is not None
         first, counts = prepared.mine.first, prepared.mine.sources()
-        windows = sources[Source.FILE].windows  # type: ignore[attr-defined]
-        name = next((one.name for one in windows if one.first <= first <= one.last), "a window")
-        text = (
-            f"memory and peers cannot bring iteration {until} back ({gone}). All ranks fall back to {name} on disk and "
-            f"replay iterations {prepared.mine.begins + 1} to {until}; {counts[Source.FILE]} snapshots come from files"
-        )
-        self._reports.warn(text, RecoveredFromDisk(text, name, until))
+        name = next((one.name for one in on_disk.windows if one.first <= first <= one.last), "a window")
+        text = f"{name} on disk and replay iterations {prepared.mine.begins + 1} to {until}"
+        if gone is None:
+            text = f"all ranks go back to {text}"
+            self._reports.say_once(text)
+            self._reports.event(RecoveredFromDisk(text, name, until))
+        else:
+            text = (
+                f"memory and peers cannot bring iteration {until} back ({gone}). All ranks fall back to {text}; "
+                f"{counts[Source.FILE]} snapshots come from files"
+            )
+            self._reports.warn(text, RecoveredFromDisk(text, name, until))
         return replace(prepared, outcomes={})
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:

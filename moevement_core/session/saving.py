@@ -70,7 +70,7 @@ class Saving:
         self.began_at = binding.iteration if joining is None else joining.policy.began_at
         """The iteration that the job started from."""
         if joining is None:
-            _refuse_without_gradients(binding, config.strategy)
+            refuse_without_gradients(binding, config.strategy)
         strategy = config.strategy.of(self.topology.table)
         policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
         self.windows = self._window_decisions(strategy, policy)
@@ -99,7 +99,8 @@ class Saving:
         config = self._config
         counts = self._binding.counts(self.topology.table, strategy.counts) if strategy.counts is not None else None
         windows = WindowDecisions(
-            strategy, counts, self.topology, config.budget, self.reports.report, self._binding.sent_bytes,
+            strategy, counts, self.topology, config.budget, self.reports.report,
+            0 if strategy.rolls_back_all else self._binding.sent_bytes,
             asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None,
         )  # fmt: skip
         if policy is not None:
@@ -290,12 +291,18 @@ class Saving:
         )
 
 
-def _refuse_without_gradients(binding: Binding, strategy: StrategyConfig) -> None:
+def refuse_without_gradients(binding: Binding, strategy: StrategyConfig) -> None:
     """Refuse to log gradients that the trainer does not give; before training begins, on every rank alike.
 
     Raises:
-        ConfigError: updates are to be made again, and there is nothing that they were made from.
+        ConfigError: updates are to be made again, and there is nothing that they were made from, or nobody who would
+            bring them to replicas.
     """
+    if strategy.may_redo and type(binding).complete is Binding.complete:
+        raise ConfigError(
+            f"--moevement-recovery {strategy.recovery}: {type(binding).__name__} has no complete(); define it, or use "
+            "--moevement-recovery replay"
+        )
     states = binding.states().values()
     is_missing = any(state.full for state in states) and not any(state.gradient for state in states)
     if any(all_gather_objects(is_missing and strategy.may_redo)):

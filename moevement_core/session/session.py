@@ -60,14 +60,15 @@ class Session:
         self._drill = config.drill
         self._peer_timeout_s = config.timeouts.peer_s
         self.saving = saving = Saving(binding, config, names, joining)
-        if saving.topology.pipeline.stages > 1:
+        strategy = saving.windows.strategy
+        if saving.topology.pipeline.stages > 1 and not strategy.rolls_back_all:
             binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes(), saving.reports.report)
         injection.begin(config.drill.faults, lambda: binding.iteration)  # places are watched from the next line on
         self.commit = binding.commit_point(self._vote)
         self.commit.updated = self._log_gradients
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(
-            lambda: saving.parts, self.records, saving.disk, saving.reports, saving.windows.pause
+            lambda: saving.parts, self.records, strategy, saving.disk, saving.reports, saving.windows.pause
         )  # fmt: skip
         self.totals = Totals()
         self._loaded = loaded
@@ -159,7 +160,7 @@ class Session:
             outcome: its record: whether it was skipped, gradient norm, losses.
         """
         progress = self.saving.checkpointer.progress
-        self.saving.windows.measured(step_s - progress.stall_s)
+        self.saving.windows.measured(step_s, progress.stall_s, is_saving=self.saving.checkpointer.is_saving)
         self.records.ended(committed, outcome)
         self.totals.ended(step_s, progress)
 

@@ -14,7 +14,14 @@ import torch.distributed as dist
 from moevement_core.operators import Operator, OperatorTable
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
-from moevement_core.replication.placement import Copies, Placement, allowed_copies, place, sources_of
+from moevement_core.replication.placement import (
+    Copies,
+    Placement,
+    PlacementKind,
+    allowed_copies,
+    place,
+    sources_of,
+)
 from moevement_core.replication.transport import GlooTransport, Transport
 from moevement_core.restart.injection import InjectingTransport
 from moevement_core.session import wind_down
@@ -170,8 +177,9 @@ def _place(config: SessionConfig, everyones: list[_Rank], copies: Copies) -> Pla
     groups: dict[int, list[int]] = {}
     for rank, its in enumerate(everyones):
         groups.setdefault(its.place.same_state, []).append(rank)
+    kind = config.copies.placement or PlacementKind.SPREAD
     return place(
-        [its.node for its in everyones], copies.replicas, config.copies.placement, list(groups.values()),
+        [its.node for its in everyones], copies.replicas, kind, list(groups.values()),
         same_node=copies.same_node, before=_peers_before(everyones),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,16 @@ WARM_UP = 8
 """Iterations that are measured before W is chosen."""
 NETWORK_HEADROOM = 0.8
 """Share of the measured rate that a slot may need: peers that are only just in time abandon windows at every delay."""
+
+
+class _Step(NamedTuple):
+    """Of training."""
+
+    train_s: float
+    """Without stalls."""
+    stall_s: float
+    is_saving: bool
+    """Whether a snapshot was being copied, sent or written beside it."""
 
 
 class WindowDecisions:
@@ -66,7 +77,9 @@ class WindowDecisions:
         self._report, self._sent_bytes = report, sent_bytes
         self._counts, self._asked_window, self._to_disk = counts, asked_window, to_disk
         self._pending: list[torch.Tensor] = []
-        self._steps_s: list[float] = []
+        self._steps: list[_Step] = []
+        self._decided_at = 0
+        """Steps that came before the window under way."""
         self.windows = self.reorders = 0
 
     def adopt(self, policy: Policy) -> None:
@@ -81,14 +94,14 @@ class WindowDecisions:
         if self._counts is not None:
             self._pending.append(self._counts.take())
 
-    def measured(self, step_s: float) -> None:
-        """An iteration took so long, stalls left out."""
-        self._steps_s.append(step_s)
+    def measured(self, step_s: float, stall_s: float, *, is_saving: bool) -> None:
+        """An iteration took so long, with so much of stalls, while a snapshot was on its way or not."""
+        self._steps.append(_Step(step_s - stall_s, stall_s, is_saving))
 
     @property
     def iteration_s(self) -> float:
         """Seconds that an iteration takes, the middle one of those of this process; 0 before any."""
-        return statistics.median(self._steps_s) if self._steps_s else 0.0
+        return statistics.median(one.train_s for one in self._steps) if self._steps else 0.0
 
     def pause(self, is_paused: bool) -> None:
         """Tokens of a replay are not counted again."""
@@ -101,7 +114,8 @@ class WindowDecisions:
             self._counts.take()
         self._pending.clear()
         if not self.strategy.settled:
-            self._steps_s.clear()
+            self._steps.clear()
+            self._decided_at = 0
 
     # The first window
 
@@ -178,12 +192,13 @@ class WindowDecisions:
         injection.at(Phase.DECIDE)
         strategy, history = self.strategy, checkpointer.history
         old = history.newest
-        measured = not strategy.settled and len(self._steps_s) >= WARM_UP
+        measured = not strategy.settled and len(self._steps) >= WARM_UP
         sizes = self._measured_windows(old, checkpointer, senders) if measured else None
+        self._decided_at = len(self._steps)
         proposal = strategy.propose(old, sizes)
         self.windows += 1
         if math.isinf(self._budget.host_memory_bytes) and not proposal.is_change:
-            strategy.settled = strategy.settled or measured
+            strategy.settled = strategy.settled or (measured and not strategy.is_tuned)
             self._say_why(proposal)
             return
         beyond = self._beyond_cap(proposal.schedules, checkpointer)
@@ -197,7 +212,7 @@ class WindowDecisions:
         if not fitting:
             return
         chosen = fitting[0]
-        strategy.settled = strategy.settled or measured
+        strategy.settled = strategy.settled or (measured and not strategy.is_tuned)
         strategy.accept(proposal)
         self.reorders += proposal.reorders
         if chosen is proposal.schedules[0]:
@@ -250,11 +265,22 @@ class WindowDecisions:
     ) -> tuple[int, ...]:
         """The windows that this rank's measurements ask for; of all ranks the largest."""
         d2h, network = self._measured_bandwidths(checkpointer, senders)
-        iteration_s, replicas = statistics.median(self._steps_s[2:]), len(self.topology.peers[self.topology.rank])
-        own = self.strategy.wanted_sizes(now, Measured(iteration_s, d2h, network * NETWORK_HEADROOM, replicas))
+        iteration_s, delay_s = self._measured_delay()
+        measured = Measured(
+            iteration_s, d2h, network * NETWORK_HEADROOM, len(self.topology.peers[self.topology.rank]),
+            checkpointer.disk_rate(), delay_s,
+        )  # fmt: skip
+        own = self.strategy.wanted_sizes(now, measured)
         sizes = torch.tensor([min(one, MOST_ITERATIONS) if one < NOT_CARRIED else one for one in own])
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
         return tuple(sizes.tolist())
+
+    def _measured_delay(self) -> tuple[float, float]:
+        """Seconds of an iteration beside which nothing is saved, if there are such, and of delay in the last window."""
+        quiet = [one.train_s for one in self._steps[2:] if not one.is_saving]
+        iteration_s = statistics.median(quiet or [one.train_s for one in self._steps[2:]])
+        saving = [one for one in self._steps[self._decided_at :] if one.is_saving]
+        return iteration_s, max(0.0, sum(one.train_s + one.stall_s - iteration_s for one in saving))
 
     def _measured_bandwidths(self, checkpointer: Checkpointer, senders: Sequence[Sender]) -> tuple[float, float]:
         rates = [sender.sent_bytes / sender.send_s for sender in senders if sender.send_s > 0]

@@ -13,8 +13,18 @@ from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.strategies import STRATEGIES, Costs, Strategy
 from moevement_core.simulator.training import Outcome, Spares, train
 
-CONFIDENCE = 1.96
-"""Standard errors on each side of a mean in which it is with a probability of 95%."""
+CONFIDENCE = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""Standard errors on each side of a mean in which it is with a probability of 95%, by Student, for 2 to 11 values."""
+OF_MANY = 1.96
+"""Likewise, of more."""
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Returns half of the 95% confidence interval of the mean; NaN of fewer than two values."""
+    if len(values) < 2:
+        return math.nan
+    errors = CONFIDENCE[len(values) - 2] if len(values) - 2 < len(CONFIDENCE) else OF_MANY
+    return errors * statistics.stdev(values) / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)
@@ -35,9 +45,7 @@ class Cell:
     @property
     def interval(self) -> float:
         """Half of the 95% confidence interval of the mean."""
-        if len(self.outcomes) < 2:
-            return math.nan
-        return CONFIDENCE * statistics.stdev(one.ettr for one in self.outcomes) / math.sqrt(len(self.outcomes))
+        return half_interval([one.ettr for one in self.outcomes])
 
     @property
     def formula(self) -> float:

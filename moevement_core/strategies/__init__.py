@@ -4,13 +4,15 @@ A new one is one file here and its test: a :class:`~moevement_core.policy.schedu
 snapshot holds, and a :class:`Strategy`, which makes schedules.
 """
 
+from moevement_core.strategies.checkfreq import CheckFreq
 from moevement_core.strategies.dense import DenseSchedule, DenseToPeers
+from moevement_core.strategies.gemini import Gemini
 from moevement_core.strategies.moevement import MoEvement
 from moevement_core.strategies.redo import Redo, RedoSchedule
 from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 __all__ = [
-    "DenseSchedule", "DenseToPeers", "Measured", "MoEvement", "Proposal", "Redo", "RedoSchedule", "SparseSchedule",
-    "Strategy",
+    "CheckFreq", "DenseSchedule", "DenseToPeers", "Gemini", "Measured", "MoEvement", "Proposal", "Redo",
+    "RedoSchedule", "SparseSchedule", "Strategy",
 ]  # fmt: skip

@@ -12,7 +12,9 @@ from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import HORIZON
-from moevement_core.strategies.dense import DenseToPeers
+from moevement_core.strategies.checkfreq import OVERHEAD_CAP, CheckFreq
+from moevement_core.strategies.dense import FIRST_INTERVAL, Dense, DenseToPeers
+from moevement_core.strategies.gemini import Gemini
 from moevement_core.strategies.moevement import MoEvement
 from moevement_core.strategies.redo import Redo
 from moevement_core.strategies.strategy import Strategy
@@ -26,8 +28,10 @@ class Recovery(StrEnum):
     AUTO = "auto"
 
 
-DENSE_INTERVAL = 10
-"""Iterations, by default."""
+NO_STRATEGY = "none"
+"""The name of no strategy: nothing is saved."""
+EVERYTHING: dict[str, type[Dense]] = {one.name: one for one in (DenseToPeers, CheckFreq, Gemini)}
+"""The strategies that save everything at once."""
 MOST_ITERATIONS = HORIZON // 4
 """Of a window: ranks agree on runs that began up to twice that long ago, and a lag."""
 
@@ -45,14 +49,21 @@ class StrategyConfig:
     """What is captured, and when."""
 
     name: str = flag(
-        "--moevement-strategy", choices=[MoEvement.name, DenseToPeers.name], default=MoEvement.name,
-        help="moevement: a slice of the state every iteration; dense: all of it, every --moevement-dense-interval "
-        "iterations; either to peers, and recovered by the stages that lost it (default: moevement)",
+        "--moevement-strategy", choices=[MoEvement.name, *EVERYTHING, NO_STRATEGY], default=MoEvement.name,
+        help="moevement: a slice of the state every iteration; dense: all of it every so many iterations; either to "
+        "peers, and recovered by the stages that lost it. What it is compared with: checkfreq: all of it to disk; "
+        "gemini: all of it to the peers of a group; either rolls all ranks back. none: nothing is saved "
+        "(default: moevement; docs/strategies.md)",
     )  # fmt: skip
     dense_interval: int | None = flag(
         "--moevement-dense-interval", type=int, metavar="K",
-        help="iterations from one dense snapshot to the next, for --moevement-strategy dense (default: "
-        f"{DENSE_INTERVAL})",
+        help="iterations from one snapshot of everything to the next, for --moevement-strategy dense, checkfreq or "
+        f"gemini (default: {FIRST_INTERVAL} for dense; for the others as measured)",
+    )  # fmt: skip
+    overhead_cap: float | None = flag(
+        "--moevement-overhead-cap", type=float, metavar="F",
+        help="share of training time that checkpoints may cost, for --moevement-strategy checkfreq (default: "
+        f"{OVERHEAD_CAP})",
     )  # fmt: skip
     window: int | None = flag(
         "--moevement-window", default=AUTO, metavar="auto|N", check=_iterations,
@@ -97,26 +108,44 @@ class StrategyConfig:
                 f"--moevement-window {self.window} with --moevement-strategy {self.name}; give --moevement-window "
                 f"{AUTO}, or --moevement-strategy {MoEvement.name}"
             )
-        if self.dense_interval is not None and self.name != DenseToPeers.name:
+        if self.dense_interval is not None and self.name not in EVERYTHING:
             raise ConfigError(
                 f"--moevement-dense-interval {self.dense_interval} with --moevement-strategy {self.name}; needs "
-                "--moevement-strategy dense"
+                f"--moevement-strategy {', '.join(EVERYTHING)}"
             )
+        if self.overhead_cap is not None and self.name != CheckFreq.name:
+            raise ConfigError(
+                f"--moevement-overhead-cap {self.overhead_cap} with --moevement-strategy {self.name}; needs "
+                f"--moevement-strategy {CheckFreq.name}"
+            )
+        if not 0 < self.cap < 1:
+            raise ConfigError(f"--moevement-overhead-cap {self.overhead_cap}; needs a share, above 0 and below 1")
         if self.recovery is Recovery.REDO and self.name != MoEvement.name:
             raise ConfigError(
                 f"--moevement-recovery {self.recovery} with --moevement-strategy {self.name}; needs "
                 f"--moevement-strategy {MoEvement.name}"
             )
-        if not 1 <= self.interval <= MOST_ITERATIONS:
+        if self.interval is not None and not 1 <= self.interval <= MOST_ITERATIONS:
             raise ConfigError(
                 f"--moevement-dense-interval {self.interval}; needs a number of iterations, 1 to {MOST_ITERATIONS}"
             )
         _ = self.ordering, self.thresholds  # which refuse what cannot be
 
     @property
-    def interval(self) -> int:
-        """K of the strategy ``dense``, iterations."""
-        return DENSE_INTERVAL if self.dense_interval is None else self.dense_interval
+    def interval(self) -> int | None:
+        """K of a strategy that saves everything at once, iterations; None: as measured."""
+        default = FIRST_INTERVAL if self.name == DenseToPeers.name else None
+        return default if self.dense_interval is None else self.dense_interval
+
+    @property
+    def cap(self) -> float:
+        """Share of training time that checkpoints of CheckFreq may cost."""
+        return OVERHEAD_CAP if self.overhead_cap is None else self.overhead_cap
+
+    @property
+    def to_disk_alone(self) -> bool:
+        """Whether no peer is given a copy."""
+        return self.name in EVERYTHING and EVERYTHING[self.name].to_disk_alone
 
     @property
     def may_redo(self) -> bool:
@@ -136,8 +165,10 @@ class StrategyConfig:
 
     def of(self, table: OperatorTable) -> Strategy:
         """Returns the strategy of a stage with these operators."""
-        if self.name == DenseToPeers.name:
-            return DenseToPeers(table, self.interval)
+        if self.name == CheckFreq.name:
+            return CheckFreq(table, self.interval, self.cap)
+        if self.name in EVERYTHING:
+            return EVERYTHING[self.name](table, self.interval)
         windows = MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)
         if self.recovery is Recovery.REPLAY:
             return windows

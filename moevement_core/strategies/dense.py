@@ -1,6 +1,6 @@
-"""Everything at once, every k iterations: what other systems' checkpoints in the memory of peers are (Gemini's).
+"""Everything at once, every k iterations: what CheckFreq and Gemini save, and the smallest strategy there is.
 
-The smallest strategy there is, and the measure of the seam: the engine knows schedules, and not this one.
+The measure of the seam: the engine knows schedules, and not this one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ import numpy as np
 
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.schedule import Contents, Saved, Schedule
-from moevement_core.strategies.strategy import Strategy
+from moevement_core.strategies.strategy import Proposal, Strategy
+
+FIRST_INTERVAL = 10
+"""Iterations, before anything is measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,20 +87,36 @@ class DenseSchedule(Schedule):
         return replace(self, start=start)
 
 
-class DenseToPeers(Strategy):
-    """Dense snapshots in the memory of peers, and on disk where that is wanted.
+class Dense(Strategy):
+    """Dense snapshots every so many iterations.
 
     Args:
         table: the operators of the stage.
-        interval: k, iterations.
+        interval: k, iterations; None: as measured, where the strategy measures it.
     """
 
-    name = "dense"
-
-    def __init__(self, table: OperatorTable, interval: int) -> None:
+    def __init__(self, table: OperatorTable, interval: int | None) -> None:
         super().__init__(table)
         self.interval = interval
+        self.settled = interval is not None
 
     def first(self, start: int, most: int) -> DenseSchedule:
         """The state that the run begins from is saved at once."""
-        return DenseSchedule(self.table, self.interval, start=start)
+        return DenseSchedule(self.table, self.interval or FIRST_INTERVAL, start=start)
+
+    def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
+        """The interval that was measured, if it is another one."""
+        if sizes is None:
+            return Proposal([now], is_change=False)
+        return Proposal([DenseSchedule(self.table, sizes[0]), now], is_change=sizes[0] != now.size)
+
+    @property
+    def heaviest_bytes(self) -> int:
+        """Full state of the rank of the stage that has the most."""
+        return int(self.table.full.sum(axis=1).max())
+
+
+class DenseToPeers(Dense):
+    """Dense snapshots in the memory of peers, and on disk where that is wanted; lost stages alone roll back."""
+
+    name = "dense"

@@ -28,6 +28,10 @@ class Measured:
     replication_bytes_per_s: float
     """That snapshots may take, all peers together."""
     replicas: int
+    disk_bytes_per_s: float = float("inf")
+    """At which snapshots were written to disk."""
+    delay_s: float = 0.0
+    """By which the snapshots of the last window delayed its iterations, stalls among it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,12 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
+    rolls_back_all: ClassVar[bool] = False
+    """Whether every rank goes back to the restore point after a loss; otherwise those stages alone that lost state."""
+    to_disk_alone: ClassVar[bool] = False
+    """Whether only what is on disk counts: no peer is given a copy."""
+    is_tuned: ClassVar[bool] = False
+    """Whether its window is measured again and again; otherwise once."""
     counts: Ordering | None = None
     """What routers are to count of the tokens of each expert; nothing if it is of no use here."""
 

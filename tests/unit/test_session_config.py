@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 from megatron.moevement.arguments import session_config
+from megatron.moevement.binding import MegatronBinding
 from megatron.moevement.preflight.sparse import sparse_checkpoints
+from megatron.moevement.runtime.ledger import Ledger
+from megatron.moevement.runtime.live import Live
 from moevement_core.errors import ConfigError
 from moevement_core.policy.popularity import Ordering
+from moevement_core.replication.config import CopiesConfig
+from moevement_core.session.binding import Binding
 from moevement_core.session.config import add_session_flags
+from moevement_core.session.saving import refuse_without_gradients
 
 # Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
 FLAGS = {
@@ -21,7 +27,7 @@ FLAGS = {
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
     "--moevement-recovery", "--moevement-reorder-threshold", "--moevement-lease-seconds",
     "--moevement-replicas", "--moevement-replicas-on-same-node",
-    "--moevement-strategy", "--moevement-dense-interval",
+    "--moevement-strategy", "--moevement-dense-interval", "--moevement-overhead-cap",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
     "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-mtbf",
     "--moevement-inject-seed", "--moevement-inject-trace", "--moevement-inject-speedup", "--moevement-wipe-stages",
@@ -95,6 +101,19 @@ def test_defaults_are_the_papers() -> None:
         ),
         (["--moevement-dense-interval", "3"], "--moevement-dense-interval 3 with --moevement-strategy moevement"),
         (["--moevement-strategy", "dense", "--moevement-dense-interval", "0"], "--moevement-dense-interval 0; needs"),
+        (
+            ["--moevement-strategy", "checkfreq"],
+            "checkfreq without --moevement-persist-dir; needs",
+        ),
+        (
+            ["--moevement-strategy", "checkfreq", "--moevement-persist-dir", "d", "--moevement-replicas", "1"],
+            "--moevement-replicas 1 with --moevement-strategy checkfreq",
+        ),
+        (
+            ["--moevement-overhead-cap", "0.1"],
+            "--moevement-overhead-cap 0.1 with --moevement-strategy",
+        ),
+        (["--moevement-strategy", "checkfreq", "--moevement-overhead-cap", "2"], "--moevement-overhead-cap 2"),
         (["--moevement-bandwidth", "-3"], "--moevement-bandwidth -3"),
         (["--moevement-bandwidth", "fast"], "--moevement-bandwidth fast; needs auto or gigabytes"),
         (["--moevement-network-bandwidth", "nan"], "--moevement-network-bandwidth nan"),
@@ -126,6 +145,38 @@ def test_what_snapshots_cannot_see_or_a_replay_cannot_repeat_is_refused(megatron
     assert not list(sparse_checkpoints(parsed()))
     (complaint,) = sparse_checkpoints(parsed(**megatrons))
     assert next(iter(megatrons)).replace("_", "-") in complaint
+
+
+class WithoutComplete(MegatronBinding):
+    complete = Binding.complete
+
+
+def test_redo_is_refused_for_a_trainer_that_does_not_define_how_it_ends() -> None:
+    config = session_config(parsed("--moevement-recovery", "redo"))
+    assert config is not None
+    live = Live()
+    with pytest.raises(
+        ConfigError, match=r"WithoutComplete has no complete\(\); define it, or use --moevement-recovery"
+    ):
+        refuse_without_gradients(WithoutComplete(live, Ledger(live)), config.strategy)
+
+
+def test_copies_are_where_the_strategy_has_them() -> None:
+    def copies(*words: str) -> CopiesConfig:
+        config = session_config(parsed(*words))
+        assert config is not None
+        return config.copies
+
+    assert (copies().placement, copies().replicas) == ("spread", None)
+    assert copies("--moevement-strategy", "gemini").placement == "groups"
+    assert copies("--moevement-strategy", "gemini", "--moevement-placement", "spread").placement == "spread"
+    assert copies("--moevement-strategy", "checkfreq", "--moevement-persist-dir", "d").replicas == 0
+
+
+def test_no_strategy_saves_nothing_and_has_no_drills() -> None:
+    assert session_config(parsed("--moevement-strategy", "none")) is None
+    (complaint,) = sparse_checkpoints(parsed("--moevement-strategy", "none", "--moevement-load", "d"))
+    assert complaint == "--moevement-load with --moevement-strategy none; give another strategy"
 
 
 def test_drills_are_for_ranks_that_there_are() -> None:

@@ -61,9 +61,12 @@ REFUSED = (
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     """What sparse snapshots cannot see or cannot keep apart."""
     if session_config(args) is None:
+        why = "without --moevement-sparse-ckpt; give both"
+        if args.moevement_sparse_ckpt:
+            why = "with --moevement-strategy none; give another strategy"
         for flag in ("persist_dir", "load", "wipe_at", "wipe_stages", "inject", "inject_mtbf", "inject_trace"):
             if getattr(args, f"moevement_{flag}"):
-                yield f"--moevement-{flag.replace('_', '-')} without --moevement-sparse-ckpt; give both"
+                yield f"--moevement-{flag.replace('_', '-')} {why}"
         return
     if args.optimizer != "adam":
         yield f"--moevement-sparse-ckpt with --optimizer {args.optimizer}: its state is not known here; use adam"

@@ -1,0 +1,56 @@
+"""CheckFreq (FAST '21): everything to disk in two phases, as often as a cap on what it costs allows.
+
+The snapshot is copied to host memory beside the next iteration, and persisted from there in the background. The first
+iterations are profiled; then the interval is the shortest beside which a checkpoint is durable before the next one
+begins, and while it is monitored to cost more than the cap it grows. After a failure all ranks go back to the newest
+checkpoint that is durable on all of them, and iterations are run again, with the same batches.
+"""
+
+from __future__ import annotations
+
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.interval import hidden_interval, tuned_interval
+from moevement_core.policy.schedule import Schedule
+from moevement_core.strategies.dense import Dense
+from moevement_core.strategies.strategy import Measured
+
+OVERHEAD_CAP = 0.035
+"""Share of training time, by default."""
+
+
+class CheckFreq(Dense):
+    """Dense snapshots on disk alone.
+
+    Args:
+        table: the operators of the stage.
+        interval: k, iterations; None: tuned.
+        cap: share of training time that checkpoints may cost.
+    """
+
+    name = "checkfreq"
+    rolls_back_all = True
+    to_disk_alone = True
+    is_tuned = True
+
+    def __init__(self, table: OperatorTable, interval: int | None = None, cap: float = OVERHEAD_CAP) -> None:
+        super().__init__(table, interval)
+        self.cap = cap
+        self._has_profiled = False
+
+    def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
+        """The shortest interval that hides the checkpoint, first; then one that keeps to the cap."""
+        full = self.heaviest_bytes
+        checkpoint_s = full / measured.d2h_bytes_per_s + full / measured.disk_bytes_per_s
+        hidden = hidden_interval(checkpoint_s, measured.delay_s, measured.iteration_s)
+        if not self._has_profiled:
+            self._has_profiled = True
+            return (hidden,)
+        return (tuned_interval(now.size, hidden, measured.delay_s, measured.iteration_s, self.cap),)
+
+    def learned(self) -> bool:
+        """Whether the first iterations have been profiled."""
+        return self._has_profiled
+
+    def adopt(self, learned: bool) -> None:
+        """Likewise."""
+        self._has_profiled = learned

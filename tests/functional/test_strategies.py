@@ -1,0 +1,87 @@
+"""The systems that MoEvement is compared with, under the same kills: exact ones end with equal bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_cli.main import main
+from tests.functional.test_kills import LAYOUTS, SPARSE, reference
+from tests.launching import Survived, survive
+from tests.training import train
+
+EP2XDP2: dict[str, Any] = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True}
+PHASES = (
+    "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
+    "rank=2,iteration=13,phase=commit", "rank=1,iteration=15,phase=step", "rank=3,iteration=17,phase=gather",
+    "rank=0,iteration=19,phase=snapshot",
+)  # fmt: skip
+
+
+def as_strategy(name: str, tmp_path: Path) -> dict[str, Any]:
+    """Flags of a strategy that saves everything every four iterations."""
+    flags_: dict[str, Any] = {"moevement_window": False, "moevement_strategy": name, "moevement_dense_interval": 4}
+    if name == "checkfreq":
+        flags_ |= {"moevement_persist_dir": str(tmp_path / "windows"), "moevement_replicas": False}
+    return flags_
+
+
+def assert_all_roll_back(survived: Survived) -> None:
+    for failure in survived.failures():
+        if failure["recovery"] is not None:
+            assert all(failure["recovery"]["replayed_by_stage"].values()), failure["scope"]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("gemini", LAYOUTS["PP2xEP2"][1]), ("checkfreq", EP2XDP2),
+        pytest.param("gemini", EP2XDP2, marks=pytest.mark.full),
+        pytest.param("checkfreq", LAYOUTS["PP2xEP2"][1], marks=pytest.mark.full),
+    ],
+    ids=["gemini-PP2xEP2", "checkfreq-EP2xDP2", "gemini-EP2xDP2", "checkfreq-PP2xEP2"],
+)  # fmt: skip
+def test_a_rank_killed_in_every_phase_of_an_iteration(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    flags_ = SPARSE | layout | {"train_iters": 22}
+    failure_free = train(4, tmp_path / "failure_free", **flags_)
+    survived = survive(4, 2, tmp_path / "recovered", inject=PHASES, **flags_ | as_strategy(name, tmp_path))
+    assert survived.digest == failure_free.summary()["state_digest"]["all"]
+    survived.check_metrics(22)
+    assert len(survived.failures()) == len(PHASES)
+    assert_all_roll_back(survived)
+    from_disk = survived.events("recovery_from_disk")
+    assert len(from_disk) == (len(PHASES) if name == "checkfreq" else 0)
+    assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "recovered"), "--json"]) == 0
+
+
+def test_what_is_not_durable_yet_is_not_resumed_from(tmp_path: Path) -> None:
+    """A rank that dies before a checkpoint is on disk takes the job back to its beginning."""
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2}
+    wanted = reference(2, tmp_path / "failure_free", **flags_ | {"moevement_replicas": 1})
+    its = as_strategy("checkfreq", tmp_path) | {"moevement_dense_interval": 7}
+    faults = ("rank=1,iteration=1,phase=backward", "rank=0,iteration=18,phase=backward")
+    survived = survive(2, 2, tmp_path / "recovered", inject=faults, **flags_ | its)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    (event,) = survived.events("recovery_from_disk")
+    assert event["text"].startswith("all ranks go back to window_")
+
+
+def test_checkfreq_tunes_its_interval(tmp_path: Path) -> None:
+    its = as_strategy("checkfreq", tmp_path) | {"moevement_dense_interval": False, "moevement_overhead_cap": 0.001}
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": False, "train_iters": 60}
+    record = train(2, tmp_path / "run", **flags_ | its)
+    windows = [line["window"] for line in record.metrics()]
+    assert windows[0] == 10
+    assert len(set(windows)) > 1, windows
+
+
+def test_no_strategy_starts_over(tmp_path: Path) -> None:
+    flags_: dict[str, Any] = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    its: dict[str, Any] = {"moevement_window": False, "moevement_strategy": "none", "moevement_replicas": False}
+    record = train(2, tmp_path / "run", **flags_ | its)
+    assert record.summary()["state_digest"]["all"] == wanted
+    assert not record.summary().get("checkpointing")
