@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moevement_cli import bench_overhead, bench_recovery, bench_replay
+from moevement_cli import bench_ettr, bench_overhead, bench_recovery, bench_replay
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -15,3 +15,4 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         actions.add_parser("replay", help="a replayed iteration against a normal one, as more operators are frozen")
     )
     bench_recovery.add_to(actions.add_parser("recovery", help="one stage that replays alone, against all stages"))
+    bench_ettr.add_to(actions.add_parser("ettr", help="each strategy under the same schedule of kills"))
