@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.moevement import patches, platform
+from tests.harness import run_ranks
 from tests.training import ROOT
 
 
@@ -186,3 +188,41 @@ def test_the_platform_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEVEMENT_PLATFORM", "tpu")
     with pytest.raises(ValueError, match="needs 'cpu' or 'cuda'"):
         platform.is_cpu()
+
+
+def _coalesced_and_one_by_one() -> bool:
+    from megatron.core.distributed import param_and_grad_buffer
+    from torch.distributed import _coalescing_manager
+
+    rank = dist.get_rank()
+
+    def results(manager: Any, is_async: bool) -> list[torch.Tensor]:
+        torch.manual_seed(rank)
+        ways: dict[Any, Any] = {
+            dist.all_reduce: lambda: [torch.randn(6)],
+            dist.all_gather_into_tensor: lambda: [torch.zeros(6), torch.randn(3)],
+            dist.reduce_scatter_tensor: lambda: [torch.zeros(3), torch.randn(6)],
+        }
+        done = []
+        for function, tensors in ways.items():
+            both = [tensors(), tensors()]
+            with manager(dist.group.WORLD, async_ops=is_async) as works:
+                for one in both:
+                    function(*one)
+            if is_async:
+                works.wait()
+            done += [one[0] for one in both]
+        return done
+
+    ours = param_and_grad_buffer._coalescing_manager
+    assert ours is not _coalescing_manager
+    for is_async in (True, False):
+        for one, other in zip(results(ours, is_async), results(_coalescing_manager, is_async), strict=True):
+            assert torch.equal(one, other)
+    with pytest.raises(KeyError), ours(dist.group.WORLD):
+        raise KeyError  # an interruption leaves nothing behind
+    return all(torch.equal(*pair) for pair in zip(results(ours, True), results(ours, False), strict=True))
+
+
+def test_collectives_that_megatron_coalesces_give_the_same_one_by_one() -> None:
+    assert [outcome.result for outcome in run_ranks(_coalesced_and_one_by_one, 2)] == [True, True]

@@ -14,6 +14,8 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from megatron.moevement.patches import replace, wrap
 
@@ -29,6 +31,7 @@ def install() -> None:
 
     import megatron.training.training as training
     from megatron.core.dist_checkpointing.strategies import filesystem_async as mcore_writer
+    from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import random as tp_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.training import initialize
@@ -56,6 +59,12 @@ def install() -> None:
         "prepare_write_data",
         _with_copies,
         "aliases CPU tensors, which training would change under the writer",
+    )
+    replace(
+        param_and_grad_buffer,
+        "_coalescing_manager",
+        _one_by_one,
+        "coalesces, which over gloo corrupts the heap (torch 2.13.0; scripts/coalesced_gloo.py crashes in a minute)",
     )
 
 
@@ -109,3 +118,34 @@ def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return prepare_write_data
+
+
+class _Works:
+    """What the coalescing manager gives: one handle of all."""
+
+    def __init__(self) -> None:
+        self.works: list[dist.Work] = []
+
+    def wait(self) -> None:
+        """Block until all are over."""
+        for work in self.works:
+            work.wait()
+
+
+@contextmanager
+def _one_by_one(
+    group: dist.ProcessGroup, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[_Works]:
+    """The coalescing manager of torch, whose collectives are issued one after the other when it ends."""
+    works, collected = _Works(), distributed_c10d._world.pg_coalesce_state
+    collected[group] = []
+    try:
+        yield works
+    finally:
+        collectives = collected.pop(group)
+    for one in collectives:
+        tensors = [one.tensor] if one.dst_tensor is None else [one.dst_tensor, one.tensor]
+        reduction = {} if one.redop is None else {"op": one.redop}
+        works.works.append(one.op(*tensors, group=group, async_op=True, **reduction))
+    if not async_ops:
+        works.wait()
