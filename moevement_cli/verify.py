@@ -37,6 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"DIFFERENT: {verdict.first_difference}")
         differing = [part for part, same in verdict.parts.items() if not same]
         print(f"parts of the final state that differ: {', '.join(differing) or 'none'}")
+    for text in verdict.lost_updates:
+        print(f"not exact by its strategy: {text}")
     if arguments.json:
         print(json.dumps(verdict.as_dict()))
     return 0 if verdict.equal else 1

@@ -22,6 +22,8 @@ class Verdict:
     """The earliest difference, in words; None if there is none."""
     parts: dict[str, bool] = field(default_factory=dict)
     """For each part of the state digest, whether both runs agree on it."""
+    lost_updates: list[str] = field(default_factory=list)
+    """In words, the recoveries of either run that lost updates: no equal bits are to be expected after them."""
 
     def as_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -53,7 +55,16 @@ def compare(a: RunRecord, b: RunRecord, *, common_iterations: bool = False) -> V
     names = sorted(digests[0]["parts"].keys() | digests[1]["parts"].keys())
     parts = {name: digests[0]["parts"].get(name) == digests[1]["parts"].get(name) for name in names}
     difference = series or difference or _first_state_difference(digests, parts)
-    return Verdict(difference is None, len(common), difference, parts)
+    return Verdict(difference is None, len(common), difference, parts, [*_lost_updates(a), *_lost_updates(b)])
+
+
+def _lost_updates(run: RunRecord) -> list[str]:
+    return [
+        f"{run.folder}: going back from iteration {event['until']} lost updates of {len(event['lost_tokens'])} experts "
+        f"by {sum(event['lost_tokens'].values()):,} routed tokens"
+        for event in run.events()
+        if event["event"] == "recovery" and event.get("lost_tokens")
+    ]
 
 
 def _by_iteration(run: RunRecord) -> dict[int, dict[str, Any]]:

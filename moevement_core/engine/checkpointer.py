@@ -271,8 +271,9 @@ class Checkpointer:
         """
         if self.lifetime.last_needed > last:
             return None
-        leased: list[SnapshotLease | None] = [self.own.lease(iteration) for iteration in range(first, last + 1)]
-        leased += [store.lease(iteration) for store in stores for iteration in range(first, last + 1)]
+        taken = [iteration for iteration in range(first, last + 1) if self.takes(iteration)]
+        leased: list[SnapshotLease | None] = [self.own.lease(iteration) for iteration in taken]
+        leased += [store.lease(iteration) for store in stores for iteration in taken]
         whole = [one for one in leased if one is not None]
         if len(whole) == len(leased):
             return whole
@@ -285,6 +286,13 @@ class Checkpointer:
     def adopt(self, snapshot: Snapshot) -> bool:
         """Keep a copy of ``snapshot``, which this rank's number took in another process; whether a buffer was free."""
         return snapshot.iteration in self.own or self.capturer.adopt(snapshot)
+
+    def forget_after(self, iteration: int) -> None:
+        """Later snapshots, here and at peers, are of iterations that the job runs again and with another outcome."""
+        gone = [one for one in self.own if one > iteration]
+        self.own.free(gone)
+        if gone:
+            self.replicator.drop(min(gone), max(gone))
 
     def rewire(
         self,

@@ -77,6 +77,7 @@ _SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
     Saved.COMPUTE: lambda state: state.compute,
     Saved.FULL: lambda state: state.full,
     Saved.GRADIENT: lambda state: state.gradient,
+    Saved.OMITTED: lambda state: (),
 }
 
 

@@ -37,6 +37,11 @@ class RecoverableRun:
         """Whether updates are made again from gradients, and no iteration is run, up to ``last``."""
         return False
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether some operators are older than others in the state that it gives: updates of them are lost."""
+        return False
+
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
         """Which operators are active while ``iteration`` is replayed, bool ``[operators]``; the others are frozen."""
         return self.full_at < iteration

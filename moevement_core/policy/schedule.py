@@ -29,6 +29,8 @@ class Saved(IntEnum):
     FULL = 2
     GRADIENT = 3
     """What the update to this iteration's state was made from."""
+    OMITTED = 4
+    """Nothing: a recovery takes the newest older version, and the updates since are lost."""
 
 
 Contents = npt.NDArray[np.int8]
@@ -60,6 +62,11 @@ class Schedule(ABC):
     @abstractmethod
     def snapshots(self) -> int:
         """How many snapshots a window has."""
+
+    @property
+    def reach(self) -> int:
+        """How many iterations of snapshots are taken at once where a job starts."""
+        return self.size
 
     @property
     @abstractmethod
@@ -146,6 +153,10 @@ class Schedule(ABC):
     def window_start(self, iteration: int) -> int:
         """The first iteration of the window that ``SS_iteration`` belongs to."""
         return iteration - self.slot(iteration)
+
+    def decided_at(self, iteration: int) -> int:
+        """The last iteration, ``iteration`` or earlier, at which ranks decide anew what comes."""
+        return self.window_start(iteration)
 
     def next_boundary(self, iteration: int) -> int:
         """The first iteration, ``iteration`` or later, whose snapshot begins a window."""

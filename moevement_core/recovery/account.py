@@ -83,6 +83,7 @@ class Account:
             ("scope", self.scope),
             ("plan", _plan(found)),
             ("seconds", f"{parts}  = {self.total_s:.2f}"),
+            *([("lost", found.losses)] if found is not None and found.losses else ()),
             ("verified", _verified(found)),
             ("kept", self.kept),
             ("copies", self.copies),

@@ -37,6 +37,10 @@ class Recovery:
     """Iterations that each pipeline stage ran again; a stage that kept its state ran none."""
     redone: int
     """Updates that were made again from logged gradients, on the rank with the most."""
+    lost_tokens: Mapping[str, int]
+    """By expert that is older than the rest of the state, routed tokens whose updates are lost."""
+    proportion_lost: float
+    """PLT of MoC-System: of all routed tokens so far, the share that recoveries have lost; the mean over layers."""
     ranks: Sequence[int]
     """Those whose state was restored; the others kept theirs."""
     fed_bytes: int
@@ -51,8 +55,19 @@ class Recovery:
         came = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
         return (
             f"state of iteration {self.until} recovered by {self.scope}: snapshots from {self.first} on ({came}), "
-            f"{self.work} in {self.replay_s:.2f} s; the state is "
+            f"{self.work} in {self.replay_s:.2f} s; {self.losses and f'{self.losses}; '}the state is "
             f"{'' if self.verified_until is None else 'verified '}{self.verified}"
+        )
+
+    @property
+    def losses(self) -> str:
+        """What is not in the state any more, in words."""
+        lost = sum(self.lost_tokens.values())
+        if not lost:
+            return ""
+        return (
+            f"updates by {lost:,} routed tokens are lost, of {len(self.lost_tokens)} experts that are older than the "
+            f"rest ({self.proportion_lost:.2%} of all tokens so far, earlier losses included)"
         )
 
     @property
@@ -61,6 +76,8 @@ class Recovery:
         if self.redone and not self.replayed:
             return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} alone"
         stages = [stage for stage, count in self.replayed_by_stage.items() if count]
+        if not stages:
+            return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} without a replay"
         every = len(stages) == len(self.replayed_by_stage)
         return "all stages" if every else f"stage {', '.join(stages)} alone"
 

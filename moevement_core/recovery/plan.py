@@ -16,6 +16,7 @@ from moevement_core.errors import RecoveryError
 from moevement_core.policy.recoverable import RecoverableRun, recoverable_runs
 from moevement_core.policy.redo import redo_runs
 from moevement_core.policy.schedule import Contents
+from moevement_core.policy.versions import leaves_out, version_runs
 from moevement_core.snapshot.snapshot import contents_of
 
 
@@ -152,7 +153,10 @@ def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int
         RecoveryError: no run of snapshots is there for every one of them.
     """
     held, usable, ranks = _found(reports, stages)
-    plans = [_by_redo(held, usable, until, ranks), _by_replay(held, usable, until, ranks)]
+    plans = [
+        _by_redo(held, usable, until, ranks), _by_replay(held, usable, until, ranks),
+        _by_versions(held, usable, until, stages),
+    ]  # fmt: skip
     possible = [plan for plan in plans if plan is not None]
     if not possible:
         raise RecoveryError(_missing(usable, until))
@@ -204,6 +208,26 @@ def _by_redo(
     return None
 
 
+def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[int, int]) -> RecoveryPlan | None:
+    """From the newest snapshot that every stage has, and of what that leaves out the newest versions before it."""
+    if not any(leaves_out(saved) for its in usable.values() for saved in its.values()):
+        return None
+    runs = {stage: {run.last: run for run in version_runs(its, until)} for stage, its in usable.items()}
+    everywhere = set.intersection(*(set(of_stage) for of_stage in runs.values()))
+    if not everywhere:
+        return None
+    last = max(everywhere)
+    chosen = {stage: of_stage[last] for stage, of_stage in runs.items()}
+    fetches = [
+        _nearest(held, owner, iteration)
+        for owner, stage in sorted(stages.items())
+        for iteration in sorted({last, *chosen[stage].full_at.tolist()})
+    ]
+    first, begins = min(run.first for run in chosen.values()), _state_at(held, last)
+    end = begins if until is None else until
+    return RecoveryPlan(first, last, end, begins, chosen, tuple(fetches), frozenset(stages))
+
+
 def _state_at(held: Held, iteration: int) -> int:
     """The iteration whose state the snapshots of ``iteration`` hold."""
     return max(holding.state for places in held.values() for _, _, holding in places[iteration])
@@ -239,13 +263,17 @@ def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, 
     """Everything up to ``dense_at``, and beyond it what every rank has in memory, to check the replay with."""
     fetches = []
     for iteration in range(first, max(until, dense_at) + 1):
-        there = [(owner, held[owner].get(iteration)) for owner in held]
-        if iteration > dense_at and not all(places for _, places in there):
+        if iteration > dense_at and not all(iteration in its for its in held.values()):
             continue
-        for owner, places in there:
-            source, holder, _ = min(places or [], key=lambda place: (place[0], place[1] != owner, place[1]))
-            fetches.append(Fetch(owner, iteration, holder, source))
+        for owner in held:
+            fetches.append(_nearest(held, owner, iteration))
     return tuple(fetches)
+
+
+def _nearest(held: Held, owner: int, iteration: int) -> Fetch:
+    """From where it comes the quickest."""
+    source, holder, _ = min(held[owner][iteration], key=lambda place: (place[0], place[1] != owner, place[1]))
+    return Fetch(owner, iteration, holder, source)
 
 
 def _missing(usable: Mapping[int, Mapping[int, Contents]], until: int | None) -> str:

@@ -113,12 +113,14 @@ def replay(
     updated: frozenset[str] = frozenset()
     for iteration in range(plan.first, plan.until + 1):
         snapshot = snapshots.get(iteration)
-        if iteration <= run.last:
+        if iteration <= run.last and (snapshot is not None or not run.is_stale):
             trainer.load(snapshots[iteration], _by_name(names, run.loads(iteration)), is_shared=not run.is_redone)
         if run.is_redone and iteration == run.last:
             trainer.complete()
         if snapshot is not None:
-            check.compare(snapshot, frozenset(_chosen(names, run.full_at <= iteration)), updated)
+            # What is older is not what this snapshot was taken of.
+            active = run.full_at == iteration if run.is_stale else run.full_at <= iteration
+            check.compare(snapshot, frozenset(_chosen(names, active)), updated)
             trainer.put_boundary(snapshot.record()[BOUNDARY])
         if iteration == plan.until:
             return
@@ -130,10 +132,10 @@ def replay(
         if iteration + 1 in plan.redone:
             assert following is not None, "a run of snapshots has no gap"
             redoes(iteration + 1)
-            active = frozenset(_chosen(names, run.active_in(iteration + 1)))
+            redone = frozenset(_chosen(names, run.active_in(iteration + 1)))
             if outcome := following.record()[ITERATION] or None:
-                trainer.redo(iteration + 1, _gradients(following, active), outcome)
-                updated |= active
+                trainer.redo(iteration + 1, _gradients(following, redone), outcome)
+                updated |= redone
             continue
         frozen = frozenset(_chosen(names, ~run.active_in(iteration + 1)))
         trainer.freeze(iteration + 1, frozen)

@@ -14,6 +14,7 @@ from moevement_core import log
 from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.operators import EMBEDDING
+from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.feed import Alone
 from moevement_core.recovery.outcome import Recovery
@@ -30,10 +31,15 @@ from moevement_core.session.replicas import unequal_replicas
 from moevement_core.snapshot.agreement import NONE
 
 
-def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
+def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens | None = None) -> Recovery:
     """Replay what was prepared and compare; every rank calls it, inside Megatron's training loop.
 
     Stages that keep their state feed those that replay, and wait.
+
+    Args:
+        parts: of this rank.
+        prepared: by every rank.
+        lost: tokens of this stage whose updates are not in what is restored.
 
     Raises:
         RecoveryError: what was recovered is not what was lost (on every rank alike), or a snapshot is of another model.
@@ -74,8 +80,12 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
 
     if plan is not None:
         checkpointer = parts.checkpointer
-        last = plan.runs[parts.topology.stage].last
-        for iteration in range(plan.first, last + (plan.redone_until is not None)):
+        run = plan.runs[parts.topology.stage]
+        if run.is_stale:
+            checkpointer.forget_after(run.last)
+        for iteration in sorted(prepared.snapshots):
+            if iteration >= run.last + (plan.redone_until is not None or run.is_stale):
+                continue
             # A window of another strategy, from disk, does not fit into the few buffers of dense snapshots.
             if checkpointer.takes(iteration) or not checkpointer.history.oldest.is_dense:
                 checkpointer.adopt(prepared.snapshots[iteration])
@@ -103,11 +113,12 @@ def carry_out(parts: Parts, prepared: Prepared) -> Recovery:
         first, until, len(replayed), known_until, known_until, len(check.recomputed), len(check.restored),
         check.losses_until, len(check.sends),
         _sum_sources(prepared.plans), {str(parts.topology.stage): len(replayed)},
-        len(redone), sorted(rank for plan in prepared.plans for rank in plan.ranks),
+        len(redone), (lost or LostTokens()).by_expert, (lost or LostTokens()).proportion,
+        sorted(rank for plan in prepared.plans for rank in plan.ranks),
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
-    return _agreed(recovery, check.differences, parts.binding.replicas())
+    return _agreed(recovery, lost or LostTokens(), check.differences, parts.binding.replicas())
 
 
 def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
@@ -123,7 +134,7 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
     return min((active_from for active_from in all_gather_objects(mine) if active_from is not None), default=None)
 
 
-def _agreed(recovery: Recovery, differences: list[str], replicas: list[Replicas]) -> Recovery:
+def _agreed(recovery: Recovery, lost: LostTokens, differences: list[str], replicas: list[Replicas]) -> Recovery:
     """The recovery as all ranks together have it.
 
     Each rank that replayed has compared the part of the state that it saves; ``replicas`` say whether what ranks bring
@@ -132,9 +143,9 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[Replicas]
     Raises:
         RecoveryError: any of them found a difference.
     """
-    everyones = all_gather_objects((recovery, differences, replicas))
-    found = [f"rank {rank}: {what}" for rank, (_, its, _) in enumerate(everyones) for what in its]
-    found += unequal_replicas([its for _, _, its in everyones])
+    everyones = all_gather_objects((recovery, lost, differences, replicas))
+    found = [f"rank {rank}: {what}" for rank, (_, _, its, _) in enumerate(everyones) for what in its]
+    found += unequal_replicas([its for *_, its in everyones])
     if found:
         more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
         raise RecoveryError(
@@ -145,7 +156,8 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[Replicas]
     recomputed = sum(one.recomputed for one, *_ in everyones)
     losses = max(one.losses_until for one, *_ in everyones)
     by_stage: dict[str, int] = {}
-    for one, *_ in everyones:
+    for one, its_lost, *_ in everyones:
+        lost |= its_lost  # the same on all ranks of a stage
         for stage, count in one.replayed_by_stage.items():
             by_stage[stage] = max(count, by_stage.get(stage, 0))
     return replace(
@@ -153,6 +165,8 @@ def _agreed(recovery: Recovery, differences: list[str], replicas: list[Replicas]
         replayed=max(one.replayed for one, *_ in everyones),
         redone=max(one.redone for one, *_ in everyones),
         replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
+        lost_tokens=lost.by_expert,
+        proportion_lost=lost.proportion,
         fed_bytes=sum(one.fed_bytes for one, *_ in everyones),
         verified_until=None if known == NONE or not recomputed else known,
         restored_until=None if known == NONE else known,

@@ -14,6 +14,7 @@ from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.kept import Kept
 from moevement_core.session.session import Session
+from moevement_core.session.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def report_failure(
         prepared_at=prepared_at,
         replay_at=replay_at,
         resumed_at=resumed_at,
-        scope=_scope(session.saving.topology.pipeline.stages, lost, recovery),
+        scope=_scope(session.saving.topology, lost, recovery),
         recovery=recovery.as_dict() if recovery is not None else None,
         effective=iterations_s / (resumed_at - roster.first_formed_at) if iterations_s else None,
         kept=str(kept),
@@ -108,13 +109,14 @@ def _failure(death: Death) -> str:
     return f"{who} (pid {death.pid}) {death.how}"
 
 
-def _scope(stages: int, lost: frozenset[int], recovery: Recovery | None) -> str:
+def _scope(topology: Topology, lost: frozenset[int], recovery: Recovery | None) -> str:
+    stages = topology.pipeline.stages
     if recovery is None:
         return f"none of {stages} stages lost its state"
     names = ", ".join(str(stage) for stage in sorted(lost))
     if recovery.redone and not recovery.replayed:
         return f"of stage {names} of {stages} {recovery.scope} lost state and restored it; all others keep theirs"
-    replayed = [stage for stage, count in recovery.replayed_by_stage.items() if count]
-    if len(replayed) == stages and len(lost) < stages:
+    has_all = len(recovery.ranks) == topology.world
+    if has_all and len(lost) < stages:
         return f"stage {names} of {stages} lost its state; all stages rolled back"
-    return f"stage {names} of {stages} lost its state; {'all' if len(replayed) == stages else 'only it'} rolled back"
+    return f"stage {names} of {stages} lost its state; {'all' if has_all else 'only it'} rolled back"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from moevement_core.errors import RecoveryError
 from moevement_core.events import RecoveredFromDisk
+from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.plan import Report, Source
 from moevement_core.session.carry_out import carry_out
@@ -17,8 +18,8 @@ from moevement_core.session.prepare import Prepared, Scope, prepare
 from moevement_core.session.reports import Reports
 from moevement_core.session.sources import MemorySource, SnapshotSource
 from moevement_core.session.step_records import StepRecords
+from moevement_core.session.windows import WindowDecisions
 from moevement_core.session.windows_on_disk import WindowsOnDisk
-from moevement_core.strategies import Strategy
 
 
 class Recoverer:
@@ -27,25 +28,23 @@ class Recoverer:
     Args:
         parts: gives what there is of this rank in this generation.
         records: what came of recent steps.
-        strategy: how far the job rolls back, and to what.
+        windows: whose strategy says how far the job rolls back, and which counts what it runs.
         disk: windows on disk.
         reports: what an operator sees.
-        paused: a context in which nothing that runs counts as progress.
     """
 
     def __init__(
         self,
         parts: Callable[[], Parts],
         records: StepRecords,
-        strategy: Strategy,
+        windows: WindowDecisions,
         disk: WindowsOnDisk,
         reports: Reports,
-        paused: Callable[[bool], None],
     ) -> None:
         self.done: list[Recovery] = []
         """Every recovery of this process."""
-        self._parts, self._records, self._strategy = parts, records, strategy
-        self._disk, self._reports, self._paused = disk, reports, paused
+        self._parts, self._records, self._windows = parts, records, windows
+        self._disk, self._reports = disk, reports
 
     def recover(self, until: int, lost: frozenset[int] | None = None) -> Recovery:
         """Bring ``state@until`` back.
@@ -73,16 +72,16 @@ class Recoverer:
         parts = self._parts()
         topology, memory = parts.topology, MemorySource(parts.checkpointer)
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory}
-        scope = None if lost is None or self._strategy.rolls_back_all else self._scope(parts, lost)
+        scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
         report = Report(
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),
             outcomes=self._records.known(until), replica=topology.replica,
         )  # fmt: skip
         parts.checkpointer.capturer.settle()
-        if self._strategy.to_disk_alone:
+        if self._windows.strategy.to_disk_alone:
             return self._prepare_from_disk(parts, report, {}, until, None)
         try:
-            return prepare(report, sources, until, topology.channels.fetches, scope, lost_ranks)
+            return self._alike(prepare(report, sources, until, topology.channels.fetches, scope, lost_ranks))
         except RecoveryError as gone:  # on every rank alike
             return self._prepare_from_disk(parts, report, sources, until, gone)
 
@@ -115,7 +114,7 @@ class Recoverer:
 
     @contextmanager
     def _replaying(self) -> Iterator[None]:
-        self._paused(True)
+        self._windows.pause(True)
         try:
             yield
         finally:
@@ -123,16 +122,25 @@ class Recoverer:
 
     def interrupted(self) -> None:
         """Iterations are progress again."""
-        self._paused(False)
+        self._windows.pause(False)
 
     def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
+        lost = self._go_back(prepared)
         with self.replaying():
-            done = carry_out(self._parts(), prepared)
+            done = carry_out(self._parts(), prepared, lost)
         self.done.append(done)
         if is_reported:  # else it is reported with everything around it
             self._reports.say_once(done.sentence())
         self._reports.event(done)
         return done
+
+    def _go_back(self, prepared: Prepared) -> LostTokens:
+        """Where some operators will be older than others: the tokens of this stage that it costs."""
+        run = None if prepared.mine is None else prepared.mine.runs[self._parts().topology.stage]
+        if run is None or not run.is_stale:
+            return LostTokens()
+        records = {iteration: snapshot.record() for iteration, snapshot in prepared.snapshots.items()}
+        return self._windows.go_back(run, records)
 
     def _prepare_from_disk(
         self,
@@ -176,6 +184,11 @@ class Recoverer:
             )
             self._reports.warn(text, RecoveredFromDisk(text, name, until))
         return replace(prepared, outcomes={})
+
+    def _alike(self, prepared: Prepared) -> Prepared:
+        """Where updates are lost, what came of later iterations is no measure of what comes of them now."""
+        stale = any(run.is_stale for plan in prepared.plans for run in plan.runs.values())
+        return replace(prepared, outcomes={}) if stale else prepared
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
         """Iterations whose log is whole; if this stage is to feed others, every byte of it is checked."""

@@ -71,6 +71,8 @@ class Saving:
         """The iteration that the job started from."""
         if joining is None:
             refuse_without_gradients(binding, config.strategy)
+            if (caution := config.strategy.of(self.topology.table).caution()) is not None and self.topology.rank == 0:
+                self.reports.report(caution)
         strategy = config.strategy.of(self.topology.table)
         policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
         self.windows = self._window_decisions(strategy, policy)
@@ -157,7 +159,7 @@ class Saving:
 
     def _measure_record(self) -> int:
         """Bytes to set aside for boundary records."""
-        _, tensors = plain.flatten(self._binding.boundary())
+        _, tensors = plain.flatten({"boundary": self._binding.boundary(), **self.learned()})
         needed = aligned_bytes(StateTensor(BOUNDARY, Saved.FULL, "", tensor) for tensor in tensors)
         return needed + RECORD_SLACK_BYTES
 
@@ -170,7 +172,7 @@ class Saving:
     def decide(self, committed: int) -> None:
         """At a window's beginning: order and window of the one that begins."""
         # Iterations may be left out (--iterations-to-skip), the first of a window among them.
-        window_start = self.checkpointer.history.at(committed).window_start(committed)
+        window_start = self.checkpointer.history.at(committed).decided_at(committed)
         if window_start > self._settled.window_start:
             self.windows.decide(committed, self.checkpointer, self.peers.senders)
             self._settled = self._policy(window_start)
@@ -187,13 +189,23 @@ class Saving:
         """
         history = self.checkpointer.history
         schedule = history.at(committed)
-        before = max(history.oldest.start, schedule.window_start(committed) - schedule.size)
+        before = max(history.oldest.start, schedule.window_start(committed) - schedule.reach)
         first = before if is_first else committed
         for iteration in range(first, committed + 1):
             self.checkpointer.capture(
                 iteration, record, state=committed, whole=self._digests_whole(iteration),
                 is_updated=iteration == committed and bool(record["iteration"]),
             )  # fmt: skip
+
+    def learned(self) -> dict[str, Any]:
+        """What goes along with a snapshot where a recovery needs to know what the strategy knew then."""
+        strategy = self.windows.strategy
+        return {"learned": strategy.learned()} if strategy.loses_updates else {}
+
+    def learned_anew(self) -> None:
+        """After a recovery: whoever joins next learns what came of it, too."""
+        if self.windows.strategy.loses_updates:
+            self._settled = replace(self._settled, learned=self.windows.strategy.learned())
 
     def oldest_needed(self, committed: int) -> int:
         """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.
@@ -275,7 +287,7 @@ class Saving:
             return  # windows have been persisted since; or the state was loaded, and is not what was built
         # Peers have dropped what no way back begins with any more, and would not take it.
         first = max(schedule.start, self.checkpointer.oldest_needed)
-        record = {"boundary": self._binding.boundary_copy(), "iteration": {}}
+        record = {"boundary": self._binding.boundary_copy(), "iteration": {}, **self.learned()}
         for iteration in filter(self.checkpointer.takes, range(first, self.began_at + 1)):
             whole = self._digests_whole(iteration)
             self.checkpointer.take(iteration, record, state=self.began_at, whole=whole, is_updated=False)

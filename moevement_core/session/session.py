@@ -67,9 +67,7 @@ class Session:
         self.commit = binding.commit_point(self._vote)
         self.commit.updated = self._log_gradients
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
-        self.recoverer = Recoverer(
-            lambda: saving.parts, self.records, strategy, saving.disk, saving.reports, saving.windows.pause
-        )  # fmt: skip
+        self.recoverer = Recoverer(lambda: saving.parts, self.records, saving.windows, saving.disk, saving.reports)
         self.totals = Totals()
         self._loaded = loaded
         self._is_first = joining is None
@@ -118,7 +116,7 @@ class Session:
         boundary = self.binding.boundary_copy()
         self._mark_begun(committed, boundary)
         self._forget_before(saving.oldest_needed(committed))
-        record = {"boundary": boundary, "iteration": self.records.of_last(committed)}
+        record = {"boundary": boundary, "iteration": self.records.of_last(committed), **saving.learned()}
         saving.capture(committed, record, is_first=self._is_first)
         self._is_first = False
         self.binding.plan_exit(committed, is_winding_down=saving.checkpointer.progress.is_winding_down)
@@ -207,6 +205,7 @@ class Session:
         """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget()
+        self.saving.learned_anew()
 
     # The end
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,8 @@ from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.config import BudgetConfig
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
+from moevement_core.policy.partial_experts import LostTokens
+from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory
 from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
@@ -80,10 +82,13 @@ class WindowDecisions:
         self._steps: list[_Step] = []
         self._decided_at = 0
         """Steps that came before the window under way."""
+        self._counts_again = False
+        """Whether what is run again has not been counted, for the job went back behind it."""
         self.windows = self.reorders = 0
 
     def adopt(self, policy: Policy) -> None:
         """Go on from what a stage has decided."""
+        self._counts_again = False
         self.strategy.adopt(policy.learned)
         self.strategy.settled = policy.settled
 
@@ -104,15 +109,34 @@ class WindowDecisions:
         return statistics.median(one.train_s for one in self._steps) if self._steps else 0.0
 
     def pause(self, is_paused: bool) -> None:
-        """Tokens of a replay are not counted again."""
+        """Tokens of a replay are not counted again, unless all that came after it is forgotten."""
         if self._counts is not None:
-            self._counts.paused = is_paused
+            self._counts.paused = is_paused and not self._counts_again
 
-    def forget(self) -> None:
-        """Drop what was counted on the way to a failure, and measured if W is still to be chosen."""
+    def go_back(self, run: RecoverableRun, records: Mapping[int, Mapping[str, Any]]) -> LostTokens:
+        """The job goes back to a state with operators of different age; what it runs again is counted as if new.
+
+        Args:
+            run: of the stage.
+            records: of its snapshots, by iteration.
+
+        Returns:
+            Tokens of the stage whose updates are lost.
+        """
+        self._drop_counts()
+        self._counts_again = True
+        return self.strategy.restored(run, {iteration: record["learned"] for iteration, record in records.items()})
+
+    def _drop_counts(self) -> None:
         if self._counts is not None:
             self._counts.take()
         self._pending.clear()
+
+    def forget(self) -> None:
+        """Drop what was counted on the way to a failure, and measured if W is still to be chosen."""
+        if not self._counts_again:
+            self._drop_counts()
+        self._counts_again = False
         if not self.strategy.settled:
             self._steps.clear()
             self._decided_at = 0

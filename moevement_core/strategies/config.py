@@ -15,6 +15,7 @@ from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.strategies.checkfreq import OVERHEAD_CAP, CheckFreq
 from moevement_core.strategies.dense import FIRST_INTERVAL, Dense, DenseToPeers
 from moevement_core.strategies.gemini import Gemini
+from moevement_core.strategies.moc import INTERVAL, PLT_LIMIT, MoC
 from moevement_core.strategies.moevement import MoEvement
 from moevement_core.strategies.redo import Redo
 from moevement_core.strategies.strategy import Strategy
@@ -49,16 +50,27 @@ class StrategyConfig:
     """What is captured, and when."""
 
     name: str = flag(
-        "--moevement-strategy", choices=[MoEvement.name, *EVERYTHING, NO_STRATEGY], default=MoEvement.name,
+        "--moevement-strategy", choices=[MoEvement.name, *EVERYTHING, MoC.name, NO_STRATEGY], default=MoEvement.name,
         help="moevement: a slice of the state every iteration; dense: all of it every so many iterations; either to "
         "peers, and recovered by the stages that lost it. What it is compared with: checkfreq: all of it to disk; "
-        "gemini: all of it to the peers of a group; either rolls all ranks back. none: nothing is saved "
+        "gemini: all of it to the peers of a group; moc: some of the experts, whose other updates a failure loses; "
+        "each rolls all ranks back. none: nothing is saved "
         "(default: moevement; docs/strategies.md)",
     )  # fmt: skip
     dense_interval: int | None = flag(
         "--moevement-dense-interval", type=int, metavar="K",
-        help="iterations from one snapshot of everything to the next, for --moevement-strategy dense, checkfreq or "
-        f"gemini (default: {FIRST_INTERVAL} for dense; for the others as measured)",
+        help="iterations from one snapshot to the next, for --moevement-strategy dense, checkfreq, gemini or moc "
+        f"(default: {FIRST_INTERVAL} for dense and moc; for the others as measured)",
+    )  # fmt: skip
+    experts: int | None = flag(
+        "--moevement-snapshot-experts", type=int, metavar="K",
+        help="experts of each layer in a snapshot, for --moevement-strategy moc (default: as many as are copied and "
+        "sent while an iteration runs)",
+    )  # fmt: skip
+    plt_limit: float | None = flag(
+        "--moevement-plt-limit", type=float, metavar="F",
+        help="share of tokens that failures may cost before more experts are saved, for --moevement-strategy moc "
+        f"(default: {PLT_LIMIT})",
     )  # fmt: skip
     overhead_cap: float | None = flag(
         "--moevement-overhead-cap", type=float, metavar="F",
@@ -108,11 +120,21 @@ class StrategyConfig:
                 f"--moevement-window {self.window} with --moevement-strategy {self.name}; give --moevement-window "
                 f"{AUTO}, or --moevement-strategy {MoEvement.name}"
             )
-        if self.dense_interval is not None and self.name not in EVERYTHING:
+        if self.dense_interval is not None and self.name not in (*EVERYTHING, MoC.name):
             raise ConfigError(
                 f"--moevement-dense-interval {self.dense_interval} with --moevement-strategy {self.name}; needs "
-                f"--moevement-strategy {', '.join(EVERYTHING)}"
+                f"--moevement-strategy {', '.join((*EVERYTHING, MoC.name))}"
             )
+        for name, value in {"snapshot-experts": self.experts, "plt-limit": self.plt_limit}.items():
+            if value is not None and self.name != MoC.name:
+                raise ConfigError(
+                    f"--moevement-{name} {value} with --moevement-strategy {self.name}; needs --moevement-strategy "
+                    f"{MoC.name}"
+                )
+        if self.experts is not None and self.experts < 1:
+            raise ConfigError(f"--moevement-snapshot-experts {self.experts}; needs 1 or more")
+        if self.plt_limit is not None and not 0 < self.plt_limit <= 1:
+            raise ConfigError(f"--moevement-plt-limit {self.plt_limit}; needs a share, above 0 and at most 1")
         if self.overhead_cap is not None and self.name != CheckFreq.name:
             raise ConfigError(
                 f"--moevement-overhead-cap {self.overhead_cap} with --moevement-strategy {self.name}; needs "
@@ -134,7 +156,7 @@ class StrategyConfig:
     @property
     def interval(self) -> int | None:
         """K of a strategy that saves everything at once, iterations; None: as measured."""
-        default = FIRST_INTERVAL if self.name == DenseToPeers.name else None
+        default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
 
     @property
@@ -167,6 +189,9 @@ class StrategyConfig:
         """Returns the strategy of a stage with these operators."""
         if self.name == CheckFreq.name:
             return CheckFreq(table, self.interval, self.cap)
+        if self.name == MoC.name:
+            limit = PLT_LIMIT if self.plt_limit is None else self.plt_limit
+            return MoC(table, self.interval or INTERVAL, self.experts, limit)
         if self.name in EVERYTHING:
             return EVERYTHING[self.name](table, self.interval)
         windows = MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moevement_core.operators import OperatorTable
+from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.runs import open_starts, restore_points
@@ -60,6 +61,8 @@ class Strategy(ABC):
     """Whether every rank goes back to the restore point after a loss; otherwise those stages alone that lost state."""
     to_disk_alone: ClassVar[bool] = False
     """Whether only what is on disk counts: no peer is given a copy."""
+    loses_updates: ClassVar[bool] = False
+    """Whether a recovery may leave operators at older versions; what is learned travels with every snapshot then."""
     is_tuned: ClassVar[bool] = False
     """Whether its window is measured again and again; otherwise once."""
     counts: Ordering | None = None
@@ -92,9 +95,14 @@ class Strategy(ABC):
         """
         return restore_points(held, until)
 
-    def open_starts(self, held: Mapping[int, Contents]) -> Iterator[int]:
-        """Where a restore point begins that is there or may still come with the next snapshots, newest first."""
-        return open_starts(held)
+    def open_starts(self, held: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
+        """Where a restore point begins that is there or may still come with the next snapshots.
+
+        Args:
+            held: what each snapshot holds that is there, by iteration.
+            is_gapless: whether the newest of them is the last one taken.
+        """
+        return open_starts(held, is_gapless=is_gapless)
 
     def observe(self, counts: Scores) -> None:  # noqa: B027, many have nothing to observe
         """Tokens that reached each operator in one iteration, float64 ``[operators]``, all ranks of the stage."""
@@ -114,6 +122,22 @@ class Strategy(ABC):
 
     def accept(self, proposal: Proposal) -> None:  # noqa: B027
         """It comes into force."""
+
+    def caution(self) -> str | None:
+        """Returns what who runs the job should know of it before training begins; None: nothing."""
+        return None
+
+    def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+        """The state is that of ``run``, of which some operators are older than others.
+
+        Args:
+            run: of the stage.
+            learned: what :meth:`learned` gave when its snapshots were taken, by iteration.
+
+        Returns:
+            Tokens whose updates are lost, of the experts of the stage.
+        """
+        raise NotImplementedError
 
     def learned(self) -> Any:
         """What a rank that joins the stage is given; plain data."""

@@ -404,3 +404,25 @@ def with_peers_that_keep_nothing(argv: list[str]) -> None:
 
     Receiver._receive = silent  # type: ignore[method-assign]
     run_rank(argv)
+
+
+def tokens_by_iteration(argv: list[str]) -> dict[tuple[int, int, int], int]:
+    """What Megatron's routers sent to each expert, counted apart from what the product counts: by iteration, layer and
+    expert, of this rank."""
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.training import get_args
+
+    counted: dict[tuple[int, int, int], int] = {}
+    forward = TopKRouter.forward
+
+    def counting(router: Any, *args: Any, **kwargs: Any) -> Any:
+        probabilities, routing = forward(router, *args, **kwargs)
+        if router.training:
+            for expert, count in enumerate(routing.reshape(-1, routing.shape[-1]).sum(0).tolist()):
+                key = (int(get_args().curr_iteration) + 1, int(router.layer_number) - 1, expert)
+                counted[key] = counted.get(key, 0) + int(count)
+        return probabilities, routing
+
+    with patch.object(TopKRouter, "forward", counting):
+        run_rank(argv)
+    return counted

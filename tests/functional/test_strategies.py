@@ -23,6 +23,8 @@ PHASES = (
 def as_strategy(name: str, tmp_path: Path) -> dict[str, Any]:
     """Flags of a strategy that saves everything every four iterations."""
     flags_: dict[str, Any] = {"moevement_window": False, "moevement_strategy": name, "moevement_dense_interval": 4}
+    if name == "moc":
+        flags_["moevement_snapshot_experts"] = 4  # of four
     if name == "checkfreq":
         flags_ |= {"moevement_persist_dir": str(tmp_path / "windows"), "moevement_replicas": False}
     return flags_
@@ -38,10 +40,13 @@ def assert_all_roll_back(survived: Survived) -> None:
     ("name", "layout"),
     [
         ("gemini", LAYOUTS["PP2xEP2"][1]), ("checkfreq", EP2XDP2),
-        pytest.param("gemini", EP2XDP2, marks=pytest.mark.full),
+        pytest.param("gemini", EP2XDP2, marks=pytest.mark.full), pytest.param("moc", EP2XDP2, marks=pytest.mark.full),
+        pytest.param("moc", LAYOUTS["PP2xEP2"][1], marks=pytest.mark.full),
         pytest.param("checkfreq", LAYOUTS["PP2xEP2"][1], marks=pytest.mark.full),
     ],
-    ids=["gemini-PP2xEP2", "checkfreq-EP2xDP2", "gemini-EP2xDP2", "checkfreq-PP2xEP2"],
+    ids=[
+        "gemini-PP2xEP2", "checkfreq-EP2xDP2", "gemini-EP2xDP2", "moc-EP2xDP2", "moc-PP2xEP2", "checkfreq-PP2xEP2",
+    ],
 )  # fmt: skip
 def test_a_rank_killed_in_every_phase_of_an_iteration(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
     flags_ = SPARSE | layout | {"train_iters": 22}

@@ -28,6 +28,7 @@ FLAGS = {
     "--moevement-recovery", "--moevement-reorder-threshold", "--moevement-lease-seconds",
     "--moevement-replicas", "--moevement-replicas-on-same-node",
     "--moevement-strategy", "--moevement-dense-interval", "--moevement-overhead-cap",
+    "--moevement-plt-limit", "--moevement-snapshot-experts",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
     "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-mtbf",
     "--moevement-inject-seed", "--moevement-inject-trace", "--moevement-inject-speedup", "--moevement-wipe-stages",
@@ -114,6 +115,15 @@ def test_defaults_are_the_papers() -> None:
             "--moevement-overhead-cap 0.1 with --moevement-strategy",
         ),
         (["--moevement-strategy", "checkfreq", "--moevement-overhead-cap", "2"], "--moevement-overhead-cap 2"),
+        (
+            ["--moevement-snapshot-experts", "2"],
+            "--moevement-snapshot-experts 2 with --moevement-strategy moevement; needs",
+        ),
+        (
+            ["--moevement-strategy", "moc", "--moevement-snapshot-experts", "0"],
+            "--moevement-snapshot-experts 0; needs 1",
+        ),
+        (["--moevement-strategy", "moc", "--moevement-plt-limit", "3.75"], "--moevement-plt-limit 3.75; needs a share"),
         (["--moevement-bandwidth", "-3"], "--moevement-bandwidth -3"),
         (["--moevement-bandwidth", "fast"], "--moevement-bandwidth fast; needs auto or gigabytes"),
         (["--moevement-network-bandwidth", "nan"], "--moevement-network-bandwidth nan"),

@@ -133,7 +133,7 @@ def test_runs_are_those_that_can_be_found_by_hand(seed: int) -> None:
 
 def test_a_run_may_still_come_where_no_snapshot_was_left_out() -> None:
     snapshots = {i: np.array([F if i % 2 == place else G for place in range(2)], dtype=np.int8) for i in (1, 2, 4, 5)}
-    assert sorted(set(open_starts(snapshots))) == [4, 5]
+    assert sorted(set(open_starts(snapshots, is_gapless=True))) == [4, 5]
 
 
 def test_only_who_lost_its_state_is_restored_and_only_if_its_gradients_lead_there() -> None:

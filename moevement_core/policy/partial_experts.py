@@ -1,0 +1,113 @@
+"""Which experts a checkpoint holds that holds not all of them (MoC-System, section 3.2), and what losing it costs.
+
+Experts are taken in turn, in an order that comes by all expert-parallel ranks before it comes back to one, and each
+layer begins with another of them: so the ranks save about equally much in every checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.operators import OperatorTable
+
+Tokens = npt.NDArray[np.int64]
+"""By operator; 0 for what is no expert."""
+
+
+def turns(table: OperatorTable) -> dict[int, list[int]]:
+    """The experts of each layer in the order in which they are saved, the first in the first checkpoint.
+
+    Args:
+        table: the operators of a stage, a row of bytes for each of its ranks.
+
+    Returns:
+        By layer, places in the table.
+    """
+    layers: dict[int, list[int]] = {}
+    for number, layer in enumerate(sorted({int(layer) for layer in table.layers[table.is_expert]})):
+        experts = np.flatnonzero(table.is_expert & (table.layers == layer))
+        by_ranks: dict[tuple[bool, ...], list[int]] = defaultdict(list)
+        for place in experts:
+            by_ranks[tuple((table.full[:, place] > 0).tolist())].append(int(place))
+        groups = list(by_ranks.values())
+        longest = max(map(len, groups))
+        order = [group[turn] for turn in range(longest) for group in groups if turn < len(group)]
+        first = number % len(order)
+        layers[layer] = order[first:] + order[:first]
+    return layers
+
+
+def most_experts(table: OperatorTable) -> int:
+    """E: the experts of the layer that has the most; 0 without any."""
+    return max(map(len, turns(table).values()), default=0)
+
+
+def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
+    """The experts that checkpoint number ``turn`` holds: K of each layer, beginning where the one before ended."""
+    return [
+        its[(turn * experts + place) % len(its)] for its in order.values() for place in range(min(experts, len(its)))
+    ]
+
+
+@dataclass(frozen=True)
+class LostTokens:
+    """What a recovery costs whose experts are older than the rest of the state."""
+
+    by_expert: Mapping[str, int] = field(default_factory=dict)
+    """Routed tokens whose updates it lost, by operator; those that lost none are left out."""
+    shares: Mapping[int, float] = field(default_factory=dict)
+    """By layer with experts: the share of all tokens so far that this and earlier recoveries lost."""
+
+    def __or__(self, other: LostTokens) -> LostTokens:
+        """Of both stages, or of one that says the same twice."""
+        return LostTokens({**self.by_expert, **other.by_expert}, {**self.shares, **other.shares})
+
+    @property
+    def total(self) -> int:
+        """Routed tokens."""
+        return sum(self.by_expert.values())
+
+    @property
+    def proportion(self) -> float:
+        """PLT (equation 7): the share of tokens lost, averaged over layers with experts. Of the tokens so far."""
+        return float(np.mean(list(self.shares.values()))) if self.shares else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class TokenAccount:
+    """How many tokens each expert has got, and how many of them left no trace."""
+
+    routed: Tokens
+    """All that the state came by, each routed copy of a token one."""
+    lost: Tokens
+    """Those of them whose updates a recovery lost."""
+
+    @classmethod
+    def empty(cls, operators: int) -> TokenAccount:
+        """Before anything ran."""
+        return cls(np.zeros(operators, dtype=np.int64), np.zeros(operators, dtype=np.int64))
+
+    def with_routed(self, counts: npt.NDArray[np.float64]) -> TokenAccount:
+        """After an iteration, or several."""
+        return TokenAccount(self.routed + np.rint(counts).astype(np.int64), self.lost)
+
+    def back_to(self, versions: Tokens) -> TokenAccount:
+        """This account, of the iteration that a job goes back to, with experts as they were when ``versions`` was what
+        they had got.
+        """
+        return TokenAccount(self.routed, self.lost + self.routed - versions)
+
+    def lost_since(self, before: TokenAccount, table: OperatorTable) -> LostTokens:
+        """What has been lost since ``before``, and the shares of all that was."""
+        lost = self.lost - before.lost
+        by_expert = {name: int(one) for name, one in zip(table.names, lost.tolist(), strict=True) if one}
+        shares = {}
+        for layer in np.unique(table.layers[table.is_expert]).tolist():
+            experts = table.is_expert & (table.layers == layer)
+            shares[layer] = float(self.lost[experts].sum() / max(1, self.routed[experts].sum()))
+        return LostTokens(by_expert, shares)

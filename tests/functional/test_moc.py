@@ -1,0 +1,97 @@
+"""MoC-System live: what it saves of the experts, what a kill costs, and that this is counted to the last token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.operators import expert_name
+from tests.functional.bodies import tokens_by_iteration
+from tests.functional.test_kills import LAYOUTS, SPARSE
+from tests.functional.test_strategies import EP2XDP2, PHASES
+from tests.harness import run_ranks
+from tests.launching import survive
+from tests.training import SCRIPT, flags, train
+
+EXPERTS, LAYERS, INTERVAL = 4, 4, 2
+PARTIAL: dict[str, Any] = {
+    "moevement_window": False, "moevement_strategy": "moc", "moevement_dense_interval": INTERVAL,
+    "moevement_snapshot_experts": 1, "moevement_plt_limit": 1.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS["PP2xEP2"][1], pytest.param(EP2XDP2, marks=pytest.mark.full)], ids=["PP2xEP2", "EP2xDP2"]
+)
+def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_path: Path) -> None:
+    flags_ = SPARSE | layout | {"train_iters": 16}
+    survived = survive(4, 1, tmp_path / "run", inject=("rank=1,iteration=13,phase=backward",), **flags_ | PARTIAL)
+    survived.check_metrics(16)
+    (recovery,) = survived.events("recovery")
+    stages = layout.get("pipeline_model_parallel_size", 1)
+    # The checkpoint that all go back to, and the iterations at which each expert had its turn, worked out again.
+    reached = recovery["until"] - recovery["replayed"]
+    assert reached % INTERVAL == 0
+    tokens: Counter[tuple[int, int, int]] = Counter()
+    argv = [str(SCRIPT), *flags(**layout, train_iters=13)]
+    for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
+        tokens.update(outcome.result)
+    assert sum(tokens.values()) == 13 * LAYERS * 8 * 32 * 2  # samples, positions, experts per token
+    wanted = {}
+    for layer in range(LAYERS):
+        on_ranks = [0, 2, 1, 3]  # two experts on each of two ranks, in turn by rank
+        place = layer % (LAYERS // stages)
+        for turn, expert in enumerate(on_ranks[place:] + on_ranks[:place]):
+            # The state that the job began from was saved in as many checkpoints as a run has, the last at iteration 0.
+            behind = (reached // INTERVAL + EXPERTS - 1 - turn) % EXPERTS * INTERVAL
+            lost = sum(tokens[t, layer, expert] for t in range(max(0, reached - behind) + 1, reached + 1))
+            if lost:
+                wanted[expert_name(layer, expert)] = lost
+    assert recovery["lost_tokens"] == wanted
+    assert recovery["first"] == reached - (EXPERTS - 1) * INTERVAL
+    total = sum(count for (iteration, *_), count in tokens.items() if iteration <= reached)
+    assert recovery["proportion_lost"] == pytest.approx(sum(wanted.values()) / total)
+    assert f"updates by {sum(wanted.values()):,} routed tokens are lost" in survived.out
+
+
+@pytest.mark.parametrize(
+    "layout", [EP2XDP2, pytest.param(LAYOUTS["PP2xEP2"][1], marks=pytest.mark.full)], ids=["EP2xDP2", "PP2xEP2"]
+)
+def test_a_rank_killed_in_every_phase_of_an_iteration(
+    layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags_ = SPARSE | layout | {"train_iters": 22} | PARTIAL
+    survived = survive(4, 2, tmp_path / "run", inject=PHASES, **flags_)
+    survived.check_metrics(22)
+    assert len(survived.failures()) == len(PHASES)
+    recoveries = survived.events("recovery")
+    assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
+    assert [one["ranks"] for one in recoveries] == [[0, 1, 2, 3]] * len(recoveries)
+    assert "a snapshot holds 1 of 4 experts of each layer" in survived.out
+    # Weights of data-parallel replicas were compared in each recovery; the run is not that of a job without failures.
+    train(4, tmp_path / "failure_free", **flags_)
+    assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "run"), "--json"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("DIFFERENT")
+    assert said.count("not exact by its strategy") == len(recoveries)
+
+
+@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_without_a_copy_in_memory_versions_come_from_disk(replicas: int, tmp_path: Path) -> None:
+    """Without peers the rank that is lost has files alone; where the holder of its copy dies, too, nobody has more."""
+    flags_: dict[str, Any] = SPARSE | PARTIAL | {
+        "pipeline_model_parallel_size": 2, "moevement_replicas": replicas, "train_iters": 24,
+        "moevement_dense_interval": 1, "moevement_persist_dir": str(tmp_path / "windows"),
+    }  # fmt: skip
+    faults = ["rank=0,iteration=18,phase=backward", *(["rank=1,phase=recover"] if replicas else [])]
+    survived = survive(2, 2, tmp_path / "run", inject=tuple(faults), **flags_)
+    survived.check_metrics(24)
+    (recovery,) = survived.events("recovery")
+    assert recovery["sources"]["file"] > 0
+    assert sum(recovery["lost_tokens"].values()) > 0
+    (event,) = survived.events("restart" if replicas else "recovery_from_disk")
+    assert "window_" in event["text"]

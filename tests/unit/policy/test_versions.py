@@ -1,0 +1,194 @@
+"""Operators of different age: which versions a recovery takes, and what that costs."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from moevement_core.engine.lifetime import Lifetime
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name, gate_name
+from moevement_core.policy.partial_experts import TokenAccount, chosen, most_experts, turns
+from moevement_core.policy.runs import open_starts, restore_points
+from moevement_core.policy.schedule import Contents, Saved
+from moevement_core.policy.versions import version_runs
+from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
+from moevement_core.strategies.moc import MoC, PartialSchedule
+from moevement_core.strategies.strategy import Measured
+
+STATE = StateBytes(compute=2, master=4, optimizer=8)
+MEASURED = Measured(iteration_s=1.0, d2h_bytes_per_s=1e9, replication_bytes_per_s=1e9, replicas=1)
+
+
+def table(layers: int = 4, experts: int = 6, expert_parallel: int = 3) -> OperatorTable:
+    """A stage: experts over ranks as Megatron places them, gates on all."""
+    each = experts // expert_parallel
+    rows = [
+        [Operator(gate_name(layer), OperatorKind.GATE, STATE) for layer in range(layers)]
+        + [
+            Operator(expert_name(layer, expert), OperatorKind.EXPERT, STATE)
+            for layer in range(layers)
+            for expert in range(rank * each, (rank + 1) * each)
+        ]
+        for rank in range(expert_parallel)
+    ]
+    return OperatorTable(ranks=rows)
+
+
+def test_experts_are_taken_in_turn_over_ranks_and_layers() -> None:
+    """Figure 5 of MoC-System: four layers with experts on three ranks, one of each layer in a checkpoint."""
+    stage = table()
+    order = turns(stage)
+    rank_of = {int(place): int(np.flatnonzero(stage.full[:, place])[0]) for place in np.flatnonzero(stage.is_expert)}
+    first = [[rank_of[place] for place in chosen(order, 1, turn)] for turn in range(3)]
+    assert first == [[0, 1, 2, 0], [1, 2, 0, 1], [2, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("experts", range(1, 7))
+def test_every_expert_is_in_one_of_so_many_checkpoints_in_a_row(experts: int) -> None:
+    schedule = PartialSchedule(table(), 3, experts)
+    assert schedule.checkpoints == -(-6 // experts)
+    taken = [schedule.contents(iteration) for iteration in range(3 * schedule.size)]
+    assert [saved is not None for saved in taken[:4]] == [True, False, False, True]
+    there = [saved == Saved.FULL for saved in taken if saved is not None]
+    for begin in range(len(there) - schedule.checkpoints):
+        assert np.any(there[begin : begin + schedule.checkpoints], axis=0).all()
+    for saved in there:
+        for layer in range(4):
+            assert saved[schedule.table.is_expert & (schedule.table.layers == layer)].sum() == experts
+    assert schedule.is_dense == (experts == 6)
+
+
+def test_versions_are_the_newest_that_are_there() -> None:
+    for seed in range(200):
+        random = Random(seed)
+        held: dict[int, Contents] = {
+            iteration: np.array(
+                [Saved.FULL] + [random.choice([Saved.FULL, Saved.OMITTED]) for _ in range(4)], dtype=np.int8
+            )
+            for iteration in random.sample(range(20), 8)
+        }
+        until = random.randrange(20)
+        for run in version_runs(held, until):
+            assert run.last in held, seed
+            for operator, version in enumerate(run.full_at):
+                older = [one for one in held if one <= run.last and held[one][operator] == Saved.FULL]
+                assert version == max(older), seed
+        reached = [run.last for run in version_runs(held, until)]
+        assert reached == sorted(reached, reverse=True), seed
+        assert all(one <= until for one in reached), seed
+
+
+def test_slices_of_other_strategies_are_no_versions() -> None:
+    held = {1: np.array([Saved.FULL, Saved.COMPUTE], dtype=np.int8), 2: np.array([Saved.NOTHING, Saved.FULL], np.int8)}
+    assert not list(version_runs(held))
+
+
+def test_what_may_still_be_needed_is_kept() -> None:
+    """Whatever is lost on the way, a rank keeps a run that all have until there is a newer one."""
+    for seed in range(50):
+        random = Random(seed)
+        schedule = PartialSchedule(table(), random.randint(1, 3), random.randint(1, 6))
+        lifetime, held, delivered = Lifetime(MoC(schedule.table)), dict[int, Contents](), set[int]()
+        pending: tuple[int, dict[int, RunStatus]] | None = None
+        newest = NONE
+        for iteration in range(120):
+            if pending is not None:
+                unneeded = lifetime.learn(Agreed(*pending), held)
+                for gone in {*unneeded.old, *unneeded.lost}:
+                    assert gone in held
+                    del held[gone]
+            delivered |= {one for one in held if iteration - one > 1}
+            pending = (
+                iteration,
+                lifetime.statuses(iteration, held, {one: held[one] for one in held.keys() & delivered}),
+            )
+            if (saved := schedule.contents(iteration)) is not None and random.random() < 0.9:
+                held[iteration] = saved
+            reached = next(restore_points({one: held[one] for one in held.keys() & delivered}), None)
+            assert newest == NONE or (reached is not None and reached.last >= newest), seed
+            newest = reached.last if reached is not None else newest
+            assert len(held) <= schedule.slots_kept(2) + 2, seed
+        assert newest > 100, seed
+
+
+def test_a_start_stays_open_over_a_gap() -> None:
+    held = {
+        2: np.array([Saved.FULL, Saved.OMITTED], np.int8), 4: np.array([Saved.OMITTED, Saved.FULL], np.int8),
+        9: np.array([Saved.OMITTED, Saved.FULL], np.int8),
+    }  # fmt: skip
+    assert set(open_starts(held, is_gapless=False)) == {4, 9}
+
+
+def test_lost_tokens_are_those_between_the_version_and_the_checkpoint() -> None:
+    """Against a recount of each token."""
+    for seed in range(20):
+        random = Random(seed)
+        stage = table(layers=2, experts=4, expert_parallel=2)
+        schedule = PartialSchedule(stage, 2, random.randint(1, 4))
+        strategy = MoC(stage, 2, schedule.experts)
+        experts = [int(place) for place in np.flatnonzero(stage.is_expert)]
+        tokens: list[dict[int, int]] = []
+        learned, held = {}, {}
+        for iteration in range(1, 31):
+            tokens.append({place: random.randrange(50) for place in experts})
+            counts = np.zeros(len(stage))
+            counts[experts] = [tokens[-1][place] for place in experts]
+            strategy.observe(counts)
+            if (saved := schedule.contents(iteration)) is not None:
+                learned[iteration], held[iteration] = strategy.learned(), saved
+        run = next(version_runs(held, random.randrange(12, 30)))
+        lost = sum(tokens[t - 1][place] for place in experts for t in range(int(run.full_at[place]) + 1, run.last + 1))
+        assert strategy.restored(run, learned).total == lost, seed
+        assert strategy.account.routed.sum() == sum(sum(its.values()) for its in tokens[: run.last]), seed
+        # Back to the same checkpoint once more, no token is lost twice.
+        assert strategy.restored(run, learned).total == lost, seed
+        assert strategy.account.lost.sum() == lost, seed
+
+
+def test_the_proportion_is_the_mean_over_layers() -> None:
+    stage = table(layers=2, experts=2, expert_parallel=1)
+    experts = stage.is_expert
+    routed, lost = np.zeros(len(stage), np.int64), np.zeros(len(stage), np.int64)
+    routed[experts & (stage.layers == 0)] = [60, 40]
+    lost[experts & (stage.layers == 0)] = [10, 0]
+    routed[experts & (stage.layers == 1)] = [500, 500]
+    lost[experts & (stage.layers == 1)] = [0, 50]
+    account = TokenAccount(routed, lost)
+    assert account.lost_since(account, stage).proportion == pytest.approx((0.1 + 0.05) / 2)
+
+
+def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:
+    stage = table(layers=1, experts=8, expert_parallel=1)
+    assert most_experts(stage) == 8
+    strategy = MoC(stage, interval=1, experts=1, limit=0.03)
+    schedule = strategy.first(0, 9)
+    learned, held, wanted = {}, {}, [1]
+    for iteration in range(-10, 60):
+        if iteration > 0:
+            strategy.observe(np.where(stage.is_expert, 10.0, 0.0))
+        learned[iteration], held[iteration] = strategy.learned(), schedule.contents_of_slot(iteration % schedule.size)
+    assert strategy.wanted_sizes(schedule, MEASURED) == (1,)
+    for until in (20, 40, 59):
+        saved = {one: contents for one, contents in held.items() if contents is not None}
+        strategy.restored(next(version_runs(saved, until)), learned)
+        wanted.append(*strategy.wanted_sizes(schedule, MEASURED))
+        learned[until] = strategy.learned()  # what goes along with the next snapshots
+    assert wanted == sorted(wanted)
+    assert wanted[-1] > 1
+    proposal = strategy.propose(schedule, (wanted[-1],))
+    assert proposal.is_change
+    assert isinstance(proposal.schedules[0], PartialSchedule)
+    assert proposal.schedules[0].experts == wanted[-1]
+
+
+def test_without_a_wish_as_many_experts_as_an_iteration_hides() -> None:
+    stage = table(layers=1, experts=8, expert_parallel=1)
+    strategy = MoC(stage)
+    schedule = strategy.first(0, 9)
+    assert schedule.is_dense  # until something is measured
+    full = int(stage.full.sum())
+    slow = Measured(iteration_s=1.0, d2h_bytes_per_s=full * 0.6, replication_bytes_per_s=1e12, replicas=1)
+    assert strategy.wanted_sizes(schedule, MEASURED) == (8,)
+    assert 1 < strategy.wanted_sizes(schedule, slow)[0] < 8
