@@ -33,6 +33,8 @@ class Attempts:
     def failed(self, generation: int, dead_ranks: Collection[int], reasons: Sequence[str]) -> str | None:
         """A generation was interrupted; called again when more of its ranks die before the next one has started.
 
+        Those that die later, while they wait for the next attempt, do so in no iteration, and count for none.
+
         Args:
             generation: that was interrupted.
             dead_ranks: ranks that died since the last call.
@@ -45,7 +47,7 @@ class Attempts:
         self._generation = generation
         self._in_a_row += is_new
         iteration = self._committed + 1
-        for rank in dead_ranks:
+        for rank in dead_ranks if is_new else ():
             self._deaths[rank] = self._deaths.get(rank, 0) + 1
             if self._deaths[rank] >= DEATHS:
                 return (

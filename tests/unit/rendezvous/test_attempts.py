@@ -1,0 +1,47 @@
+"""When a job that fails again and again is given up."""
+
+from __future__ import annotations
+
+from moevement_core.rendezvous.attempts import DEATHS, FAILURES, Attempts
+
+
+def test_a_rank_that_dies_in_one_iteration_again_and_again_ends_the_job() -> None:
+    attempts = Attempts()
+    attempts.committed(46)
+    said = [attempts.failed(generation, [1], []) for generation in range(DEATHS)]
+    assert said[:-1] == [None] * (DEATHS - 1)
+    assert "rank 1 died 5 times in a row in iteration 47" in str(said[-1])
+
+
+def test_ranks_that_die_while_they_wait_died_in_no_iteration() -> None:
+    attempts = Attempts()
+    attempts.committed(46)
+    for generation in range(DEATHS - 1):
+        assert attempts.failed(generation, [generation % 3], []) is None
+        for _ in range(2 * DEATHS):
+            assert attempts.failed(generation, [1], []) is None
+
+
+def test_an_iteration_that_is_committed_starts_the_count_anew() -> None:
+    attempts = Attempts()
+    for iteration in range(3 * DEATHS):
+        attempts.committed(iteration)
+        assert attempts.failed(iteration, [1], []) is None
+        assert attempts.back_off_s == 0.0
+
+
+def test_a_failure_without_a_death_is_given_up_sooner() -> None:
+    attempts = Attempts()
+    said = [attempts.failed(generation, [], ["a bad batch"]) for generation in range(FAILURES)]
+    assert said[:-1] == [None] * (FAILURES - 1)
+    assert "a bad batch" in str(said[-1])
+
+
+def test_it_waits_longer_and_longer() -> None:
+    attempts, waits = Attempts(), list[float]()
+    for generation in range(12):
+        attempts.failed(generation, [generation % 4], [])
+        waits.append(attempts.back_off_s)
+    assert waits[:2] == [0.0, 0.0]
+    assert waits == sorted(waits)
+    assert waits[-1] == 30.0
