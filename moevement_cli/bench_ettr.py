@@ -29,6 +29,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "dense": ("--moevement-strategy", "dense", *OTHERS),
     "gemini": ("--moevement-strategy", "gemini", *OTHERS),
     "checkfreq": ("--moevement-strategy", "checkfreq", *OTHERS, "--moevement-persist-dir", "{windows}"),
+    "moc": ("--moevement-strategy", "moc", *OTHERS),
     "none": ("--moevement-strategy", "none", *OTHERS),
 }
 """By name, the flags of a job."""
@@ -78,6 +79,10 @@ class Sample:
     """Of a rank: snapshots, copies and logs."""
     sent_mb: float
     """To peers, in an iteration of a rank."""
+    lost: float
+    """Share of routed tokens whose updates recoveries lost."""
+    loss: float
+    """Of the last iteration."""
     bits: str
     """Of the final state, against the job without kills."""
     progress: list[tuple[float, int]]
@@ -149,6 +154,7 @@ def _run(
 def _sample(job: KilledJob, free: KilledJob, name: str, mtbf_s: float | None, seed: int) -> Sample:
     metrics = job.record.metrics()
     failures = [event for event in job.record.events() if event["event"] == "failure"]
+    recoveries = [event for event in job.record.events() if event["event"] == "recovery"]
     checkpointing = job.record.summary().get("checkpointing") or {}
 
     def median(*names: str) -> float:
@@ -159,7 +165,8 @@ def _sample(job: KilledJob, free: KilledJob, name: str, mtbf_s: float | None, se
         name, mtbf_s, seed, job.training_s, free.training_s / job.training_s, len(job.kills), _repeated(job, failures),
         statistics.median(one["total_s"] for one in failures) if failures else None, median("iteration_s"),
         int(checkpointing.get("window") or 0), median("snapshot_memory_bytes", "log_memory_bytes") / 1e6,
-        median("replicated_bytes") / 1e6, "equal" if digests[0] == digests[1] else "DIFFERENT", job.progress,
+        median("replicated_bytes") / 1e6, max((one["proportion_lost"] for one in recoveries), default=0.0),
+        float(metrics[-1]["loss"]), "equal" if digests[0] == digests[1] else "DIFFERENT", job.progress,
     )  # fmt: skip
 
 
@@ -172,7 +179,7 @@ def _repeated(job: KilledJob, failures: Sequence[dict[str, Any]]) -> int:
 
 HEADER = (
     "a kill every", "strategy", "interval", "iteration", "ETTR", "kills", "repeated", "recovery", "host memory", "sent",
-    "bits",
+    "tokens lost", "last loss", "bits",
 )  # fmt: skip
 
 
@@ -190,6 +197,8 @@ def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
             str(sum(one.kills for one in those)), str(sum(one.repeated for one in those)),
             f"{statistics.median(recoveries):.2f} s" if recoveries else "",
             f"{max(one.host_mb for one in those):.0f} MB", f"{max(one.sent_mb for one in those):.1f} MB",
+            f"{max(one.lost for one in those):.2%}" if any(one.lost for one in those) else "",
+            f"{statistics.fmean(one.loss for one in those):.4f}",
             "equal" if all(one.bits == "equal" for one in those) else "DIFFERENT",
         ])  # fmt: skip
     return rows
