@@ -17,18 +17,25 @@ class Attempts:
     """Counts failures since the job last committed an iteration that it had not committed before."""
 
     def __init__(self) -> None:
-        self._committed = -1
+        self._committed = self._here = -1
+        """The newest iteration of all; and of this attempt, which may have begun from an older window."""
         self._failures = 0
-        self._deaths: dict[int, int] = {}
+        self._deaths: dict[tuple[int, int], int] = {}
+        """By rank and the iteration that it died in."""
         self._in_a_row = 0
         self._generation = -1
 
     def committed(self, iteration: int) -> None:
-        """The newest iteration that any rank is known to have committed."""
+        """Some rank is known to have committed it."""
+        self._here = max(self._here, iteration)
         if iteration > self._committed:
             self._committed = iteration
             self._failures = self._in_a_row = 0
             self._deaths.clear()
+
+    def formed(self) -> None:
+        """A new attempt begins; where it goes on from its ranks will tell."""
+        self._here = -1
 
     def failed(self, generation: int, dead_ranks: Collection[int], reasons: Sequence[str]) -> str | None:
         """A generation was interrupted; called again when more of its ranks die before the next one has started.
@@ -46,10 +53,10 @@ class Attempts:
         is_new = generation != self._generation
         self._generation = generation
         self._in_a_row += is_new
-        iteration = self._committed + 1
+        iteration = (self._here if self._here >= 0 else self._committed) + 1
         for rank in dead_ranks if is_new else ():
-            self._deaths[rank] = self._deaths.get(rank, 0) + 1
-            if self._deaths[rank] >= DEATHS:
+            self._deaths[rank, iteration] = self._deaths.get((rank, iteration), 0) + 1
+            if self._deaths[rank, iteration] >= DEATHS:
                 return (
                     f"rank {rank} died {DEATHS} times in a row in iteration {iteration}, which was never committed; if "
                     f"its batch is the cause, leave it out with --iterations-to-skip {iteration}"

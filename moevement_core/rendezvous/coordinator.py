@@ -268,6 +268,7 @@ class Coordinator:
         return back_off_s
 
     def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
+        self._attempts.formed()
         members = {rank: self.members[member] for rank, member in ranks.items()}
         kept = {
             rank: device

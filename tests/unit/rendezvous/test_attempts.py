@@ -22,6 +22,21 @@ def test_ranks_that_die_while_they_wait_died_in_no_iteration() -> None:
             assert attempts.failed(generation, [1], []) is None
 
 
+def test_an_attempt_that_began_from_an_older_window_died_where_it_was() -> None:
+    attempts = Attempts()
+    attempts.committed(21)
+    for generation in range(3 * DEATHS):
+        assert attempts.failed(generation, [3], []) is None
+        attempts.formed()
+        attempts.committed(16 + generation % 4)  # each time it comes to another iteration
+    said = []
+    for generation in range(100, 100 + DEATHS):
+        attempts.formed()
+        attempts.committed(21)
+        said.append(attempts.failed(generation, [3], []))
+    assert any("in iteration 22" in str(one) for one in said)
+
+
 def test_an_iteration_that_is_committed_starts_the_count_anew() -> None:
     attempts = Attempts()
     for iteration in range(3 * DEATHS):
