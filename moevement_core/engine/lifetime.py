@@ -78,8 +78,7 @@ class Lifetime:
             had: what those hold that all peers have.
         """
         runs = [run for run in self._strategy.restore_points(had) if self._is_whole(run)]
-        # Of runs that begin alike the newest counts, which came first.
-        self._runs = {run.first: run.last for run in reversed(runs) if run.first >= self.persisted}
+        self._runs = {run.first: run.last for run in runs if run.first >= self.persisted}
         open_ = {run.first for run in self._strategy.restore_points(deliverable)}
         open_ |= set(self._strategy.open_starts(deliverable, is_gapless=iteration - 1 in deliverable))
         return dict.fromkeys(open_, RunStatus.OPEN) | dict.fromkeys(self._runs, RunStatus.PERSISTED)

@@ -43,8 +43,8 @@ def turns(table: OperatorTable) -> dict[int, list[int]]:
 
 
 def most_experts(table: OperatorTable) -> int:
-    """E: the experts of the layer that has the most; 0 without any."""
-    return max(map(len, turns(table).values()), default=0)
+    """E: the experts of the layer that has the most; 1 without any."""
+    return max(map(len, turns(table).values()), default=1)
 
 
 def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
@@ -100,7 +100,7 @@ class TokenAccount:
         """This account, of the iteration that a job goes back to, with experts as they were when ``versions`` was what
         they had got.
         """
-        return TokenAccount(self.routed, self.lost + self.routed - versions)
+        return TokenAccount(self.routed.copy(), self.lost + self.routed - versions)
 
     def lost_since(self, before: TokenAccount, table: OperatorTable) -> LostTokens:
         """What has been lost since ``before``, and the shares of all that was."""

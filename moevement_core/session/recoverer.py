@@ -43,6 +43,8 @@ class Recoverer:
     ) -> None:
         self.done: list[Recovery] = []
         """Every recovery of this process."""
+        self.gone_back: int | None = None
+        """The iteration whose state was restored where the strategy may lose updates, until training goes on."""
         self._parts, self._records, self._windows = parts, records, windows
         self._disk, self._reports = disk, reports
 
@@ -135,10 +137,11 @@ class Recoverer:
         return done
 
     def _go_back(self, prepared: Prepared) -> LostTokens:
-        """Where some operators will be older than others: the tokens of this stage that it costs."""
-        run = None if prepared.mine is None else prepared.mine.runs[self._parts().topology.stage]
-        if run is None or not run.is_stale:
+        """Where some operators may be older than others: the tokens of this stage that it costs."""
+        if prepared.mine is None or not self._windows.strategy.loses_updates:
             return LostTokens()
+        run = prepared.mine.runs[self._parts().topology.stage]
+        self.gone_back = prepared.mine.begins
         records = {iteration: snapshot.record() for iteration, snapshot in prepared.snapshots.items()}
         return self._windows.go_back(run, records)
 
@@ -186,9 +189,13 @@ class Recoverer:
         return replace(prepared, outcomes={})
 
     def _alike(self, prepared: Prepared) -> Prepared:
-        """Where updates are lost, what came of later iterations is no measure of what comes of them now."""
-        stale = any(run.is_stale for plan in prepared.plans for run in plan.runs.values())
-        return replace(prepared, outcomes={}) if stale else prepared
+        """Where updates may be lost, what came of later iterations is no measure of what comes of them now."""
+        return replace(prepared, outcomes={}) if self.may_differ else prepared
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether iterations that are run again may have another outcome."""
+        return self._windows.strategy.loses_updates
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
         """Iterations whose log is whole; if this stage is to feed others, every byte of it is checked."""

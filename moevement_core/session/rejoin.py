@@ -101,10 +101,15 @@ class Rejoined:
             session.commit.mark = None  # until it is back
         with waiting_for_others():
             outcomes = {self.until: {"step": self.reached.outcome}} | dict(prepared.outcomes)
+            if session.recoverer.may_differ:
+                outcomes = {}
             recovery = session.recoverer.carry_out(replace(prepared, outcomes=outcomes), is_reported=False)
         if is_restored:
             # A snapshot may be from after what is due between iterations, which then is done again.
-            live = binding.boundary_copy() | dict(self.reached.common if self.is_between else {})
+            common = dict(self.reached.common if self.is_between else {})
+            if session.recoverer.may_differ:
+                common = {name: common[name] for name in ("progress",) if name in common}
+            live = binding.boundary_copy() | common
             resumed = None if self.is_between else live
             # A rank that was torn in this very step has the mark of the one before.
             is_known = before is not None and before.iteration == self.until

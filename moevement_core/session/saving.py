@@ -12,6 +12,7 @@ from moevement_core.engine.config import Verify
 from moevement_core.engine.layout import buffer_bytes
 from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.restart.generation import generation
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.exchange import all_gather_objects
@@ -71,9 +72,9 @@ class Saving:
         """The iteration that the job started from."""
         if joining is None:
             refuse_without_gradients(binding, config.strategy)
-            if (caution := config.strategy.of(self.topology.table).caution()) is not None and self.topology.rank == 0:
-                self.reports.report(caution)
-        strategy = config.strategy.of(self.topology.table)
+        strategy = self._strategy()
+        if joining is None and (caution := strategy.caution()) is not None and self.topology.rank == 0:
+            self.reports.report(caution)
         policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
         self.windows = self._window_decisions(strategy, policy)
         self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report)
@@ -197,15 +198,28 @@ class Saving:
                 is_updated=iteration == committed and bool(record["iteration"]),
             )  # fmt: skip
 
-    def learned(self) -> dict[str, Any]:
-        """What goes along with a snapshot where a recovery needs to know what the strategy knew then."""
-        strategy = self.windows.strategy
+    def _strategy(self) -> Strategy:
+        """Of the stage, before it has learned anything."""
+        return self._config.strategy.of(self.topology.table, self.topology.most_experts)
+
+    def learned(self, strategy: Strategy | None = None) -> dict[str, Any]:
+        """What goes along with a snapshot where a recovery needs to know what the strategy knew then.
+
+        Args:
+            strategy: one that knows what is right then; None: that in force.
+        """
+        strategy = strategy or self.windows.strategy
         return {"learned": strategy.learned()} if strategy.loses_updates else {}
 
-    def learned_anew(self) -> None:
-        """After a recovery: whoever joins next learns what came of it, too."""
-        if self.windows.strategy.loses_updates:
-            self._settled = replace(self._settled, learned=self.windows.strategy.learned())
+    def went_back_to(self, iteration: int | None) -> None:
+        """After a recovery that may have lost updates: decisions begin anew where it went back to. None: it has not."""
+        if iteration is None:
+            return
+        now = generation()
+        history = now.roster.generation if now is not None else 0
+        schedules = self.windows.strategy.going_on(self.checkpointer.history.all, iteration, history)
+        self.checkpointer.history = ScheduleHistory(*schedules)
+        self._settled = self._policy(iteration)
 
     def oldest_needed(self, committed: int) -> int:
         """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.
@@ -287,7 +301,7 @@ class Saving:
             return  # windows have been persisted since; or the state was loaded, and is not what was built
         # Peers have dropped what no way back begins with any more, and would not take it.
         first = max(schedule.start, self.checkpointer.oldest_needed)
-        record = {"boundary": self._binding.boundary_copy(), "iteration": {}, **self.learned()}
+        record = {"boundary": self._binding.boundary_copy(), "iteration": {}, **self.learned(self._strategy())}
         for iteration in filter(self.checkpointer.takes, range(first, self.began_at + 1)):
             whole = self._digests_whole(iteration)
             self.checkpointer.take(iteration, record, state=self.began_at, whole=whole, is_updated=False)

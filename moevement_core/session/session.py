@@ -94,6 +94,7 @@ class Session:
         if loaded := self._loaded:
             self.recoverer.carry_out(loaded.prepared)
             self._loaded = None  # its host memory is free again
+            self._went_back(self.binding.iteration)
         self.commit.mark = Mark(self.binding.iteration, self.binding.boundary_copy(), {})
 
     def begin_iteration(self, committed: int) -> None:
@@ -103,6 +104,8 @@ class Session:
         injection.at(Phase.START)
         if committed in self._drill.wipe_at and committed != saving.began_at:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
+            if saving.windows.strategy.loses_updates:
+                self._went_back(committed)
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.begin(committed + 1)
         began = time.perf_counter()
@@ -111,7 +114,7 @@ class Session:
             saving.checkpointer.let_gradients_go(committed)
             self.totals.last_begin_s = 0.0
             return
-        saving.windows.count()
+        saving.windows.count(committed)
         saving.decide(committed)
         boundary = self.binding.boundary_copy()
         self._mark_begun(committed, boundary)
@@ -204,8 +207,13 @@ class Session:
     def go_on(self, committed: int) -> None:
         """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
-        self.saving.windows.forget()
-        self.saving.learned_anew()
+        self._went_back(committed)
+
+    def _went_back(self, committed: int) -> None:
+        """State is restored, and training goes on after ``committed``."""
+        self.saving.went_back_to(self.recoverer.gone_back)
+        self.recoverer.gone_back = None
+        self.saving.windows.forget(committed)
 
     # The end
 

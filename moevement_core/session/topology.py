@@ -5,13 +5,14 @@ What survives a failure (snapshots, popularity, logs) is kept elsewhere and is h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from moevement_core.operators import Operator, OperatorTable
+from moevement_core.operators import Operator, OperatorKind, OperatorTable
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
 from moevement_core.replication.placement import (
@@ -76,6 +77,8 @@ class Topology:
     """Of this rank's stage."""
     most_operators: int
     """Of any rank of the job."""
+    most_experts: int
+    """Of any layer of the job; 1 without any."""
     peers: Placement
     warning: str | None
     """What an operator should know of where copies are kept."""
@@ -142,6 +145,7 @@ def connect(
         nodes=nodes,
         table=OperatorTable(ranks=[its.operators for its in everyones if its.place.stage == stage]),
         most_operators=max(len(its.operators) for its in everyones),
+        most_experts=_most_experts(operator for its in everyones for operator in its.operators),
         peers=_place(config, everyones, copies),
         warning=copies.warning,
         channels=channels,
@@ -150,6 +154,11 @@ def connect(
         replica=places[rank].replica,
         step_spans_job=all(its.step_spans_job for its in places),
     )
+
+
+def _most_experts(operators: Iterable[Operator]) -> int:
+    experts = {operator.name for operator in operators if operator.kind is OperatorKind.EXPERT}
+    return max(Counter(name.rpartition(".")[0] for name in experts).values(), default=1)
 
 
 def _agreement(world: int) -> Agreement:

@@ -29,6 +29,7 @@ from moevement_core.session.binding import Counts
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
+from moevement_core.snapshot.agreement import NONE
 from moevement_core.strategies import Measured, Proposal, Strategy
 from moevement_core.strategies.config import MOST_ITERATIONS
 from moevement_core.strategies.redo import NOT_CARRIED
@@ -79,6 +80,8 @@ class WindowDecisions:
         self._report, self._sent_bytes = report, sent_bytes
         self._counts, self._asked_window, self._to_disk = counts, asked_window, to_disk
         self._pending: list[torch.Tensor] = []
+        self._counted = NONE
+        """The iteration up to which tokens were taken."""
         self._steps: list[_Step] = []
         self._decided_at = 0
         """Steps that came before the window under way."""
@@ -94,10 +97,11 @@ class WindowDecisions:
 
     # Once an iteration
 
-    def count(self) -> None:
-        """Take the tokens that the routers have counted since; at the beginning of an iteration."""
+    def count(self, committed: int) -> None:
+        """Take the tokens that the routers have counted since, up to ``committed``; when the next iteration begins."""
         if self._counts is not None:
             self._pending.append(self._counts.take())
+            self._counted = committed
 
     def measured(self, step_s: float, stall_s: float, *, is_saving: bool) -> None:
         """An iteration took so long, with so much of stalls, while a snapshot was on its way or not."""
@@ -125,17 +129,26 @@ class WindowDecisions:
         """
         self._drop_counts()
         self._counts_again = True
-        return self.strategy.restored(run, {iteration: record["learned"] for iteration, record in records.items()})
+        learned = {at: record["learned"] for at, record in records.items() if "learned" in record}
+        return self.strategy.restored(run, learned)
 
     def _drop_counts(self) -> None:
         if self._counts is not None:
             self._counts.take()
         self._pending.clear()
 
-    def forget(self) -> None:
-        """Drop what was counted on the way to a failure, and measured if W is still to be chosen."""
-        if not self._counts_again:
+    def forget(self, committed: int) -> None:
+        """Drop what was counted on the way to a failure, and measured if W is still to be chosen.
+
+        Where tokens are accounted for, those of iterations up to ``committed`` stay: they were counted since the job
+        went back, or on ranks that all have kept their state.
+        """
+        if not self.strategy.loses_updates:
             self._drop_counts()
+        elif self._counts_again or self._counted < committed:
+            self.count(committed)
+        elif self._counts is not None:
+            self._counts.take()  # of the iteration that was interrupted
         self._counts_again = False
         if not self.strategy.settled:
             self._steps.clear()
@@ -260,6 +273,8 @@ class WindowDecisions:
             return
         counts = self._counts.by_operator(self._pending)
         self._pending.clear()
+        if self.strategy.loses_updates:  # sums alone; and after a failure ranks may have taken them in different parts
+            counts = counts.sum(dim=0, keepdim=True)
         dist.all_reduce(counts, group=self.topology.channels.stage_group)
         for one in counts.numpy():
             self.strategy.observe(np.asarray(one))

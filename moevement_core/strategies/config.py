@@ -64,8 +64,7 @@ class StrategyConfig:
     )  # fmt: skip
     experts: int | None = flag(
         "--moevement-snapshot-experts", type=int, metavar="K",
-        help="experts of each layer in a snapshot, for --moevement-strategy moc (default: as many as are copied and "
-        "sent while an iteration runs)",
+        help="experts of each layer in a snapshot, for --moevement-strategy moc (default: an eighth)",
     )  # fmt: skip
     plt_limit: float | None = flag(
         "--moevement-plt-limit", type=float, metavar="F",
@@ -185,13 +184,18 @@ class StrategyConfig:
         """When operators are reordered."""
         return ReorderThresholds(self.reorder_threshold, self.reorder_fraction)
 
-    def of(self, table: OperatorTable) -> Strategy:
-        """Returns the strategy of a stage with these operators."""
+    def of(self, table: OperatorTable, most_experts: int | None = None) -> Strategy:
+        """Returns the strategy of a stage.
+
+        Args:
+            table: its operators.
+            most_experts: of the layer of the job that has the most; None: of these.
+        """
         if self.name == CheckFreq.name:
             return CheckFreq(table, self.interval, self.cap)
         if self.name == MoC.name:
             limit = PLT_LIMIT if self.plt_limit is None else self.plt_limit
-            return MoC(table, self.interval or INTERVAL, self.experts, limit)
+            return MoC(table, self.interval or INTERVAL, self.experts, limit, most_experts)
         if self.name in EVERYTHING:
             return EVERYTHING[self.name](table, self.interval)
         windows = MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, most_experts, turns
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule
+from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 PLT_LIMIT = 0.0375
 """Share of lost tokens up to which no harm was found (section 3.1.2)."""
 INTERVAL = 10
 """Iterations, by default."""
+MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
+"""Iterations in which every expert has to be saved once: after a gap a run is up to twice as long, and ranks agree on
+runs that began at most :data:`HORIZON` iterations ago."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,25 +40,29 @@ class PartialSchedule(Schedule):
 
     interval: int
     experts: int
+    """K."""
+    most: int
+    """E, of the layer of the job that has the most: all stages have as many snapshots in a run."""
+    turn: int = 0
+    """Whose turn is the first."""
+    history: int = 0
+    """Another one after each recovery that lost updates: what was saved later than where the job went back to is of no
+    use any more, and has another :attr:`id`."""
 
     @cached_property
     def _turns(self) -> dict[int, list[int]]:
         return turns(self.table)
 
     @cached_property
-    def _most(self) -> int:
-        return most_experts(self.table)
-
-    @cached_property
     def checkpoints(self) -> int:
         """Until every expert is in one: ``ceil(E / K)``."""
-        return max(1, math.ceil(self._most / self.experts))
+        return math.ceil(self.most / self.experts)
 
     @cached_property
     def size(self) -> int:
         """Iterations until the same experts have their turn in the same checkpoint again."""
-        layers = [len(its) // math.gcd(len(its), self.experts) for its in self._turns.values()]
-        return self.interval * math.lcm(*layers) if layers else self.interval
+        layers = {self.most, *map(len, self._turns.values())}
+        return self.interval * math.lcm(*(experts // math.gcd(experts, self.experts) for experts in layers))
 
     @property
     def snapshots(self) -> int:
@@ -68,7 +77,7 @@ class PartialSchedule(Schedule):
     @property
     def is_dense(self) -> bool:
         """Whether no expert is left out."""
-        return self.experts >= self._most
+        return self.experts >= self.most
 
     @property
     def reorders(self) -> bool:
@@ -77,8 +86,9 @@ class PartialSchedule(Schedule):
 
     @cached_property
     def id(self) -> str:
-        """Of start, interval, K and operators."""
-        digest = hashlib.sha256(repr((self.start, "partial", self.interval, self.experts)).encode())
+        """Of everything in it."""
+        its = (self.start, "partial", self.interval, self.experts, self.most, self.turn, self.history)
+        digest = hashlib.sha256(repr(its).encode())
         digest.update("\n".join(self.table.names).encode())
         return digest.hexdigest()[:16]
 
@@ -88,7 +98,7 @@ class PartialSchedule(Schedule):
         if rest:
             return None
         contents = np.where(self.table.is_expert, np.int8(Saved.OMITTED), np.int8(Saved.FULL))
-        contents[chosen(self._turns, self.experts, turn)] = Saved.FULL
+        contents[chosen(self._turns, self.experts, self.turn + turn)] = Saved.FULL
         return contents
 
     def last_of_run(self, first: int) -> int:
@@ -134,7 +144,12 @@ class PartialSchedule(Schedule):
     def with_windows_of(self, other: Schedule) -> PartialSchedule:
         """As many experts as often."""
         assert isinstance(other, PartialSchedule)
-        return replace(self, start=other.start, interval=other.interval, experts=other.experts)
+        return replace(other, table=self.table)
+
+    def after(self, iteration: int, history: int) -> PartialSchedule:
+        """What comes after ``SS_iteration`` where the job has gone back to it; turns go on."""
+        turn = self.turn + self.slot(iteration) // self.interval + 1
+        return replace(self, start=iteration + self.interval, turn=turn, history=history)
 
     def starting_at(self, start: int) -> PartialSchedule:
         """The same from another iteration on."""
@@ -147,8 +162,12 @@ class MoC(Strategy):
     Args:
         table: the operators of the stage.
         interval: iterations between checkpoints.
-        experts: K, of each layer; None: as many as are copied and sent while an iteration runs.
+        experts: K, of each layer; None: an eighth.
+        most: E, of the layer of the job that has the most; None: of this stage.
         limit: the share of lost tokens up to which K stays as it is; see :meth:`wanted_sizes`.
+
+    Raises:
+        ConfigError: it takes too long until every expert has had its turn.
     """
 
     name = "moc"
@@ -158,20 +177,30 @@ class MoC(Strategy):
     counts = Ordering.HARD_COUNT
 
     def __init__(
-        self, table: OperatorTable, interval: int = INTERVAL, experts: int | None = None, limit: float = PLT_LIMIT
+        self,
+        table: OperatorTable,
+        interval: int = INTERVAL,
+        experts: int | None = None,
+        limit: float = PLT_LIMIT,
+        most: int | None = None,
     ) -> None:
         super().__init__(table)
         self.interval, self.limit = interval, limit
-        self.most = most_experts(table)
+        self.most = most_experts(table) if most is None else most
         self.settled = False
         self.account = TokenAccount.empty(len(table))
-        self._asked = None if experts is None else min(experts, max(1, self.most))
-        self._least = self._asked or 1
-        """Below which K does not go again: doubled when too many tokens were lost."""
+        self._first = min(experts or math.ceil(self.most / 8), self.most)
+        self.experts = self._first
+        """K: doubled when too many tokens were lost."""
+        if (reach := math.ceil(self.most / self._first) * interval) > MOST_REACH:
+            raise ConfigError(
+                f"--moevement-snapshot-experts {self._first} of {self.most} every {interval} iterations: every expert "
+                f"is saved once in {reach}; needs at most {MOST_REACH}, so save more experts or more often"
+            )
 
     def first(self, start: int, most: int) -> PartialSchedule:
         """The state that the run begins from is saved whole, in as many snapshots as a run has."""
-        schedule = PartialSchedule(self.table, self.interval, self._asked or max(1, self.most))
+        schedule = PartialSchedule(self.table, self.interval, self.experts, self.most)
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
 
     def observe(self, counts: Scores) -> None:
@@ -179,49 +208,43 @@ class MoC(Strategy):
         self.account = self.account.with_routed(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """K: what was asked for, or what one iteration hides; at least what lost tokens ask for."""
-        return (max(self._least, self._asked or self._hidden(measured)),)
-
-    def _hidden(self, measured: Measured) -> int:
-        """The most experts of each layer that are copied, and sent to every peer, while an iteration runs."""
-        full = self.table.full.sum(axis=0)
-        experts = max(1, self.most)
-        rest, all_experts = int(full[~self.table.is_expert].sum()), int(full[self.table.is_expert].sum())
-        ranks = len(self.table.full)
-        for tried in range(experts, 1, -1):
-            its = (rest + all_experts * tried / experts) / ranks
-            seconds = its / measured.d2h_bytes_per_s + its * measured.replicas / measured.replication_bytes_per_s
-            if seconds <= measured.iteration_s:
-                return tried
-        return 1
+        """K, of the stage that has lost the most."""
+        return (self.experts,)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """The K of all ranks, if it is another one."""
+        """The K of all stages, if it is another one."""
         assert isinstance(now, PartialSchedule)
-        if sizes is None or min(sizes[0], max(1, self.most)) == now.experts:
+        if sizes is None:
             return Proposal([now], is_change=False)
-        wanted = PartialSchedule(self.table, self.interval, min(sizes[0], max(1, self.most)))
-        return Proposal([wanted, now], is_change=True, reorders=True)
+        is_change = sizes[0] != now.experts
+        return Proposal([replace(now, experts=sizes[0]), now], is_change, reorders=is_change)
 
     def caution(self) -> str | None:
         """Where experts are left out."""
-        if self._asked is not None and self._asked >= self.most:
+        if self.experts >= self.most:
             return None
-        saved = "some" if self._asked is None else f"{self._asked}"
         return (
-            f"a snapshot holds {saved} of {self.most} experts of each layer: a failure loses updates of the others, "
-            "and what is trained after it is not what would have been trained without it"
+            f"a snapshot holds {self.experts} of {self.most} experts of each layer: a failure loses updates of the "
+            "others, and what is trained after it is not what would have been trained without it"
         )
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
         """Go on with the account of the checkpoint, and write off what versions before it had not got."""
         account = _account(learned[run.last])
+        self.experts = max(self.experts, learned[run.last]["experts"])
         versions = np.array([int(_account(learned[int(at)]).routed[i]) for i, at in enumerate(run.full_at)])
         self.account = account.back_to(np.where(self.table.is_expert, versions, account.routed))
         lost = self.account.lost_since(account, self.table)
-        while self._least < self.most and lost.proportion > self._share_of_limit():
-            self._least = min(2 * self._least, self.most)
+        while self.experts < self.most and lost.proportion > self._share_of_limit():
+            self.experts = min(2 * self.experts, self.most)
         return lost
+
+    def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
+        """What was saved later is of a history that is no more; the same turns, and another name."""
+        before = [one for one in schedules if one.start <= iteration]
+        last = before[-1]
+        assert isinstance(last, PartialSchedule)
+        return [*before, last.after(iteration, history)]
 
     def _share_of_limit(self) -> float:
         """What may be lost with K as it is: with each doubling more of the limit, and all of it before K = E.
@@ -229,18 +252,18 @@ class MoC(Strategy):
         MoC-System doubles K where the share lost surpasses "its limit" and does not say which part that is (section
         5.3); with equal parts the limit is kept as long as no failure costs more than one.
         """
-        steps = max(1, math.ceil(math.log2(max(2, self.most) / (self._asked or 1))))
-        done = round(math.log2(self._least / (self._asked or 1)))
+        steps = max(1, math.ceil(math.log2(self.most / self._first)))
+        done = round(math.log2(self.experts / self._first))
         return self.limit * min(1.0, (done + 1) / steps)
 
     def learned(self) -> Any:
-        """Tokens, and the least K."""
-        return {"routed": self.account.routed, "lost": self.account.lost, "least": self._least}
+        """Tokens, and K."""
+        return {"routed": self.account.routed, "lost": self.account.lost, "experts": self.experts}
 
     def adopt(self, learned: Any) -> None:
         """Likewise."""
-        self.account, self._least = _account(learned), learned["least"]
+        self.account, self.experts = _account(learned), learned["experts"]
 
 
 def _account(learned: Any) -> TokenAccount:
-    return TokenAccount(learned["routed"], learned["lost"])
+    return TokenAccount(learned["routed"].copy(), learned["lost"].copy())

@@ -139,6 +139,16 @@ class Strategy(ABC):
         """
         raise NotImplementedError
 
+    def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
+        """After :meth:`restored`: what is saved from now on, where the job has gone back to ``iteration``.
+
+        Args:
+            schedules: that were in force, or decided on; the oldest first.
+            iteration: whose state is restored; later snapshots are no more.
+            history: a number that no earlier recovery of the job had.
+        """
+        return schedules
+
     def learned(self) -> Any:
         """What a rank that joins the stage is given; plain data."""
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 
 from moevement_core.engine.lifetime import Lifetime
+from moevement_core.errors import ConfigError
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name, gate_name
 from moevement_core.policy.partial_experts import TokenAccount, chosen, most_experts, turns
 from moevement_core.policy.runs import open_starts, restore_points
@@ -47,7 +49,7 @@ def test_experts_are_taken_in_turn_over_ranks_and_layers() -> None:
 
 @pytest.mark.parametrize("experts", range(1, 7))
 def test_every_expert_is_in_one_of_so_many_checkpoints_in_a_row(experts: int) -> None:
-    schedule = PartialSchedule(table(), 3, experts)
+    schedule = PartialSchedule(table(), 3, experts, 6)
     assert schedule.checkpoints == -(-6 // experts)
     taken = [schedule.contents(iteration) for iteration in range(3 * schedule.size)]
     assert [saved is not None for saved in taken[:4]] == [True, False, False, True]
@@ -89,7 +91,7 @@ def test_what_may_still_be_needed_is_kept() -> None:
     """Whatever is lost on the way, a rank keeps a run that all have until there is a newer one."""
     for seed in range(50):
         random = Random(seed)
-        schedule = PartialSchedule(table(), random.randint(1, 3), random.randint(1, 6))
+        schedule = PartialSchedule(table(), random.randint(1, 3), random.randint(1, 6), 6)
         lifetime, held, delivered = Lifetime(MoC(schedule.table)), dict[int, Contents](), set[int]()
         pending: tuple[int, dict[int, RunStatus]] | None = None
         newest = NONE
@@ -126,7 +128,7 @@ def test_lost_tokens_are_those_between_the_version_and_the_checkpoint() -> None:
     for seed in range(20):
         random = Random(seed)
         stage = table(layers=2, experts=4, expert_parallel=2)
-        schedule = PartialSchedule(stage, 2, random.randint(1, 4))
+        schedule = PartialSchedule(stage, 2, random.randint(1, 4), 4)
         strategy = MoC(stage, 2, schedule.experts)
         experts = [int(place) for place in np.flatnonzero(stage.is_expert)]
         tokens: list[dict[int, int]] = []
@@ -183,12 +185,34 @@ def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:
     assert proposal.schedules[0].experts == wanted[-1]
 
 
-def test_without_a_wish_as_many_experts_as_an_iteration_hides() -> None:
-    stage = table(layers=1, experts=8, expert_parallel=1)
-    strategy = MoC(stage)
-    schedule = strategy.first(0, 9)
-    assert schedule.is_dense  # until something is measured
-    full = int(stage.full.sum())
-    slow = Measured(iteration_s=1.0, d2h_bytes_per_s=full * 0.6, replication_bytes_per_s=1e12, replicas=1)
-    assert strategy.wanted_sizes(schedule, MEASURED) == (8,)
-    assert 1 < strategy.wanted_sizes(schedule, slow)[0] < 8
+def test_turns_go_on_after_a_recovery_and_what_was_saved_later_is_of_another_history() -> None:
+    schedule = PartialSchedule(table(), 2, 2, 6)
+    strategy = MoC(schedule.table, 2, 2)
+    before, after = strategy.going_on([schedule], 8, history=5)
+    assert before is schedule
+    assert isinstance(after, PartialSchedule)
+    assert after.start == 10
+    assert after.id != replace(schedule, start=10, turn=5).id
+    for iteration in range(10, 40):
+        went_on, wanted = after.contents(iteration), schedule.contents(iteration)
+        assert (went_on is None) == (wanted is None)
+        assert went_on is None or (went_on == wanted).all()
+
+
+def test_a_stage_with_fewer_experts_saves_when_the_others_do() -> None:
+    """Runs of all stages begin and end alike, also of one without experts."""
+    few = MoC(table(experts=3), 2, 1, most=6).first(0, 9)
+    many = MoC(table(), 2, 1).first(0, 9)
+    assert (few.start, few.checkpoints, few.last_of_run(0)) == (many.start, many.checkpoints, many.last_of_run(0))
+    without = OperatorTable([Operator(gate_name(0), OperatorKind.GATE, STATE)])
+    assert MoC(without, 2, 1, most=6).first(0, 9).start == many.start
+
+
+def test_an_eighth_is_saved_where_nothing_was_asked_for() -> None:
+    assert MoC(table(layers=1, experts=24, expert_parallel=1)).experts == 3
+    assert MoC(table(layers=1, experts=6, expert_parallel=1)).experts == 1
+
+
+def test_too_long_until_every_expert_was_saved_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1 of 64 every 10 iterations: .* in 640; needs"):
+        MoC(table(layers=1, experts=64, expert_parallel=1), 10, 1)
