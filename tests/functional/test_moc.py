@@ -58,9 +58,8 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     assert f"updates by {sum(wanted.values()):,} routed tokens are lost" in survived.out
 
 
-@pytest.mark.parametrize(
-    "layout", [EP2XDP2, pytest.param(LAYOUTS["PP2xEP2"][1], marks=pytest.mark.full)], ids=["EP2xDP2", "PP2xEP2"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [EP2XDP2, LAYOUTS["PP2xEP2"][1]], ids=["EP2xDP2", "PP2xEP2"])
 def test_a_rank_killed_in_every_phase_of_an_iteration(
     layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
