@@ -57,6 +57,23 @@ class RecoverableRun:
         return loads
 
 
+@dataclass(frozen=True, eq=False)
+class NewestStateRun(RecoverableRun):
+    """Snapshots ``first`` to ``last`` of which each operator's newest full state is loaded; no iteration is run."""
+
+    reaches: int
+    """c."""
+
+    @property
+    def last(self) -> int:
+        """The iteration whose state it gives."""
+        return self.reaches
+
+    def loads(self, iteration: int) -> npt.NDArray[np.int8]:
+        """Full state where it is the newest, int8 ``[operators]``; what is older is not needed meanwhile."""
+        return np.where(self.full_at == iteration, np.int8(Saved.FULL), np.int8(Saved.NOTHING))
+
+
 def newest_recoverable_run(snapshots: Mapping[int, Contents], until: int | None = None) -> RecoverableRun | None:
     """The recoverable run that begins last, hence replays least.
 

@@ -9,36 +9,22 @@ made again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from moevement_core.errors import ScheduleError
-from moevement_core.policy.recoverable import RecoverableRun
+from moevement_core.policy.recoverable import NewestStateRun
 from moevement_core.policy.schedule import Contents, Saved
 
 
-@dataclass(frozen=True, eq=False)
-class RedoRun(RecoverableRun):
+class RedoRun(NewestStateRun):
     """Snapshots ``first`` to ``last``, from which ``state@last`` is made by updates alone."""
-
-    reaches: int
-    """c."""
-
-    @property
-    def last(self) -> int:
-        """The iteration whose dense state it gives."""
-        return self.reaches
 
     @property
     def is_redone(self) -> bool:
         """Updates are made again, and no iteration is run."""
         return True
-
-    def loads(self, iteration: int) -> npt.NDArray[np.int8]:
-        """Full state where it is the newest, int8 ``[operators]``; what is not updated yet is not needed meanwhile."""
-        return np.where(self.full_at == iteration, np.int8(Saved.FULL), np.int8(Saved.NOTHING))
 
 
 def redo_runs(

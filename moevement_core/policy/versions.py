@@ -8,35 +8,20 @@ before it that has it; updates in between are lost. Where snapshots are missing,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from moevement_core.policy.recoverable import RecoverableRun
+from moevement_core.policy.recoverable import NewestStateRun
 from moevement_core.policy.schedule import Contents, Saved
 
 
-@dataclass(frozen=True, eq=False)
-class VersionRun(RecoverableRun):
-    """Snapshots ``first`` to ``last`` of which each operator has its newest version in one; nothing is run between."""
-
-    reaches: int
-    """c: the newest snapshot, from whose iteration on training is run again."""
-
-    @property
-    def last(self) -> int:
-        """The iteration that the job goes back to."""
-        return self.reaches
+class VersionRun(NewestStateRun):
+    """Snapshots ``first`` to ``last`` of which each operator has its newest version in one."""
 
     @property
     def is_stale(self) -> bool:
         """Whether some operators are older than others."""
         return True
-
-    def loads(self, iteration: int) -> npt.NDArray[np.int8]:
-        """Full state where it is the newest, int8 ``[operators]``."""
-        return np.where(self.full_at == iteration, np.int8(Saved.FULL), np.int8(Saved.NOTHING))
 
 
 def version_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[VersionRun]:

@@ -31,7 +31,7 @@ from moevement_core.session.replicas import unequal_replicas
 from moevement_core.snapshot.agreement import NONE
 
 
-def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens | None = None) -> Recovery:
+def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens) -> Recovery:
     """Replay what was prepared and compare; every rank calls it, inside Megatron's training loop.
 
     Stages that keep their state feed those that replay, and wait.
@@ -113,12 +113,12 @@ def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens | None = None) 
         first, until, len(replayed), known_until, known_until, len(check.recomputed), len(check.restored),
         check.losses_until, len(check.sends),
         _sum_sources(prepared.plans), {str(parts.topology.stage): len(replayed)},
-        len(redone), (lost or LostTokens()).by_expert, (lost or LostTokens()).proportion,
+        len(redone), lost.by_expert, lost.proportion,
         sorted(rank for plan in prepared.plans for rank in plan.ranks),
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
-    return _agreed(recovery, lost or LostTokens(), check.differences, parts.binding.replicas())
+    return _agreed(recovery, lost, check.differences, parts.binding.replicas())
 
 
 def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:

@@ -140,10 +140,11 @@ class Recoverer:
         """Where some operators may be older than others: the tokens of this stage that it costs."""
         if prepared.mine is None or not self._windows.strategy.loses_updates:
             return LostTokens()
-        run = prepared.mine.runs[self._parts().topology.stage]
+        learned = {at: snapshot.record().get("learned") for at, snapshot in prepared.snapshots.items()}
+        if None in learned.values():  # windows on disk that another strategy wrote, and that nothing is lost with
+            return LostTokens()
         self.gone_back = prepared.mine.begins
-        records = {iteration: snapshot.record() for iteration, snapshot in prepared.snapshots.items()}
-        return self._windows.go_back(run, records)
+        return self._windows.go_back(prepared.mine.runs[self._parts().topology.stage], learned)
 
     def _prepare_from_disk(
         self,

@@ -212,7 +212,11 @@ class Saving:
         return {"learned": strategy.learned()} if strategy.loses_updates else {}
 
     def went_back_to(self, iteration: int | None) -> None:
-        """After a recovery that may have lost updates: decisions begin anew where it went back to. None: it has not."""
+        """Decide again from ``iteration`` on, to which a recovery rolled back that may have lost updates.
+
+        Args:
+            iteration: None: no such recovery.
+        """
         if iteration is None:
             return
         now = generation()

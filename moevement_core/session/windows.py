@@ -117,19 +117,18 @@ class WindowDecisions:
         if self._counts is not None:
             self._counts.paused = is_paused and not self._counts_again
 
-    def go_back(self, run: RecoverableRun, records: Mapping[int, Mapping[str, Any]]) -> LostTokens:
+    def go_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
         """The job goes back to a state with operators of different age; what it runs again is counted as if new.
 
         Args:
             run: of the stage.
-            records: of its snapshots, by iteration.
+            learned: what the strategy knew when its snapshots were taken, by iteration.
 
         Returns:
             Tokens of the stage whose updates are lost.
         """
         self._drop_counts()
         self._counts_again = True
-        learned = {at: record["learned"] for at, record in records.items() if "learned" in record}
         return self.strategy.restored(run, learned)
 
     def _drop_counts(self) -> None:

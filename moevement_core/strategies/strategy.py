@@ -128,7 +128,9 @@ class Strategy(ABC):
         return None
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """The state is that of ``run``, of which some operators are older than others.
+        """The state is that of ``run``, of which some operators may be older than others.
+
+        Only asked where :attr:`loses_updates`.
 
         Args:
             run: of the stage.
