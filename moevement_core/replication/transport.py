@@ -1,16 +1,14 @@
-"""How bytes get to a peer: blocking sends and receives on a process group that training never uses."""
+"""How bytes get to another rank beside training: blocking sends and receives, most of them in background threads."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 
 
 class Transport(ABC):
@@ -33,53 +31,57 @@ class Transport(ABC):
         """
 
 
-class GlooTransport(Transport):
-    """Over a gloo group of all ranks, made for this alone. Every rank must make it at the same point."""
+class Refusable(ABC):
+    """What others wait in, and an abort frees them from."""
 
-    def __init__(self, timeout: timedelta = timedelta(days=7)) -> None:
-        # A receive waits for the next snapshot however long an evaluation takes; silence is noticed elsewhere.
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        self._refused = False
+    def __init__(self) -> None:
+        self.is_refused = False
         self._under_way = 0
-        with _posting:
-            _transports.add(self)
+        with changed:
+            _refusable.add(self)
 
-    def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        self._wait(lambda: dist.isend(data, dst=peer, group=self._group, tag=tag))
+    @abstractmethod
+    def shut_down(self) -> None:
+        """End every wait in it with an error, now; called with :data:`changed` held."""
 
-    def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        self._wait(lambda: dist.irecv(data, src=peer, group=self._group, tag=tag))
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around everything that may wait for another rank.
 
-    def _wait(self, post: Callable[[], Any]) -> None:
-        with _posting:
-            if self._refused:
-                raise RuntimeError("communication has been aborted")
-            work = post()
+        Raises:
+            RuntimeError: it was refused.
+        """
+        with changed:
+            self.refuse_if_aborted()
             self._under_way += 1
         try:
-            work.wait()
+            yield
         finally:
-            with _posting:
+            with changed:
                 self._under_way -= 1
-                _posting.notify_all()
+                changed.notify_all()
+
+    def refuse_if_aborted(self) -> None:
+        """Raises RuntimeError after an abort."""
+        if self.is_refused:
+            raise RuntimeError("communication has been aborted")
 
 
-_posting = threading.Condition()
-_transports: WeakSet[GlooTransport] = WeakSet()
+changed = threading.Condition()
+"""Notified of whatever somebody may wait for in a transport."""
+_refusable: WeakSet[Refusable] = WeakSet()
 
 
 def refuse() -> None:
-    """Post nothing more on any transport that is there now.
-
-    What is posted on a gloo group that is being destroyed would wait for ever: nobody tells it that its connection was
-    closed. So an abort refuses, breaks the connections, waits with :func:`drained`, and only then destroys groups.
-    """
-    with _posting:
-        for transport in _transports:
-            transport._refused = True
+    """End what waits in any transport that is there now, and let nothing begin there any more."""
+    with changed:
+        for one in _refusable:
+            one.is_refused = True
+            one.shut_down()
+        changed.notify_all()
 
 
 def drained(timeout_s: float) -> bool:
-    """Wait until everything that was posted is over, with an error or without; whether that came in time."""
-    with _posting:
-        return _posting.wait_for(lambda: not any(transport._under_way for transport in _transports), timeout_s)
+    """Wait until everything that was under way is over, with an error or without; whether that came in time."""
+    with changed:
+        return changed.wait_for(lambda: not any(one._under_way for one in _refusable), timeout_s)

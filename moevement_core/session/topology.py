@@ -15,6 +15,7 @@ import torch.distributed as dist
 from moevement_core.operators import Operator, OperatorKind, OperatorTable
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
+from moevement_core.replication.connections import Address, Connections
 from moevement_core.replication.placement import (
     Copies,
     Placement,
@@ -23,9 +24,10 @@ from moevement_core.replication.placement import (
     place,
     sources_of,
 )
-from moevement_core.replication.transport import GlooTransport, Transport
+from moevement_core.replication.transport import Transport
 from moevement_core.restart.injection import InjectingTransport
 from moevement_core.session import wind_down
+from moevement_core.session.address import own_address
 from moevement_core.session.binding import Binding, Place
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.exchange import all_gather_objects
@@ -43,6 +45,8 @@ class _Rank:
     """That have kept its copies until now; nothing on a rank that is new."""
     sources: tuple[int, ...]
     """Whose copies it has kept until now."""
+    address: Address
+    """Where it is reached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +117,7 @@ def connect(
         is_running: whether the job has begun, so that it goes on with the nodes that are left.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
+    connections = Connections(own_address())
     everyones: list[_Rank] = all_gather_objects(
         _Rank(
             binding.place(),
@@ -120,8 +125,10 @@ def connect(
             binding.operators(),
             before.peers[rank] if before is not None else None,
             tuple(before.sources) if before is not None else (),
+            connections.address,
         )
     )
+    connections.open(rank, [its.address for its in everyones])
     places = [its.place for its in everyones]
     stages = tuple(its.stage for its in places)
     stage = stages[rank]
@@ -133,9 +140,9 @@ def connect(
         job_group=dist.new_group(backend="gloo"),
         stage_group=_make_stage_groups(stages, stage),
         agreement=_agreement(world),
-        snapshots=_for_snapshots(config, copies),
-        fetches=GlooTransport() if world > 1 else None,
-        feeds=GlooTransport() if pipeline.stages > 1 else None,
+        snapshots=_for_snapshots(config, copies, connections),
+        fetches=connections.channel("fetches") if world > 1 else None,
+        feeds=connections.channel("feeds") if pipeline.stages > 1 else None,
     )
     return Topology(
         rank=rank,
@@ -167,10 +174,10 @@ def _agreement(world: int) -> Agreement:
     return agreement
 
 
-def _for_snapshots(config: SessionConfig, copies: Copies) -> Transport | None:
+def _for_snapshots(config: SessionConfig, copies: Copies, connections: Connections) -> Transport | None:
     if not copies.replicas:
         return None
-    transport = GlooTransport()
+    transport = connections.channel("snapshots")
     return InjectingTransport(transport) if config.drill.faults else transport
 
 

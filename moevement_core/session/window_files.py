@@ -106,7 +106,7 @@ def load_newest(
     place: SharedFolder,
     stage: int,
     settings: Mapping[str, Any],
-    transport: Transport | None,
+    transport: Transport,
     is_wanted: Callable[[Manifest], bool],
     after: int,
 ) -> Loaded | None:

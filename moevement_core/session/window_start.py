@@ -13,9 +13,11 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.persistence.manifest import Manifest, is_of_job
-from moevement_core.replication.transport import GlooTransport
+from moevement_core.replication.connections import Connections
+from moevement_core.session.address import own_address
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
+from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.folder import START_PATIENCE_S, SharedFolder, find_place
 from moevement_core.session.identity import JobNames
 from moevement_core.session.window_files import Loaded, load_newest
@@ -74,7 +76,12 @@ def _load_named(binding: Binding, config: SessionConfig, names: JobNames) -> Loa
 
 
 def _load(binding: Binding, place: SharedFolder, is_wanted: Callable[[Manifest], bool]) -> Loaded | None:
-    transport = GlooTransport() if dist.get_world_size() > 1 else None
-    return load_newest(
-        place, binding.place().stage, binding.settings(), transport, is_wanted, after=binding.iteration
-    )  # fmt: skip
+    connections = Connections(own_address())
+    try:
+        connections.open(dist.get_rank(), all_gather_objects(connections.address))
+        return load_newest(
+            place, binding.place().stage, binding.settings(), connections.channel("windows"), is_wanted,
+            after=binding.iteration,
+        )  # fmt: skip
+    finally:
+        connections.close()

@@ -1,0 +1,174 @@
+"""Connections between ranks beside training: of TCP, made when they are first used.
+
+Not process groups: a gloo group connects every rank with every other, and a receive of which a part has come never ends
+when its connection does (torch 2.13), so a rank that dies while it sends takes the one that receives with it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from typing import override
+
+import torch
+
+from moevement_core.replication.transport import Refusable, Transport, changed
+
+CONNECT_S = 30.0
+"""How long a connection may take to be made, and who made it to say who it is."""
+
+_HELLO = struct.Struct("!16s16sqq")
+"""Secret of the rank that is called, name of the channel, caller, tag."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens."""
+
+    host: str
+    port: int
+    secret: bytes
+    """That callers have to know: of this rank in this generation."""
+
+
+class Connections(Refusable):
+    """Of one rank in one generation; a connection for each channel, sender, receiver and tag, used one way.
+
+    Args:
+        host: the address of this host that other ranks reach.
+    """
+
+    def __init__(self, host: str) -> None:
+        super().__init__()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=1024)
+        self._sockets = {self._listener}
+        self._to: dict[tuple[str, int, int], socket.socket] = {}
+        self._from: dict[tuple[str, int, int], socket.socket] = {}
+        self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
+
+    @cached_property
+    def addresses(self) -> Sequence[Address]:
+        """Of all ranks, this one too."""
+        raise RuntimeError("open() comes first")
+
+    def open(self, rank: int, addresses: Sequence[Address]) -> None:
+        """Begin to listen to others.
+
+        Args:
+            rank: this one.
+            addresses: of every rank of the job.
+        """
+        self._rank, self.addresses = rank, addresses
+        threading.Thread(target=self._accept, name="moevement-accept", daemon=True).start()
+
+    def channel(self, name: str) -> Transport:
+        """Returns a transport whose messages are of no concern to other channels; a name of at most 16 bytes."""
+        return _Channel(self, name)
+
+    @override
+    def shut_down(self) -> None:
+        for one in self._sockets:
+            with suppress(OSError):  # not connected any more
+                one.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nothing comes and goes any more; what was sent still arrives."""
+        with changed:
+            self.is_refused = True
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            for one in self._sockets:
+                one.close()
+            changed.notify_all()
+
+    def to(self, channel: str, peer: int, tag: int) -> socket.socket:
+        """The connection that messages to ``peer`` take; for one thread at a time."""
+        if (made := self._to.get((channel, peer, tag))) is not None:
+            return made
+        address = self.addresses[peer]
+        made = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+        self._keep(made)
+        made.settimeout(CONNECT_S)
+        made.connect((address.host, address.port))
+        made.settimeout(None)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        made.sendall(_HELLO.pack(address.secret, channel.encode(), self._rank, tag))
+        self._to[channel, peer, tag] = made
+        return made
+
+    def come_from(self, channel: str, peer: int, tag: int) -> socket.socket:
+        """The connection that messages of ``peer`` take; waits until it has made it."""
+        key = (channel, peer, tag)
+        with changed:
+            changed.wait_for(lambda: self.is_refused or key in self._from)
+            self.refuse_if_aborted()
+            return self._from[key]
+
+    def _keep(self, one: socket.socket) -> None:
+        with changed:
+            if self.is_refused:
+                one.close()
+            self.refuse_if_aborted()
+            self._sockets.add(one)
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # it is shut down
+            while True:
+                caller, _ = self._listener.accept()
+                threading.Thread(target=self._welcome, args=(caller,), name="moevement-welcome", daemon=True).start()
+
+    def _welcome(self, caller: socket.socket) -> None:
+        """Whoever does not know the secret in time is none of the ranks of this generation."""
+        try:
+            self._keep(caller)
+            caller.settimeout(CONNECT_S)
+            hello = bytearray(_HELLO.size)
+            _receive_all(caller, memoryview(hello))
+            secret, channel, rank, tag = _HELLO.unpack(hello)
+            if not hmac.compare_digest(secret, self.address.secret):
+                raise ConnectionError("of another job, or generation")
+            caller.settimeout(None)
+        except (OSError, RuntimeError):
+            with changed:
+                self._sockets.discard(caller)
+            caller.close()
+            return
+        with changed:
+            self._from[channel.rstrip(b"\0").decode(), rank, tag] = caller
+            changed.notify_all()
+
+
+class _Channel(Transport):
+    def __init__(self, connections: Connections, name: str) -> None:
+        self._connections, self._name = connections, name
+
+    @override
+    def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
+        with self._connections.under_way():
+            try:
+                self._connections.to(self._name, peer, tag).sendall(memoryview(data.numpy()))
+            except OSError as error:
+                raise RuntimeError(f"connection to rank {peer}: {error}") from error
+
+    @override
+    def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
+        with self._connections.under_way():
+            try:
+                _receive_all(self._connections.come_from(self._name, peer, tag), memoryview(data.numpy()))
+            except OSError as error:
+                raise RuntimeError(f"connection from rank {peer}: {error}") from error
+
+
+def _receive_all(connection: socket.socket, view: memoryview) -> None:
+    while view.nbytes:
+        if not (came := connection.recv_into(view, view.nbytes, socket.MSG_WAITALL)):
+            raise ConnectionError("closed by the other side")
+        view = view[came:]

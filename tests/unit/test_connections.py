@@ -1,0 +1,111 @@
+"""Connections between ranks beside training: order, strangers, and ranks that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moevement_core.errors import ConfigError
+from moevement_core.replication.connections import Connections
+from moevement_core.session.address import own_address
+from moevement_core.session.exchange import all_gather_objects
+from tests.harness import run_ranks
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Connections, Connections]]:
+    both = Connections("127.0.0.1"), Connections("127.0.0.1")
+    for rank, one in enumerate(both):
+        one.open(rank, [each.address for each in both])
+    yield both
+    for one in both:
+        one.close()
+
+
+def _bytes(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def test_messages_come_in_order_on_each_channel_and_tag(two: tuple[Connections, Connections]) -> None:
+    first, second = two
+    for channel, tag, value in (("a", 1, 1), ("a", 2, 2), ("b", 1, 3), ("a", 1, 4)):
+        first.channel(channel).send(1, tag, _bytes(value, value))
+    came = []
+    for channel, tag in (("b", 1), ("a", 2), ("a", 1), ("a", 1)):
+        data = torch.empty(2, dtype=torch.uint8)
+        second.channel(channel).receive(0, tag, data)
+        came.append(data.tolist())
+    assert came == [[3, 3], [2, 2], [1, 1], [4, 4]]
+
+
+def test_a_stranger_is_turned_away(two: tuple[Connections, Connections]) -> None:
+    first, second = two
+    with socket.create_connection((second.address.host, second.address.port)) as stranger:
+        stranger.sendall(b"x" * 4096)
+        stranger.settimeout(10)
+        with suppress(ConnectionResetError):  # the rest of it was not read
+            assert stranger.recv(1) == b""
+    wrong = Connections("127.0.0.1")
+    wrong.open(0, [wrong.address, replace(second.address, secret=b"0" * 16)])
+    wrong.channel("a").send(1, 1, _bytes(9))
+    first.channel("a").send(1, 1, _bytes(5))
+    data = torch.empty(1, dtype=torch.uint8)
+    second.channel("a").receive(0, 1, data)
+    assert data.tolist() == [5]
+    wrong.close()
+
+
+def test_what_is_sent_before_the_end_arrives(two: tuple[Connections, Connections]) -> None:
+    first, second = two
+    first.channel("a").send(1, 1, _bytes(1, 2, 3))
+    first.close()
+    data = torch.empty(3, dtype=torch.uint8)
+    second.channel("a").receive(0, 1, data)
+    assert data.tolist() == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="rank 0"):
+        second.channel("a").receive(0, 1, data)
+    with pytest.raises(RuntimeError, match="rank 0"):
+        second.channel("a").send(0, 1, data)
+
+
+def _receive_from_one_that_dies() -> str:
+    rank = dist.get_rank()
+    connections = Connections(own_address())
+    connections.open(rank, all_gather_objects(connections.address))
+    channel = connections.channel("a")
+    if rank == 0:
+        channel.send(1, 1, torch.zeros(1 << 20, dtype=torch.uint8))
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        channel.receive(0, 1, torch.empty(1 << 21, dtype=torch.uint8))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_receive_ends_when_the_sender_dies_in_the_middle_of_it() -> None:
+    outcomes = run_ranks(_receive_from_one_that_dies, 2, check=False)
+    assert "connection from rank 0" in outcomes[1].result
+
+
+def test_the_address_is_that_of_the_interface_asked_for() -> None:
+    with mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "lo"}):
+        assert own_address() == "127.0.0.1"
+    with (
+        mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nosuch0"}),
+        pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=nosuch0.*has.*lo"),
+    ):
+        own_address()
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        os.environ.pop("MOEVEMENT_STORE", None)
+        assert own_address() == "127.0.0.1"
