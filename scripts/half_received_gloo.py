@@ -1,7 +1,7 @@
 """A receive of which a part has come: torch's gloo never ends it when its connection does.
 
-``python scripts/half_received_gloo.py`` says within seconds whether the wait ended, with torch alone: a process sends to
-another and is stopped in the middle of it, and the other shuts its connections down. That is why copies of snapshots
+``python scripts/half_received_gloo.py`` says within seconds whether the wait ended, with torch alone: a process sends
+to another and is stopped in the middle of it, and the other shuts its connections down. That is why copies of snapshots
 travel over sockets (``moevement_core/replication/connections.py``).
 """
 
@@ -70,8 +70,8 @@ def main() -> None:
     for one in (sender, receiver):
         one.kill()
     print(
-        f"torch {torch.__version__}: {received:,} of {BYTES:,} bytes had come when connections were shut down; the wait "
-        + ("ended" if has_ended else f"did not end within {PATIENCE_S:g} s")
+        f"torch {torch.__version__}: {received:,} of {BYTES:,} bytes had come when connections were shut down; the "
+        + ("wait ended" if has_ended else f"wait did not end within {PATIENCE_S:g} s")
     )
 
 
