@@ -30,9 +30,14 @@ def _join(rank: int, port: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
 
 
+def _wait_for(work: dist.Work | None) -> None:
+    assert work is not None, "this rank is in the group"
+    work.wait()
+
+
 def _send(port: int) -> None:
     _join(1, port)
-    dist.isend(torch.zeros(BYTES, dtype=torch.uint8), dst=0).wait()
+    _wait_for(dist.isend(torch.zeros(BYTES, dtype=torch.uint8), dst=0))
 
 
 def _receive(port: int, sender: int, said: Connection) -> None:
@@ -42,7 +47,7 @@ def _receive(port: int, sender: int, said: Connection) -> None:
 
     def receive() -> None:
         with suppress(RuntimeError):
-            dist.irecv(data, src=1).wait()
+            _wait_for(dist.irecv(data, src=1))
         ended.set()
 
     threading.Thread(target=receive, daemon=True).start()
