@@ -30,6 +30,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "gemini": ("--moevement-strategy", "gemini", *OTHERS),
     "checkfreq": ("--moevement-strategy", "checkfreq", *OTHERS, "--moevement-persist-dir", "{windows}"),
     "moc": ("--moevement-strategy", "moc", *OTHERS),
+    "moetion": ("--moevement-strategy", "moetion", *OTHERS),
     "none": ("--moevement-strategy", "none", *OTHERS),
 }
 """By name, the flags of a job."""

@@ -310,9 +310,13 @@ class Replay(ft.Trainer):
         self.trainer.forward_backward(iteration)
         reduced = self.trainer.reduce()
         # The norm of then counted gradients that frozen operators do not have now.
-        self.trainer.update(outcome["step"] if outcome is not None else reduced)
+        self.came_of = outcome["step"] if outcome is not None else reduced
+        self.trainer.update(self.came_of)
         self.trainer.iteration = iteration
         return self.trainer.losses[iteration]
+
+    def outcome(self) -> Mapping[str, Any]:
+        return self.came_of
 
 
 class RouterCounts:

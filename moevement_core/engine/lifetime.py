@@ -78,7 +78,7 @@ class Lifetime:
             had: what those hold that all peers have.
         """
         runs = [run for run in self._strategy.restore_points(had) if self._is_whole(run)]
-        self._runs = {run.first: run.last for run in runs if run.first >= self.persisted}
+        self._runs = {run.first: run.last for run in sorted(runs, key=_last) if run.first >= self.persisted}
         open_ = {run.first for run in self._strategy.restore_points(deliverable)}
         open_ |= set(self._strategy.open_starts(deliverable, is_gapless=iteration - 1 in deliverable))
         return dict.fromkeys(open_, RunStatus.OPEN) | dict.fromkeys(self._runs, RunStatus.PERSISTED)
@@ -88,3 +88,7 @@ class Lifetime:
         newest = next(self._strategy.restore_points(deliverable), None)
         needed = max((*self._runs.values(), self.last_needed, newest.last if newest else NONE))
         return sorted(taken for taken in deliverable if taken > needed)
+
+
+def _last(run: RecoverableRun) -> int:
+    return run.last

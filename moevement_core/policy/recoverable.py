@@ -42,6 +42,15 @@ class RecoverableRun:
         """Whether some operators are older than others in the state that it gives: updates of them are lost."""
         return False
 
+    @property
+    def version_at(self) -> npt.NDArray[np.int64]:
+        """The iteration as of which each operator's state is the newest one that is restored, int64 ``[operators]``."""
+        return np.full_like(self.full_at, self.last)
+
+    def is_at(self, iteration: int) -> npt.NDArray[np.bool_]:
+        """Which operators have the state of ``iteration`` when all that leads there is done, bool ``[operators]``."""
+        return self.full_at <= iteration
+
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
         """Which operators are active while ``iteration`` is replayed, bool ``[operators]``; the others are frozen."""
         return self.full_at < iteration

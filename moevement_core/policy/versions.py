@@ -1,27 +1,62 @@
-"""Which snapshots restore a state whose operators are of different age (MoC-System, section 3.1).
+"""Which snapshots restore a state whose operators are of different age (MoC-System, section 3.1; MoEtion, section 6).
 
 A snapshot that leaves operators out (:attr:`Saved.OMITTED`) says that a recovery is to take the newest older version of
 them. So a state is restored from the newest snapshot and, for each operator that it leaves out, from the newest one
 before it that has it; updates in between are lost. Where snapshots are missing, older versions take their place.
+
+A version is full state, or full state and the gradients of every update from there on (MoEtion, section 5.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import override
 
 import numpy as np
+import numpy.typing as npt
 
 from moevement_core.policy.recoverable import NewestStateRun
 from moevement_core.policy.schedule import Contents, Saved
 
 
+@dataclass(frozen=True, eq=False)
 class VersionRun(NewestStateRun):
-    """Snapshots ``first`` to ``last`` of which each operator has its newest version in one."""
+    """Snapshots ``first`` to ``last`` of which each operator has its newest version in some."""
+
+    versions: npt.NDArray[np.int64]
+    """See :attr:`version_at`."""
+
+    @property
+    @override
+    def version_at(self) -> npt.NDArray[np.int64]:
+        return self.versions
 
     @property
     def is_stale(self) -> bool:
         """Whether some operators are older than others."""
         return True
+
+    @property
+    def is_redone(self) -> bool:
+        """Whether any version ends with gradients."""
+        return bool((self.version_at > self.full_at).any())
+
+    @override
+    def is_at(self, iteration: int) -> npt.NDArray[np.bool_]:
+        """Which operators have the state of ``iteration``, and not that of an earlier one, bool ``[operators]``."""
+        return (self.full_at <= iteration) & (iteration <= self.version_at)
+
+    @override
+    def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
+        """Which operators have their update of ``iteration`` made again, bool ``[operators]``."""
+        return (self.full_at < iteration) & (iteration <= self.version_at)
+
+    @property
+    def snapshots(self) -> set[int]:
+        """Those that are read."""
+        pairs = set(zip(self.full_at.tolist(), self.version_at.tolist(), strict=True))
+        return {self.last}.union(*(range(full, version + 1) for full, version in pairs))
 
 
 def version_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[VersionRun]:
@@ -33,20 +68,22 @@ def version_runs(snapshots: Mapping[int, Contents], until: int | None = None) ->
     """
     usable = {
         iteration: saved
-        for iteration, saved in snapshots.items()
+        for iteration, saved in sorted(snapshots.items())
         if (until is None or iteration <= until) and _is_of_versions(saved)
     }
-    newest = sorted(usable, reverse=True)
-    for place, last in enumerate(newest):
-        full_at = np.full(len(usable[last]), -1, dtype=np.int64)
-        is_open = np.ones(len(full_at), dtype=bool)
-        for iteration in newest[place:]:
-            found = is_open & (usable[iteration] == Saved.FULL)
-            full_at[found] = iteration
-            is_open &= ~found
-            if not is_open.any():
-                yield VersionRun(int(full_at.min()), full_at, last)
-                break
+    runs = []
+    full_at = version_at = np.full(len(next(iter(usable.values()), ())), NEVER, dtype=np.int64)
+    for iteration, saved in usable.items():
+        is_full = saved == Saved.FULL
+        goes_on = (saved == Saved.GRADIENT) & (version_at == iteration - 1)
+        full_at = np.where(is_full, iteration, full_at)
+        version_at = np.where(is_full | goes_on, iteration, version_at)
+        if (full_at != NEVER).all():
+            runs.append(VersionRun(int(full_at.min()), full_at, iteration, version_at))
+    return reversed(runs)
+
+
+NEVER = -(1 << 40)
 
 
 def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
@@ -63,4 +100,4 @@ def leaves_out(saved: Contents) -> bool:
 
 
 def _is_of_versions(saved: Contents) -> bool:
-    return bool(((saved == Saved.FULL) | (saved == Saved.OMITTED)).all())
+    return bool(((saved != Saved.NOTHING) & (saved != Saved.COMPUTE)).all())

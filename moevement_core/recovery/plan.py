@@ -218,14 +218,19 @@ def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[
         return None
     last = max(everywhere)
     chosen = {stage: of_stage[last] for stage, of_stage in runs.items()}
-    fetches = [
+    fetches = tuple(
         _nearest(held, owner, iteration)
         for owner, stage in sorted(stages.items())
-        for iteration in sorted({last, *chosen[stage].full_at.tolist()})
-    ]
-    first, begins = min(run.first for run in chosen.values()), _state_at(held, last)
-    end = begins if until is None else until
-    return RecoveryPlan(first, last, end, begins, chosen, tuple(fetches), frozenset(stages))
+        for iteration in sorted(chosen[stage].snapshots)
+    )
+    first, reaches = min(run.first for run in chosen.values()), _state_at(held, last)
+    end = reaches if until is None else until
+    if any(run.is_redone for run in chosen.values()):
+        begins = _state_at(
+            {owner: held[owner] for owner, stage in stages.items() if chosen[stage].first == first}, first
+        )
+        return RecoveryPlan(first, last, end, begins, chosen, fetches, frozenset(stages), reaches)
+    return RecoveryPlan(first, last, end, reaches, chosen, fetches, frozenset(stages))
 
 
 def _state_at(held: Held, iteration: int) -> int:

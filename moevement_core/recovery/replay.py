@@ -77,6 +77,10 @@ class Trainer(ABC):
             The losses, where this rank has them.
         """
 
+    def outcome(self) -> Mapping[str, Any]:
+        """What came of the step of the iteration that was run last, as its record has it; empty where nobody asks."""
+        return {}
+
     def sent(self, iteration: int) -> str | None:
         """A digest of what ``iteration``, which was run last, sent to other stages or would have; None: not known."""
         return None
@@ -93,7 +97,7 @@ def replay(
     outcomes: Mapping[int, Any] | None = None,
     dense: Callable[[int, Mapping[str, Any]], None] = lambda iteration, record: None,
     redoes: Callable[[int], None] = lambda iteration: None,
-) -> None:
+) -> Mapping[str, Any]:
     """Turn ``snapshots`` into the dense state of iteration ``plan.until``; what differs is in ``check``.
 
     Args:
@@ -107,6 +111,9 @@ def replay(
         outcomes: records of iterations that no snapshot here has, from ranks that remember them.
         dense: called with every iteration before the last whose dense state is live, and the record of it.
         redoes: called with the iteration whose update is made again next.
+
+    Returns:
+        The record of the last iteration that was run; empty if none was.
     """
     run = plan.runs[stage]
     came_of: Mapping[str, Any] = {}
@@ -118,21 +125,22 @@ def replay(
         if run.is_redone and iteration == run.last:
             trainer.complete()
         if snapshot is not None:
-            # What is older is not what this snapshot was taken of.
-            active = run.full_at == iteration if run.is_stale else run.full_at <= iteration
+            active = run.is_at(iteration)
             check.compare(snapshot, frozenset(_chosen(names, active)), updated)
             trainer.put_boundary(snapshot.record()[BOUNDARY])
         if iteration == plan.until:
-            return
+            break
         if iteration >= run.last:
             dense(iteration, came_of if snapshot is None else snapshot.record()[ITERATION])
         if iteration < plan.begins:
             continue  # snapshots from before the run began: nothing was run from here to the next
         following = snapshots.get(iteration + 1)
         if iteration + 1 in plan.redone:
-            assert following is not None, "a run of snapshots has no gap"
-            redoes(iteration + 1)
             redone = frozenset(_chosen(names, run.active_in(iteration + 1)))
+            if not redone:
+                continue  # other stages have operators whose newest state is older
+            assert following is not None, "a run of snapshots has no gap where gradients are used"
+            redoes(iteration + 1)
             if outcome := following.record()[ITERATION] or None:
                 trainer.redo(iteration + 1, _gradients(following, redone), outcome)
                 updated |= redone
@@ -149,7 +157,10 @@ def replay(
         check.compare_losses(iteration + 1, losses, outcome)
         sent = trainer.sent(iteration + 1)
         check.compare_sent(iteration + 1, sent, outcome)
-        came_of = {"iteration": iteration + 1, "losses": losses, "sent": sent, **(outcome or {})}
+        came_of = {
+            "iteration": iteration + 1, "losses": losses, "sent": sent, "step": trainer.outcome(), **(outcome or {}),
+        }  # fmt: skip
+    return came_of
 
 
 def _gradients(snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[tuple[str, torch.Tensor]]]:

@@ -6,7 +6,7 @@ Every rank calls :func:`carry_out` at the same point; what any of them finds wro
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,12 @@ from moevement_core.session.replicas import unequal_replicas
 from moevement_core.snapshot.agreement import NONE
 
 
-def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens) -> Recovery:
+def carry_out(
+    parts: Parts,
+    prepared: Prepared,
+    lost: LostTokens,
+    take_again: Callable[[int, Mapping[str, Any]], None] | None,
+) -> tuple[Recovery, Mapping[str, Any]]:
     """Replay what was prepared and compare; every rank calls it, inside Megatron's training loop.
 
     Stages that keep their state feed those that replay, and wait.
@@ -40,6 +45,11 @@ def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens) -> Recovery:
         parts: of this rank.
         prepared: by every rank.
         lost: tokens of this stage whose updates are not in what is restored.
+        take_again: called, on every rank, with each iteration but the last that was run again and its record, where
+            what was saved of it is of no use any more; None: it is.
+
+    Returns:
+        What was done, and the record of the last iteration that was run again; empty if none was.
 
     Raises:
         RecoveryError: what was recovered is not what was lost (on every rank alike), or a snapshot is of another model.
@@ -51,6 +61,7 @@ def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens) -> Recovery:
     check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)
     replayed: list[int] = []
     redone: list[int] = []
+    came_of: Mapping[str, Any] = {}
 
     def tell(iteration: int, frozen: int) -> None:
         injection.at(Phase.REPLAY, iteration)
@@ -67,12 +78,14 @@ def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens) -> Recovery:
     def keep(iteration: int, record: Mapping[str, Any]) -> None:
         """Take the snapshots again that died with a rank, and those of windows that were under way."""
         checkpointer = parts.checkpointer
+        assert plan is not None
         if iteration in checkpointer.own.snapshots():
             return
-        if iteration in prepared.snapshots:
+        if take_again is not None and iteration > plan.iterations.start - 1:
+            take_again(iteration, record)
+        elif iteration in prepared.snapshots:
             checkpointer.adopt(prepared.snapshots[iteration])
-        elif "step" in record and checkpointer.takes(iteration):
-            assert plan is not None
+        elif record.get("step") and checkpointer.takes(iteration):
             if iteration > plan.dense_at:  # before, some operators had no gradients
                 checkpointer.log_gradients(iteration, is_replayed=True)
             checkpointer.take(iteration, {"boundary": parts.binding.boundary_copy(), "iteration": record})
@@ -81,8 +94,6 @@ def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens) -> Recovery:
     if plan is not None:
         checkpointer = parts.checkpointer
         run = plan.runs[parts.topology.stage]
-        if run.is_stale:
-            checkpointer.forget_after(run.last)
         for iteration in sorted(prepared.snapshots):
             if iteration >= run.last + (plan.redone_until is not None or run.is_stale):
                 continue
@@ -97,7 +108,7 @@ def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens) -> Recovery:
             else Alone(parts.topology.neighbours, frozenset(plan.runs), parts.topology.channels.feeds)
         )
         with parts.binding.replaying(shared_from, alone) as trainer, working():
-            replay(
+            came_of = replay(
                 plan, parts.topology.stage, parts.topology.table.names, prepared.snapshots, trainer, check, tell,
                 prepared.outcomes, keep, redoes,
             )  # fmt: skip
@@ -118,7 +129,7 @@ def carry_out(parts: Parts, prepared: Prepared, lost: LostTokens) -> Recovery:
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
-    return _agreed(recovery, lost, check.differences, parts.binding.replicas())
+    return _agreed(recovery, lost, check.differences, parts.binding.replicas()), came_of
 
 
 def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from moevement_core.replication.placement import PlacementKind
 from moevement_core.restart.drills import DrillConfig
 from moevement_core.strategies.config import NO_STRATEGY, StrategyConfig
 from moevement_core.strategies.gemini import Gemini
+from moevement_core.strategies.moetion import MoEtion
 
 SWITCH = "--moevement-sparse-ckpt"
 
@@ -42,10 +44,17 @@ class SessionConfig:
         if args.moevement_strategy == NO_STRATEGY:
             raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
         strategy, disk = from_args(StrategyConfig, args, has_experts=has_experts), from_args(DiskConfig, args)
+        budget = from_args(BudgetConfig, args)
+        if strategy.name == MoEtion.name and not math.isinf(budget.host_memory_bytes):
+            raise ConfigError(
+                f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
+                f"{strategy.name}: which experts a rank saves is not known beforehand; leave it out, and bound it by "
+                "--moevement-snapshot-experts"
+            )
         return SessionConfig(
             strategy,
             _copies(from_args(CopiesConfig, args), strategy, disk),
-            from_args(BudgetConfig, args),
+            budget,
             from_args(TimeoutsConfig, args),
             from_args(VerifyConfig, args).verify,
             disk,
@@ -54,14 +63,14 @@ class SessionConfig:
 
 
 def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) -> CopiesConfig:
-    """As the strategy has them: GEMINI's in groups, none of what counts on disk alone.
+    """As the strategy has them: GEMINI's in groups, MoEtion's among replicas, none of what counts on disk alone.
 
     Raises:
         ConfigError: there is no disk, or copies were asked for.
     """
     if copies.placement is None:
-        is_grouped = strategy.name == Gemini.name
-        copies = replace(copies, placement=PlacementKind.GROUPS if is_grouped else PlacementKind.SPREAD)
+        papers = {Gemini.name: PlacementKind.GROUPS, MoEtion.name: PlacementKind.REDUNDANCY}
+        copies = replace(copies, placement=papers.get(strategy.name, PlacementKind.SPREAD))
     if not strategy.to_disk_alone:
         return copies
     if disk.persist_dir is None:

@@ -114,9 +114,9 @@ def _scope(topology: Topology, lost: frozenset[int], recovery: Recovery | None) 
     if recovery is None:
         return f"none of {stages} stages lost its state"
     names = ", ".join(str(stage) for stage in sorted(lost))
-    if recovery.redone and not recovery.replayed:
-        return f"of stage {names} of {stages} {recovery.scope} lost state and restored it; all others keep theirs"
     has_all = len(recovery.ranks) == topology.world
+    if recovery.redone and not recovery.replayed and not has_all:
+        return f"of stage {names} of {stages} {recovery.scope} lost state and restored it; all others keep theirs"
     if has_all and len(lost) < stages:
         return f"stage {names} of {stages} lost its state; all stages rolled back"
     return f"stage {names} of {stages} lost its state; {'all' if has_all else 'only it'} rolled back"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
@@ -15,38 +15,24 @@ from moevement_core.session.carry_out import carry_out
 from moevement_core.session.kept import Kept, check_kept
 from moevement_core.session.parts import Parts
 from moevement_core.session.prepare import Prepared, Scope, prepare
-from moevement_core.session.reports import Reports
+from moevement_core.session.saving import Saving
 from moevement_core.session.sources import MemorySource, SnapshotSource
 from moevement_core.session.step_records import StepRecords
-from moevement_core.session.windows import WindowDecisions
-from moevement_core.session.windows_on_disk import WindowsOnDisk
 
 
 class Recoverer:
     """Of one rank; every rank calls alike.
 
     Args:
-        parts: gives what there is of this rank in this generation.
+        saving: what is saved of this rank; its strategy says how far the job rolls back, and counts what it runs.
         records: what came of recent steps.
-        windows: whose strategy says how far the job rolls back, and which counts what it runs.
-        disk: windows on disk.
-        reports: what an operator sees.
     """
 
-    def __init__(
-        self,
-        parts: Callable[[], Parts],
-        records: StepRecords,
-        windows: WindowDecisions,
-        disk: WindowsOnDisk,
-        reports: Reports,
-    ) -> None:
+    def __init__(self, saving: Saving, records: StepRecords) -> None:
         self.done: list[Recovery] = []
         """Every recovery of this process."""
-        self.gone_back: int | None = None
-        """The iteration whose state was restored where the strategy may lose updates, until training goes on."""
-        self._parts, self._records, self._windows = parts, records, windows
-        self._disk, self._reports = disk, reports
+        self._saving, self._records = saving, records
+        self._windows, self._disk, self._reports = saving.windows, saving.disk, saving.reports
 
     def recover(self, until: int, lost: frozenset[int] | None = None) -> Recovery:
         """Bring ``state@until`` back.
@@ -71,7 +57,7 @@ class Recoverer:
         Raises:
             RecoveryError: there is no way back. On every rank alike.
         """
-        parts = self._parts()
+        parts = self._saving.parts
         topology, memory = parts.topology, MemorySource(parts.checkpointer)
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory}
         scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
@@ -106,7 +92,7 @@ class Recoverer:
             prepared: what was replayed; None if no rank lost its state.
         """
         return check_kept(
-            self._parts(), until, is_kept=prepared is None or prepared.mine is None,
+            self._saving.parts, until, is_kept=prepared is None or prepared.mine is None,
             replicas_are_known=prepared is not None,
         )  # fmt: skip
 
@@ -129,22 +115,29 @@ class Recoverer:
     def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         lost = self._go_back(prepared)
         with self.replaying():
-            done = carry_out(self._parts(), prepared, lost)
+            done, came_of = carry_out(
+                self._saving.parts, prepared, lost or LostTokens(), None if lost is None else self._saving.take_again
+            )
+        if lost is not None:
+            self._records.ran_again(came_of)
         self.done.append(done)
         if is_reported:  # else it is reported with everything around it
             self._reports.say_once(done.sentence())
         self._reports.event(done)
         return done
 
-    def _go_back(self, prepared: Prepared) -> LostTokens:
-        """Where some operators may be older than others: the tokens of this stage that it costs."""
+    def _go_back(self, prepared: Prepared) -> LostTokens | None:
+        """Where some operators may be older than others: the tokens of this stage that it costs, and all that was
+        decided or saved later is of a history that is no more. None: nothing can be lost.
+        """
         if prepared.mine is None or not self._windows.strategy.loses_updates:
-            return LostTokens()
+            return None
         learned = {at: snapshot.record().get("learned") for at, snapshot in prepared.snapshots.items()}
         if None in learned.values():  # windows on disk that another strategy wrote, and that nothing is lost with
-            return LostTokens()
-        self.gone_back = prepared.mine.begins
-        return self._windows.go_back(prepared.mine.runs[self._parts().topology.stage], learned)
+            return None
+        lost = self._windows.go_back(prepared.mine.runs[self._saving.topology.stage], learned)
+        self._saving.went_back_to(prepared.mine.iterations.start - 1)
+        return lost
 
     def _prepare_from_disk(
         self,

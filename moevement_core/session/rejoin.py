@@ -114,6 +114,8 @@ class Rejoined:
             # A rank that was torn in this very step has the mark of the one before.
             is_known = before is not None and before.iteration == self.until
             outcome = before.outcome if before is not None and is_known else self.reached.outcome
+            if session.recoverer.may_differ and prepared.mine is not None and self.until in prepared.mine.iterations:
+                outcome = session.records.of_last(self.until)["step"]
             session.commit.mark = Mark(self.until, live, outcome, resumed)
         return recovery
 

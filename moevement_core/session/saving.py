@@ -211,19 +211,29 @@ class Saving:
         strategy = strategy or self.windows.strategy
         return {"learned": strategy.learned()} if strategy.loses_updates else {}
 
-    def went_back_to(self, iteration: int | None) -> None:
-        """Decide again from ``iteration`` on, to which a recovery rolled back that may have lost updates.
-
-        Args:
-            iteration: None: no such recovery.
-        """
-        if iteration is None:
-            return
+    def went_back_to(self, iteration: int) -> None:
+        """Decide and save again from ``iteration`` on, to which a recovery rolled back that may have lost updates."""
         now = generation()
         history = now.roster.generation if now is not None else 0
         schedules = self.windows.strategy.going_on(self.checkpointer.history.all, iteration, history)
         self.checkpointer.history = ScheduleHistory(*schedules)
+        self.checkpointer.forget_after(iteration)
         self._settled = self._policy(iteration)
+
+    def take_again(self, iteration: int, record: Mapping[str, Any]) -> None:
+        """``SS_iteration`` while a recovery runs iterations again whose outcome may be another one than it was.
+
+        Args:
+            iteration: whose state is live; every rank of the job is there.
+            record: what came of it.
+        """
+        self.windows.count(iteration)
+        self.decide(iteration)
+        if self.checkpointer.takes(iteration):
+            self.checkpointer.log_gradients(iteration, is_replayed=True)
+            boundary = self._binding.boundary_copy()
+            self.checkpointer.take(iteration, {"boundary": boundary, "iteration": record, **self.learned()})
+            self.checkpointer.wait()
 
     def oldest_needed(self, committed: int) -> int:
         """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.
@@ -328,15 +338,16 @@ def refuse_without_gradients(binding: Binding, strategy: StrategyConfig) -> None
         ConfigError: updates are to be made again, and there is nothing that they were made from, or nobody who would
             bring them to replicas.
     """
-    if strategy.may_redo and type(binding).complete is Binding.complete:
-        raise ConfigError(
-            f"--moevement-recovery {strategy.recovery}: {type(binding).__name__} has no complete(); define it, or use "
-            "--moevement-recovery replay"
-        )
+    if not strategy.logs_gradients:
+        return
+    asked, instead = f"--moevement-recovery {strategy.recovery}", "--moevement-recovery replay"
+    if not strategy.may_redo:
+        asked, instead = f"--moevement-strategy {strategy.name}", "--moevement-dense-interval 2 or more"
+    if type(binding).complete is Binding.complete:
+        raise ConfigError(f"{asked}: {type(binding).__name__} has no complete(); define it, or use {instead}")
     states = binding.states().values()
-    is_missing = any(state.full for state in states) and not any(state.gradient for state in states)
-    if any(all_gather_objects(is_missing and strategy.may_redo)):
+    if any(all_gather_objects(any(one.full for one in states) and not any(one.gradient for one in states))):
         raise ConfigError(
-            f"--moevement-recovery {strategy.recovery}: {type(binding).__name__} gives no gradients; give them in "
-            "states() (OperatorState.gradient), or use --moevement-recovery replay"
+            f"{asked}: {type(binding).__name__} gives no gradients; give them in states() (OperatorState.gradient), or "
+            f"use {instead}"
         )

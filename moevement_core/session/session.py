@@ -67,7 +67,7 @@ class Session:
         self.commit = binding.commit_point(self._vote)
         self.commit.updated = self._log_gradients
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
-        self.recoverer = Recoverer(lambda: saving.parts, self.records, saving.windows, saving.disk, saving.reports)
+        self.recoverer = Recoverer(saving, self.records)
         self.totals = Totals()
         self._loaded = loaded
         self._is_first = joining is None
@@ -94,7 +94,7 @@ class Session:
         if loaded := self._loaded:
             self.recoverer.carry_out(loaded.prepared)
             self._loaded = None  # its host memory is free again
-            self._went_back(self.binding.iteration)
+            self.saving.windows.forget(self.binding.iteration)
         self.commit.mark = Mark(self.binding.iteration, self.binding.boundary_copy(), {})
 
     def begin_iteration(self, committed: int) -> None:
@@ -105,7 +105,7 @@ class Session:
         if committed in self._drill.wipe_at and committed != saving.began_at:
             wipe_and_recover(self.saving.parts, self.recoverer, committed, self._drill.wipe_stages)
             if saving.windows.strategy.loses_updates:
-                self._went_back(committed)
+                saving.windows.forget(committed)
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.begin(committed + 1)
         began = time.perf_counter()
@@ -207,12 +207,6 @@ class Session:
     def go_on(self, committed: int) -> None:
         """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
-        self._went_back(committed)
-
-    def _went_back(self, committed: int) -> None:
-        """State is restored, and training goes on after ``committed``."""
-        self.saving.went_back_to(self.recoverer.gone_back)
-        self.recoverer.gone_back = None
         self.saving.windows.forget(committed)
 
     # The end

@@ -41,6 +41,16 @@ class StepRecords:
         """Training goes on after ``iteration``, which may never have run."""
         self._last = {} if was_left_out else self._record_of(iteration)
 
+    def ran_again(self, record: Mapping[str, Any]) -> None:
+        """The job went back to a state that may be another one than it was, and what came of later steps is of no use.
+
+        Args:
+            record: of the last iteration that was run since; empty if none was.
+        """
+        self._recent.clear()
+        if record:
+            self._last = dict(record)
+
     def take(self, outcomes: Mapping[int, Mapping[str, Any]]) -> None:
         """Remember what other ranks, or snapshots, know of steps; what is known here already stays."""
         self._recent = {iteration: its["step"] for iteration, its in outcomes.items()} | self._recent

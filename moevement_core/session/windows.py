@@ -259,7 +259,7 @@ class WindowDecisions:
         schedule = history.change(boundary - 1, chosen)
         checkpointer.make_room(schedule)
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
-        if is_other and self.topology.rank == 0:
+        if is_other and measured and self.topology.rank == 0:
             log.info(f"window of {chosen.size} iterations from iteration {schedule.start} on, from what was measured")
 
     def _say_why(self, proposal: Proposal) -> None:

@@ -16,6 +16,7 @@ from moevement_core.strategies.checkfreq import OVERHEAD_CAP, CheckFreq
 from moevement_core.strategies.dense import FIRST_INTERVAL, Dense, DenseToPeers
 from moevement_core.strategies.gemini import Gemini
 from moevement_core.strategies.moc import INTERVAL, PLT_LIMIT, MoC
+from moevement_core.strategies.moetion import MoEtion
 from moevement_core.strategies.moevement import MoEvement
 from moevement_core.strategies.redo import Redo
 from moevement_core.strategies.strategy import Strategy
@@ -33,6 +34,8 @@ NO_STRATEGY = "none"
 """The name of no strategy: nothing is saved."""
 EVERYTHING: dict[str, type[Dense]] = {one.name: one for one in (DenseToPeers, CheckFreq, Gemini)}
 """The strategies that save everything at once."""
+PARTIAL = (MoC.name, MoEtion.name)
+"""Those that leave experts out."""
 MOST_ITERATIONS = HORIZON // 4
 """Of a window: ranks agree on runs that began up to twice that long ago, and a lag."""
 
@@ -50,21 +53,22 @@ class StrategyConfig:
     """What is captured, and when."""
 
     name: str = flag(
-        "--moevement-strategy", choices=[MoEvement.name, *EVERYTHING, MoC.name, NO_STRATEGY], default=MoEvement.name,
+        "--moevement-strategy", choices=[MoEvement.name, *EVERYTHING, *PARTIAL, NO_STRATEGY], default=MoEvement.name,
         help="moevement: a slice of the state every iteration; dense: all of it every so many iterations; either to "
         "peers, and recovered by the stages that lost it. What it is compared with: checkfreq: all of it to disk; "
         "gemini: all of it to the peers of a group; moc: some of the experts, whose other updates a failure loses; "
-        "each rolls all ranks back. none: nothing is saved "
+        "moetion: those of them with the most tokens at risk; each rolls all ranks back. none: nothing is saved "
         "(default: moevement; docs/strategies.md)",
     )  # fmt: skip
     dense_interval: int | None = flag(
         "--moevement-dense-interval", type=int, metavar="K",
-        help="iterations from one snapshot to the next, for --moevement-strategy dense, checkfreq, gemini or moc "
-        f"(default: {FIRST_INTERVAL} for dense and moc; for the others as measured)",
+        help="iterations from one snapshot to the next, for --moevement-strategy dense, checkfreq, gemini, moc or "
+        f"moetion (default: {FIRST_INTERVAL} for dense and moc, 1 for moetion; for the others as measured)",
     )  # fmt: skip
     experts: int | None = flag(
         "--moevement-snapshot-experts", type=int, metavar="K",
-        help="experts of each layer in a snapshot, for --moevement-strategy moc (default: an eighth)",
+        help="experts of each layer in a snapshot, for --moevement-strategy moc (default: an eighth) or moetion "
+        "(default: as many as the measured bandwidths carry)",
     )  # fmt: skip
     plt_limit: float | None = flag(
         "--moevement-plt-limit", type=float, metavar="F",
@@ -119,26 +123,21 @@ class StrategyConfig:
                 f"--moevement-window {self.window} with --moevement-strategy {self.name}; give --moevement-window "
                 f"{AUTO}, or --moevement-strategy {MoEvement.name}"
             )
-        if self.dense_interval is not None and self.name not in (*EVERYTHING, MoC.name):
-            raise ConfigError(
-                f"--moevement-dense-interval {self.dense_interval} with --moevement-strategy {self.name}; needs "
-                f"--moevement-strategy {', '.join((*EVERYTHING, MoC.name))}"
-            )
-        for name, value in {"snapshot-experts": self.experts, "plt-limit": self.plt_limit}.items():
-            if value is not None and self.name != MoC.name:
+        for name, value, strategies in (
+            ("dense-interval", self.dense_interval, (*EVERYTHING, *PARTIAL)),
+            ("snapshot-experts", self.experts, PARTIAL),
+            ("plt-limit", self.plt_limit, (MoC.name,)),
+            ("overhead-cap", self.overhead_cap, (CheckFreq.name,)),
+        ):
+            if value is not None and self.name not in strategies:
                 raise ConfigError(
                     f"--moevement-{name} {value} with --moevement-strategy {self.name}; needs --moevement-strategy "
-                    f"{MoC.name}"
+                    f"{', '.join(strategies)}"
                 )
         if self.experts is not None and self.experts < 1:
             raise ConfigError(f"--moevement-snapshot-experts {self.experts}; needs 1 or more")
         if self.plt_limit is not None and not 0 < self.plt_limit <= 1:
             raise ConfigError(f"--moevement-plt-limit {self.plt_limit}; needs a share, above 0 and at most 1")
-        if self.overhead_cap is not None and self.name != CheckFreq.name:
-            raise ConfigError(
-                f"--moevement-overhead-cap {self.overhead_cap} with --moevement-strategy {self.name}; needs "
-                f"--moevement-strategy {CheckFreq.name}"
-            )
         if not 0 < self.cap < 1:
             raise ConfigError(f"--moevement-overhead-cap {self.overhead_cap}; needs a share, above 0 and below 1")
         if self.recovery is Recovery.REDO and self.name != MoEvement.name:
@@ -155,7 +154,7 @@ class StrategyConfig:
     @property
     def interval(self) -> int | None:
         """K of a strategy that saves everything at once, iterations; None: as measured."""
-        default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL}.get(self.name)
+        default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
 
     @property
@@ -172,6 +171,11 @@ class StrategyConfig:
     def may_redo(self) -> bool:
         """Whether updates may be made again in place of iterations."""
         return self.recovery is not Recovery.REPLAY
+
+    @property
+    def logs_gradients(self) -> bool:
+        """Whether snapshots may hold gradients in the place of state."""
+        return self.may_redo or (self.name == MoEtion.name and self.interval == 1)
 
     @property
     def ordering(self) -> OrderingConfig:
@@ -196,6 +200,8 @@ class StrategyConfig:
         if self.name == MoC.name:
             limit = PLT_LIMIT if self.plt_limit is None else self.plt_limit
             return MoC(table, self.interval or INTERVAL, self.experts, limit, most_experts)
+        if self.name == MoEtion.name:
+            return MoEtion(table, self.interval or 1, self.experts, most_experts)
         if self.name in EVERYTHING:
             return EVERYTHING[self.name](table, self.interval)
         windows = MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)

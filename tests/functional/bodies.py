@@ -265,7 +265,7 @@ def wiped_with_a_damaged_log(argv: list[str], victim: int) -> None:
     original = Recoverer.prepare
 
     def damage_and_prepare(self: Recoverer, until: int, lost: Any) -> Any:
-        parts = self._parts()
+        parts = self._saving.parts
         log = parts.binding.boundary_log
         if parts.topology.rank == victim and log is not None:
             (first, *_) = log.sent(until, Direction.FORWARD) or []

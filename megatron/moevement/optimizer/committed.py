@@ -70,6 +70,8 @@ class CommittedOptimizer(Commit):
         self._step = type(optimizer).step.__get__(optimizer)
         self.mode = Train(optimizer)
         """How reductions are answered; a replay sets another one for a while."""
+        self.again: Mapping[str, Any] = {}
+        """What came of the last step that was made again."""
         self._prepared: Mapping[str, Any] = {}
         self._reduced = Reduced()
         self._section: ExitStack | None = None
@@ -85,7 +87,11 @@ class CommittedOptimizer(Commit):
         def in_mode(original: Callable[[], Any]) -> Callable[[], Any]:
             @functools.wraps(original)
             def step_in_mode() -> Any:
-                return step() if type(self.mode) is Train else original()
+                if type(self.mode) is Train:
+                    return step()
+                result = original()
+                self.again = outcome_of(result, self._reduced)
+                return result
 
             return step_in_mode
 

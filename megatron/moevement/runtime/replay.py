@@ -123,6 +123,7 @@ class MegatronTrainer(Trainer):
         losses: Mapping[str, Any] = {}
         if iteration in args.iterations_to_skip:
             args.skipped_train_samples += samples
+            self._commit.again = {}
         else:
             self._step.outcome = outcome["step"] if outcome is not None else None
             self._begin_log(iteration)
@@ -133,6 +134,10 @@ class MegatronTrainer(Trainer):
         args.consumed_train_samples += samples
         self._live.iteration = iteration
         return losses
+
+    @override
+    def outcome(self) -> Mapping[str, Any]:
+        return self._commit.again
 
     @override
     def sent(self, iteration: int) -> str | None:

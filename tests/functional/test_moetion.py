@@ -1,0 +1,105 @@
+"""MoEtion live: which experts it saves, what a kill costs, and that this is counted to the last token."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.operators import expert_name
+from tests.functional.bodies import tokens_by_iteration
+from tests.functional.test_kills import LAYOUTS, SPARSE
+from tests.functional.test_strategies import EP2XDP2, PHASES
+from tests.harness import run_ranks
+from tests.launching import survive
+from tests.training import SCRIPT, flags, train
+
+EXPERTS, LAYERS, SPAN = 4, 4, 8
+"""Every expert's full state is saved once in so many snapshots where one of four is."""
+PARTIAL: dict[str, Any] = {
+    "moevement_window": False, "moevement_strategy": "moetion", "moevement_snapshot_experts": 1,
+}  # fmt: skip
+Expert = tuple[int, int]
+
+
+def recount(tokens: Counter[tuple[int, int, int]], layers: range, reached: int) -> dict[Expert, int]:
+    """Algorithm 1 again, from the tokens of every iteration: when each expert was last saved until ``reached``."""
+    # In the state that the job began from they were saved in turn, over two ranks with two of them each; each layer
+    # begins with another one.
+    turns = [0, 2, 1, 3]
+    last, full, held = dict[Expert, int](), dict[Expert, int](), set[Expert]()
+    for place, layer in enumerate(layers):
+        for turn, expert in enumerate(turns[place:] + turns[:place]):
+            last[layer, expert], full[layer, expert] = 0, turn - 3
+            if turn == 3:
+                held.add((layer, expert))
+    for now in range(1, reached + 1):
+        risk = {one: sum(tokens[t, *one] for t in range(last[one] + 1, now + 1)) for one in last}
+        of_layer = {layer: sum(risk[layer, expert] for expert in range(EXPERTS)) for layer in layers}
+        claims = {layer: Fraction(of_layer[layer] * len(layers), sum(of_layer.values())) for layer in layers}
+        shares = {layer: min(EXPERTS, int(claim)) for layer, claim in claims.items()}
+        for layer in sorted(layers, key=lambda one: (int(claims[one]) - claims[one], one)):
+            shares[layer] += sum(shares.values()) < len(layers)
+        chosen: set[Expert] = set()
+        for layer in layers:
+            due = {expert for expert in range(EXPERTS) if now - full[layer, expert] >= SPAN}
+            order = sorted(range(EXPERTS), key=lambda e: (e not in due, -risk[layer, e], e))
+            chosen |= {(layer, expert) for expert in order[: max(shares[layer], len(due))]}
+        for one in chosen:
+            if one not in held or now - full[one] >= SPAN:
+                full[one] = now
+            last[one] = now
+        held = chosen
+    return last
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS["PP2xEP2"][1], pytest.param(EP2XDP2, marks=pytest.mark.full)], ids=["PP2xEP2", "EP2xDP2"]
+)
+def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_path: Path) -> None:
+    flags_ = SPARSE | layout | {"train_iters": 20}
+    survived = survive(4, 1, tmp_path / "run", inject=("rank=1,iteration=17,phase=backward",), **flags_ | PARTIAL)
+    survived.check_metrics(20)
+    (recovery,) = survived.events("recovery")
+    stages = layout.get("pipeline_model_parallel_size", 1)
+    reached = recovery["until"] - recovery["replayed"]
+    tokens: Counter[tuple[int, int, int]] = Counter()
+    argv = [str(SCRIPT), *flags(**layout, train_iters=17)]
+    for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
+        tokens.update(outcome.result)
+    wanted, on_stage = {}, LAYERS // stages
+    for stage in range(stages):
+        layers = range(stage * on_stage, (stage + 1) * on_stage)
+        for (layer, expert), version in recount(tokens, layers, reached).items():
+            if lost := sum(tokens[t, layer, expert] for t in range(version + 1, reached + 1)):
+                wanted[expert_name(layer, expert)] = lost
+    assert wanted, "one of four experts of a layer cannot be all that got tokens"
+    assert recovery["lost_tokens"] == wanted
+    total = sum(count for (iteration, *_), count in tokens.items() if iteration <= reached)
+    assert recovery["proportion_lost"] == pytest.approx(sum(wanted.values()) / total)
+    assert f"updates by {sum(wanted.values()):,} routed tokens are lost" in survived.out
+
+
+@pytest.mark.parametrize(
+    "layout", [LAYOUTS["PP2xEP2"][1], pytest.param(EP2XDP2, marks=pytest.mark.full)], ids=["PP2xEP2", "EP2xDP2"]
+)
+def test_a_rank_killed_in_every_phase_of_an_iteration(
+    layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags_ = SPARSE | layout | {"train_iters": 22} | PARTIAL
+    survived = survive(4, 2, tmp_path / "run", inject=PHASES, **flags_)
+    survived.check_metrics(22)
+    assert len(survived.failures()) == len(PHASES)
+    recoveries = survived.events("recovery")
+    assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
+    assert [one["ranks"] for one in recoveries] == [[0, 1, 2, 3]] * len(recoveries)
+    assert "a snapshot holds 1 of 4 experts of each layer" in survived.out
+    train(4, tmp_path / "failure_free", **flags_)
+    assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "run"), "--json"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("DIFFERENT")
+    assert said.count("not exact by its strategy") == len(recoveries)

@@ -1,0 +1,178 @@
+"""MoEtion's choice of experts, and which versions its snapshots restore."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from moevement_core.errors import ConfigError
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name, gate_name
+from moevement_core.policy.runs import restore_points
+from moevement_core.policy.schedule import Contents, Saved
+from moevement_core.policy.tokens_at_risk import most_at_risk, shares
+from moevement_core.policy.versions import VersionRun, version_runs
+from moevement_core.strategies.moetion import MoEtion, SelectedSchedule
+from moevement_core.strategies.strategy import Measured
+
+STATE = StateBytes(compute=2, master=4, optimizer=8)
+
+
+def table(layers: int = 3, experts: int = 8, expert_parallel: int = 2) -> OperatorTable:
+    each = experts // expert_parallel
+    return OperatorTable(
+        ranks=[
+            [Operator(gate_name(layer), OperatorKind.GATE, STATE) for layer in range(layers)]
+            + [
+                Operator(expert_name(layer, expert), OperatorKind.EXPERT, STATE)
+                for layer in range(layers)
+                for expert in range(rank * each, (rank + 1) * each)
+            ]
+            for rank in range(expert_parallel)
+        ]
+    )
+
+
+def test_layers_share_by_their_tokens_at_risk() -> None:
+    assert shares({0: 60, 1: 30, 2: 10}, {0: 8, 1: 8, 2: 8}, 10) == {0: 6, 1: 3, 2: 1}
+    assert shares({0: 90, 1: 5, 2: 5}, {0: 4, 1: 4, 2: 4}, 8) == {0: 4, 1: 2, 2: 2}, "no layer has more than it has"
+    assert shares({0: 0, 1: 0}, {0: 2, 1: 2}, 2) == {0: 1, 1: 1}, "without tokens all have the same claim"
+    assert shares({0: 7, 1: 3}, {0: 2, 1: 2}, 99) == {0: 2, 1: 2}
+
+
+def test_all_that_the_budget_has_is_shared_in_proportion() -> None:
+    seed = Random().randrange(1 << 32)
+    random = Random(seed)
+    for _ in range(300):
+        layers = range(random.randint(1, 6))
+        risk = {layer: random.choice([0, random.randint(0, 1000)]) for layer in layers}
+        experts = {layer: random.randint(1, 9) for layer in layers}
+        total = random.randint(0, 40)
+        given = shares(risk, experts, total)
+        assert sum(given.values()) == min(total, sum(experts.values())), seed
+        assert all(0 <= given[layer] <= experts[layer] for layer in layers), seed
+        # Nobody is an expert ahead of whom has more tokens at risk and experts left.
+        for more in layers:
+            for less in layers:
+                if risk[more] > risk[less] and given[more] < experts[more]:
+                    assert given[less] <= given[more] + 1, (seed, risk, experts, total, given)
+
+
+def test_the_experts_with_the_most_tokens_are_chosen_and_those_that_are_due() -> None:
+    stage = table()
+    risk = np.zeros(len(stage), dtype=np.int64)
+    for layer in range(3):
+        for expert in range(8):
+            risk[stage.index_of[expert_name(layer, expert)]] = 10 * expert
+    due = np.zeros(len(stage), dtype=bool)
+    due[stage.index_of[expert_name(1, 0)]] = True
+    names = {stage.names[place] for place in np.flatnonzero(most_at_risk(stage, risk, due, 6))}
+    assert names == {expert_name(0, 7), expert_name(0, 6), expert_name(1, 0), expert_name(1, 7), *(
+        expert_name(2, expert) for expert in (6, 7)
+    )}  # fmt: skip
+
+
+def contents(*saved: int) -> Contents:
+    return np.array(saved, dtype=np.int8)
+
+
+F, G, O = Saved.FULL, Saved.GRADIENT, Saved.OMITTED  # noqa: E741
+
+
+def test_a_version_is_full_state_and_the_gradients_right_after_it() -> None:
+    held = {
+        1: contents(F, F, F),
+        2: contents(F, G, O),
+        3: contents(F, G, O),
+        4: contents(F, O, F),
+        5: contents(F, G, G),
+    }
+    newest = next(version_runs(held))
+    assert (newest.last, newest.first) == (5, 1)
+    assert newest.full_at.tolist() == [5, 1, 4]
+    assert newest.version_at.tolist() == [5, 3, 5], "gradients after a gap are of no use"
+    assert newest.is_redone
+    assert [newest.active_in(iteration).tolist() for iteration in (2, 3, 5)] == [
+        [False, True, False], [False, True, False], [False, False, True],
+    ]  # fmt: skip
+    assert newest.snapshots == {1, 2, 3, 4, 5}
+    without = next(version_runs({one: its for one, its in held.items() if one != 2}))
+    assert without.version_at.tolist() == [5, 1, 5]
+    assert without.snapshots == {1, 4, 5}
+
+
+def test_random_snapshots_restore_what_an_update_by_update_account_says() -> None:
+    seed = Random().randrange(1 << 32)
+    random = Random(seed)
+    for _ in range(200):
+        held = {
+            iteration: contents(*(random.choice([F, G, O]) for _ in range(4)))
+            for iteration in range(1, 12)
+            if random.random() > 0.1
+        }
+        for run in version_runs(held):
+            for operator in range(4):
+                state: int | None = None
+                for iteration in range(1, run.last + 1):
+                    saved = held[iteration][operator] if iteration in held else O
+                    if saved == F or (saved == G and state == iteration - 1):
+                        state = iteration
+                assert run.version_at[operator] == state, (seed, held)
+                path = range(run.full_at[operator], run.version_at[operator] + 1)
+                assert [held[one][operator] for one in path] == [F] + [G] * (len(path) - 1), (seed, held)
+                assert set(path) <= run.snapshots
+
+
+@pytest.mark.parametrize("experts", [1, 2, 3, 8])
+def test_every_expert_is_saved_in_full_in_any_span_of_snapshots(experts: int) -> None:
+    seed = Random().randrange(1 << 32)
+    random = np.random.default_rng(seed)
+    strategy = MoEtion(table(), 1, experts)
+    schedule = strategy.first(0, 30)
+    taken = [schedule.contents(iteration) for iteration in range(schedule.start, 1)]
+    hot = random.integers(0, 50, len(strategy.table)) * strategy.table.is_expert
+    for iteration in range(1, 60):
+        strategy.observe(np.where(random.random(len(hot)) < 0.9, hot, 0).astype(np.float64))
+        (schedule, *_) = strategy.propose(schedule, None).schedules
+        assert isinstance(schedule, SelectedSchedule)
+        schedule = schedule.starting_at(iteration)
+        taken.append(schedule.contents(iteration))
+    its = [one for one in taken if one is not None]
+    assert len(its) == len(taken)
+    for begin in range(len(its) - strategy.span + 1):
+        assert np.any([one == F for one in its[begin : begin + strategy.span]], axis=0).all(), seed
+    before = its[:-1]
+    for earlier, later in zip(before, its[1:], strict=True):
+        assert not ((later == G) & (earlier == O)).any(), f"{seed}: a gradient follows what it is an update of"
+    if experts == 8:
+        assert not any((one == O).any() for one in its)
+    runs = list(strategy.restore_points(dict(enumerate(its))))
+    assert all(run.last - run.first >= min(strategy.span - 1, run.last) for run in runs)
+
+
+def test_as_many_experts_are_saved_as_both_budgets_carry() -> None:
+    strategy = MoEtion(table())
+    assert (strategy.experts, strategy.settled) == (2, False)
+    schedule = strategy.first(0, 30)
+    other, experts = (
+        strategy.table.full[0, mask].sum() for mask in (~strategy.table.is_expert, strategy.table.is_expert)
+    )
+    for share, wanted in ((1.0, 8), (0.5, 4), (0.3, 2), (0.01, 1)):
+        for d2h, network in ((1.0, 9.0), (9.0, 1.0)):
+            rate = (other + share * experts) * 1.001
+            measured = Measured(1.0, d2h * rate, network * 2 * rate, 2)
+            assert strategy.wanted_sizes(schedule, measured) == (8 - wanted,)
+    strategy.propose(schedule, (4,))
+    assert (strategy.experts, strategy.span) == (4, 4)
+
+
+def test_a_reach_that_ranks_cannot_agree_on_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--moevement-snapshot-experts 1 of 8 every 40 iterations.*at most"):
+        MoEtion(table(), 40, 1)
+
+
+def test_runs_with_gradients_of_everything_are_no_versions() -> None:
+    held = {1: contents(F, F), 2: contents(F, G), 3: contents(G, F)}
+    assert not any(isinstance(run, VersionRun) for run in restore_points(held))
+    assert next(iter(restore_points(held))).is_redone
