@@ -134,9 +134,9 @@ def test_every_expert_is_saved_in_full_in_any_span_of_snapshots(experts: int) ->
     hot = random.integers(0, 50, len(strategy.table)) * strategy.table.is_expert
     for iteration in range(1, 60):
         strategy.observe(np.where(random.random(len(hot)) < 0.9, hot, 0).astype(np.float64))
-        (schedule, *_) = strategy.propose(schedule, None).schedules
-        assert isinstance(schedule, SelectedSchedule)
-        schedule = schedule.starting_at(iteration)
+        wanted = strategy.propose(schedule, None).schedules[0]
+        assert isinstance(wanted, SelectedSchedule)
+        schedule = wanted.starting_at(iteration)
         taken.append(schedule.contents(iteration))
     its = [one for one in taken if one is not None]
     assert len(its) == len(taken)
