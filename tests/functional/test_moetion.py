@@ -84,9 +84,8 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     assert f"updates by {sum(wanted.values()):,} routed tokens are lost" in survived.out
 
 
-@pytest.mark.parametrize(
-    "layout", [LAYOUTS["PP2xEP2"][1], pytest.param(EP2XDP2, marks=pytest.mark.full)], ids=["PP2xEP2", "EP2xDP2"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [LAYOUTS["PP2xEP2"][1], EP2XDP2], ids=["PP2xEP2", "EP2xDP2"])
 def test_a_rank_killed_in_every_phase_of_an_iteration(
     layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
