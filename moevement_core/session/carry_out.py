@@ -79,10 +79,10 @@ def carry_out(
         """Take the snapshots again that died with a rank, and those of windows that were under way."""
         checkpointer = parts.checkpointer
         assert plan is not None
-        if iteration in checkpointer.own.snapshots():
+        if take_again is not None and iteration in plan.iterations:
+            take_again(iteration, record if record.get("step") else {})
+        elif iteration in checkpointer.own.snapshots():
             return
-        if take_again is not None and iteration > plan.iterations.start - 1:
-            take_again(iteration, record)
         elif iteration in prepared.snapshots:
             checkpointer.adopt(prepared.snapshots[iteration])
         elif record.get("step") and checkpointer.takes(iteration):

@@ -225,15 +225,19 @@ class Saving:
 
         Args:
             iteration: whose state is live; every rank of the job is there.
-            record: what came of it.
+            record: what came of it; empty if it was left out.
         """
         self.windows.count(iteration)
         self.decide(iteration)
-        if self.checkpointer.takes(iteration):
+        if not self.checkpointer.takes(iteration):
+            return
+        if record:
             self.checkpointer.log_gradients(iteration, is_replayed=True)
-            boundary = self._binding.boundary_copy()
-            self.checkpointer.take(iteration, {"boundary": boundary, "iteration": record, **self.learned()})
-            self.checkpointer.wait()
+        boundary = self._binding.boundary_copy()
+        self.checkpointer.take(
+            iteration, {"boundary": boundary, "iteration": record, **self.learned()}, is_updated=bool(record)
+        )
+        self.checkpointer.wait()
 
     def oldest_needed(self, committed: int) -> int:
         """The oldest iteration of which logs and records are kept: where the persisted run begins, or a later one.

@@ -129,7 +129,9 @@ class WindowDecisions:
         """
         self._drop_counts()
         self._counts_again = True
-        return self.strategy.restored(run, learned)
+        lost = self.strategy.restored(run, learned)
+        self._measure_again()
+        return lost
 
     def _drop_counts(self) -> None:
         if self._counts is not None:
@@ -149,6 +151,10 @@ class WindowDecisions:
         elif self._counts is not None:
             self._counts.take()  # of the iteration that was interrupted
         self._counts_again = False
+        self._measure_again()
+
+    def _measure_again(self) -> None:
+        """Unless W is chosen; a rank that is new has measured nothing, and all are to decide alike."""
         if not self.strategy.settled:
             self._steps.clear()
             self._decided_at = 0

@@ -289,7 +289,7 @@ class MoEtion(Strategy):
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
         """Go on with the account of the newest snapshot, and write off what versions before it had not got."""
         then = _memory(learned[run.last])
-        self.experts = learned[run.last]["experts"]
+        self.experts, self.settled = learned[run.last]["experts"], learned[run.last]["settled"]
         routed = then.account.routed
         versions = np.array([int(learned[int(at)]["routed"][i]) for i, at in enumerate(run.version_at)])
         account = then.account.back_to(np.where(self.table.is_expert, versions, routed))
@@ -313,7 +313,7 @@ class MoEtion(Strategy):
         return {
             "routed": memory.account.routed, "lost": memory.account.lost, "number": memory.number,
             "full_at": memory.full_at, "held": memory.held, "saved": memory.saved, "experts": self.experts,
-            "begins": self._begins,
+            "begins": self._begins, "settled": self.settled,
         }  # fmt: skip
 
     def adopt(self, learned: Any) -> None:
