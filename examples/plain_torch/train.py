@@ -315,8 +315,8 @@ class Replay(ft.Trainer):
         self.trainer.iteration = iteration
         return self.trainer.losses[iteration]
 
-    def outcome(self) -> Mapping[str, Any]:
-        return self.came_of
+    def record(self) -> Mapping[str, Any]:
+        return {"step": self.came_of}
 
 
 class RouterCounts:

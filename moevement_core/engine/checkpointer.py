@@ -289,6 +289,9 @@ class Checkpointer:
 
     def forget_after(self, iteration: int) -> None:
         """Later snapshots, here and at peers, are of iterations that the job runs again and with another outcome."""
+        if self.lifetime.last_needed > iteration:  # what it goes back to came from disk
+            self.lifetime.nothing_is_persisted()
+            self.progress.persisted = self.lifetime.persisted
         gone = [one for one in self.own if one > iteration]
         self.own.free(gone)
         if gone:

@@ -67,6 +67,11 @@ class Lifetime:
         lost = [one for one in here if self.last_needed < one < first_open]
         return Unneeded(old, lost, is_newer)
 
+    def nothing_is_persisted(self) -> None:
+        """The run that was is of no use any more; what is kept is so until there is another."""
+        self.persisted = self.last_needed = NONE
+        self._runs.clear()
+
     def statuses(
         self, iteration: int, deliverable: Mapping[int, Contents], had: Mapping[int, Contents]
     ) -> dict[int, RunStatus]:

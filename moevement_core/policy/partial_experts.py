@@ -7,8 +7,9 @@ layer begins with another of them: so the ranks save about equally much in every
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -111,3 +112,17 @@ class TokenAccount:
             experts = table.is_expert & (table.layers == layer)
             shares[layer] = float(self.lost[experts].sum() / max(1, self.routed[experts].sum()))
         return LostTokens(by_expert, shares)
+
+
+def routed_at(versions: Sequence[int] | npt.NDArray[np.int64], learned: Mapping[int, Any]) -> Tokens:
+    """What each operator had got as of its version.
+
+    Args:
+        versions: iterations, by operator.
+        learned: of a strategy, by iteration, with its ``routed``; None of a snapshot that another strategy took before
+            this one counted.
+    """
+    known = (learned[int(at)] for at in versions)
+    return np.array(
+        [0 if its is None else int(its["routed"][place]) for place, its in enumerate(known)], dtype=np.int64
+    )

@@ -77,8 +77,10 @@ class Trainer(ABC):
             The losses, where this rank has them.
         """
 
-    def outcome(self) -> Mapping[str, Any]:
-        """What came of the step of the iteration that was run last, as its record has it; empty where nobody asks."""
+    def record(self) -> Mapping[str, Any]:
+        """Returns what came of the step of the iteration that was run last, as its record has it: ``step`` and what the
+        trainer gives beside it. Only asked for where updates may be lost, and iterations have another outcome.
+        """
         return {}
 
     def sent(self, iteration: int) -> str | None:
@@ -158,7 +160,7 @@ def replay(
         sent = trainer.sent(iteration + 1)
         check.compare_sent(iteration + 1, sent, outcome)
         came_of = {
-            "iteration": iteration + 1, "losses": losses, "sent": sent, "step": trainer.outcome(), **(outcome or {}),
+            "iteration": iteration + 1, "losses": losses, "sent": sent, **trainer.record(), **(outcome or {}),
         }  # fmt: skip
     return came_of
 

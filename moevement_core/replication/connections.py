@@ -11,6 +11,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,10 +20,14 @@ from typing import override
 
 import torch
 
+from moevement_core import log
 from moevement_core.replication.transport import Refusable, Transport, changed
 
 CONNECT_S = 30.0
 """How long a connection may take to be made, and who made it to say who it is."""
+
+RETRY_S = 1.0
+"""Where the host has no descriptors left, say."""
 
 _HELLO = struct.Struct("!16s16sqq")
 """Secret of the rank that is called, name of the channel, caller, tag."""
@@ -120,10 +125,16 @@ class Connections(Refusable):
             self._sockets.add(one)
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it is shut down
-            while True:
+        while True:
+            try:
                 caller, _ = self._listener.accept()
-                threading.Thread(target=self._welcome, args=(caller,), name="moevement-welcome", daemon=True).start()
+            except OSError as error:
+                if self.is_refused:
+                    return
+                log.warning(f"a connection of another rank cannot be accepted, and is tried again: {error}")
+                time.sleep(RETRY_S)
+                continue
+            threading.Thread(target=self._welcome, args=(caller,), name="moevement-welcome", daemon=True).start()
 
     def _welcome(self, caller: socket.socket) -> None:
         """Whoever does not know the secret in time is none of the ranks of this generation."""

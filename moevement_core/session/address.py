@@ -22,7 +22,10 @@ def own_address() -> str:
     """
     if name := os.environ.get(INTERFACE_ENV, "").partition(",")[0]:
         return _address_of(name)
-    host, port = store_address() or (os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ["MASTER_PORT"]))
+    host, port = store_address() or (
+        os.environ.get("MASTER_ADDR", "127.0.0.1"),
+        int(os.environ.get("MASTER_PORT", "1")),
+    )
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing, and finds the way

@@ -80,7 +80,10 @@ def carry_out(
         checkpointer = parts.checkpointer
         assert plan is not None
         if take_again is not None and iteration in plan.iterations:
-            take_again(iteration, record if record.get("step") else {})
+            is_left_out = iteration in parts.binding.iterations_left_out()
+            if not is_left_out and "step" not in record:
+                raise NotImplementedError(f"{type(parts.binding).__name__}: its trainer has no record() of a step")
+            take_again(iteration, {} if is_left_out else record)
         elif iteration in checkpointer.own.snapshots():
             return
         elif iteration in prepared.snapshots:

@@ -132,10 +132,17 @@ class Recoverer:
         """
         if prepared.mine is None or not self._windows.strategy.loses_updates:
             return None
-        learned = {at: snapshot.record().get("learned") for at, snapshot in prepared.snapshots.items()}
-        if None in learned.values():  # windows on disk that another strategy wrote, and that nothing is lost with
-            return None
-        lost = self._windows.go_back(prepared.mine.runs[self._saving.topology.stage], learned)
+        run, strategy = prepared.mine.runs[self._saving.topology.stage], self._windows.strategy
+        records = {at: snapshot.record() for at, snapshot in prepared.snapshots.items()}
+        learned = {at: its["learned"] if its.get("strategy") == strategy.name else None for at, its in records.items()}
+        if learned[run.last] is None:  # windows on disk that another strategy wrote
+            if not run.is_stale:
+                return None
+            raise RecoveryError(
+                f"--moevement-strategy {strategy.name}: snapshots of {records[run.last].get('strategy')} leave experts "
+                "to older ones, and how many tokens those lack it alone can tell; give that strategy"
+            )
+        lost = self._windows.go_back(run, learned)
         self._saving.went_back_to(prepared.mine.iterations.start - 1)
         return lost
 

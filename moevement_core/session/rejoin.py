@@ -115,7 +115,7 @@ class Rejoined:
             is_known = before is not None and before.iteration == self.until
             outcome = before.outcome if before is not None and is_known else self.reached.outcome
             if session.recoverer.may_differ and prepared.mine is not None and self.until in prepared.mine.iterations:
-                outcome = session.records.of_last(self.until)["step"]
+                outcome = session.records.of_last(self.until).get("step", outcome)
             session.commit.mark = Mark(self.until, live, outcome, resumed)
         return recovery
 

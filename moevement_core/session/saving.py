@@ -209,7 +209,7 @@ class Saving:
             strategy: one that knows what is right then; None: that in force.
         """
         strategy = strategy or self.windows.strategy
-        return {"learned": strategy.learned()} if strategy.loses_updates else {}
+        return {"learned": strategy.learned(), "strategy": strategy.name} if strategy.loses_updates else {}
 
     def went_back_to(self, iteration: int) -> None:
         """Decide and save again from ``iteration`` on, to which a recovery rolled back that may have lost updates."""

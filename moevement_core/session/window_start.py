@@ -38,15 +38,16 @@ def load_window(binding: Binding, config: SessionConfig, names: JobNames, *, is_
         ConfigError: the windows are of a job with other settings.
         RecoveryError: there are windows, and none of them is whole.
     """
-    loaded = _load_own(binding, config, names) if names.is_restart else None
+    host = own_address()
+    loaded = _load_own(binding, config, names, host) if names.is_restart else None
     if loaded is None and not is_resumed:
-        loaded = _load_named(binding, config, names)
+        loaded = _load_named(binding, config, names, host)
     if loaded is not None:
         binding.put_progress(loaded.manifest.progress)
     return loaded
 
 
-def _load_own(binding: Binding, config: SessionConfig, names: JobNames) -> Loaded | None:
+def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
     """The newest window that an earlier start of this job has written, where that can be had."""
     template = config.disk.persist_dir
     if template is None:
@@ -54,29 +55,29 @@ def _load_own(binding: Binding, config: SessionConfig, names: JobNames) -> Loade
     node = config.copies.node_of(dist.get_rank())
     try:
         place = find_place("--moevement-persist-dir", template, node, START_PATIENCE_S)
-        return _load(binding, place, lambda manifest: is_of_job(manifest.name, names.name))
+        return _load(binding, host, place, lambda manifest: is_of_job(manifest.name, names.name))
     except (ConfigError, RecoveryError) as error:  # on every rank alike
         if dist.get_rank() == 0:
             log.warning(f"no window of this job can be used: {error}")
         return None
 
 
-def _load_named(binding: Binding, config: SessionConfig, names: JobNames) -> Loaded | None:
+def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
     """The newest window where ``--moevement-load`` says; own ones have been tried."""
     template = config.disk.load
     if template is None:
         return None
     rank, iteration = dist.get_rank(), binding.iteration
     place = find_place("--moevement-load", template, config.copies.node_of(rank), START_PATIENCE_S)
-    loaded = _load(binding, place, lambda manifest: not is_of_job(manifest.name, names.name))
+    loaded = _load(binding, host, place, lambda manifest: not is_of_job(manifest.name, names.name))
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
         log.info(f"no newer window in --moevement-load {place.path}: starting from {began}")
     return loaded
 
 
-def _load(binding: Binding, place: SharedFolder, is_wanted: Callable[[Manifest], bool]) -> Loaded | None:
-    connections = Connections(own_address())
+def _load(binding: Binding, host: str, place: SharedFolder, is_wanted: Callable[[Manifest], bool]) -> Loaded | None:
+    connections = Connections(host)
     try:
         connections.open(dist.get_rank(), all_gather_objects(connections.address))
         return load_newest(

@@ -315,7 +315,8 @@ class WindowDecisions:
             checkpointer.disk_rate(), delay_s,
         )  # fmt: skip
         own = self.strategy.wanted_sizes(now, measured)
-        sizes = torch.tensor([min(one, MOST_ITERATIONS) if one < NOT_CARRIED else one for one in own])
+        most = MOST_ITERATIONS if self.strategy.sizes_are_iterations else NOT_CARRIED
+        sizes = torch.tensor([min(one, most) if one < NOT_CARRIED else one for one in own])
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
         return tuple(sizes.tolist())
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
-from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, most_experts, turns
+from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, most_experts, routed_at, turns
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule
@@ -232,7 +232,7 @@ class MoC(Strategy):
         """Go on with the account of the checkpoint, and write off what versions before it had not got."""
         account = _account(learned[run.last])
         self.experts = max(self.experts, learned[run.last]["experts"])
-        versions = np.array([int(_account(learned[int(at)]).routed[i]) for i, at in enumerate(run.full_at)])
+        versions = routed_at(run.version_at, learned)
         self.account = account.back_to(np.where(self.table.is_expert, versions, account.routed))
         lost = self.account.lost_since(account, self.table)
         while self.experts < self.most and lost.proportion > self._share_of_limit():
@@ -241,7 +241,9 @@ class MoC(Strategy):
 
     def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
         """What was saved later is of a history that is no more; the same turns, and another name."""
+        # Those of a state that comes from disk may be forgotten; what is there of snapshots says what they hold.
         before = [one for one in schedules if one.start <= iteration]
+        before = before or [schedules[0].starting_at(iteration - schedules[0].reach)]
         last = before[-1]
         assert isinstance(last, PartialSchedule)
         return [*before, last.after(iteration, history)]

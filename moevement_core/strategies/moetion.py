@@ -18,7 +18,7 @@ import numpy as np
 
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
-from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, most_experts, turns
+from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, most_experts, routed_at, turns
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.runs import restore_points
@@ -129,7 +129,7 @@ class SelectedSchedule(Schedule):
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """As often. What was chosen nobody of this stage knows any more; its snapshots say it."""
         assert isinstance(other, SelectedSchedule)
-        return replace(other, table=self.table, rounds=(_everything(self.table),))
+        return replace(other, table=self.table, rounds=self.rounds)
 
     def starting_at(self, start: int) -> SelectedSchedule:
         """The same from another iteration on."""
@@ -168,6 +168,7 @@ class MoEtion(Strategy):
     rolls_back_all = True
     loses_updates = True
     counts = Ordering.HARD_COUNT
+    sizes_are_iterations = False
 
     def __init__(
         self, table: OperatorTable, interval: int = 1, experts: int | None = None, most: int | None = None
@@ -175,7 +176,7 @@ class MoEtion(Strategy):
         super().__init__(table)
         self.interval = interval
         self.most = most_experts(table) if most is None else most
-        self.settled = experts is not None
+        self.settled = self._is_given = experts is not None
         self.experts = min(experts or math.ceil(self.most / FIRST_SHARE), self.most)
         """S."""
         if (reach := self.span * interval) > MOST_REACH:
@@ -252,7 +253,9 @@ class MoEtion(Strategy):
         carried = min(
             (max(0.0, budget - beside) / its for beside, its in zip(other, expert, strict=True) if its), default=1.0
         )
-        return (self.most - max(1, math.floor(self.most * min(1.0, carried))),)
+        # Every expert's full state within MOST_REACH; see :attr:`span`.
+        fewest = math.ceil(self.most / max(1, MOST_REACH // self.interval // 2))
+        return (self.most - max(fewest, math.floor(self.most * min(1.0, carried))),)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """The next selection, at every snapshot."""
@@ -289,9 +292,10 @@ class MoEtion(Strategy):
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
         """Go on with the account of the newest snapshot, and write off what versions before it had not got."""
         then = _memory(learned[run.last])
-        self.experts, self.settled = learned[run.last]["experts"], learned[run.last]["settled"]
+        if not self._is_given:
+            self.experts, self.settled = learned[run.last]["experts"], learned[run.last]["settled"]
         routed = then.account.routed
-        versions = np.array([int(learned[int(at)]["routed"][i]) for i, at in enumerate(run.version_at)])
+        versions = routed_at(run.version_at, learned)
         account = then.account.back_to(np.where(self.table.is_expert, versions, routed))
         self._memory = _Memory(
             account, then.number, then.number - (run.last - run.full_at) // self.interval, run.version_at == run.last,
@@ -301,11 +305,11 @@ class MoEtion(Strategy):
 
     def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
         """What was saved later is of a history that is no more; the next selection is made when it is due."""
-        before = [one for one in schedules if one.start <= iteration]
+        # Those of a state that comes from disk may be forgotten; what is there of snapshots says what they hold.
+        before = [one for one in schedules if one.start <= iteration] or [schedules[0].starting_at(self._begins)]
         last = before[-1]
         assert isinstance(last, SelectedSchedule)
-        after = replace(last, start=iteration + self.interval, history=history, rounds=(_everything(self.table),))
-        return [*before, after]
+        return [*before, replace(last, start=iteration + self.interval, history=history)]
 
     def learned(self) -> Any:
         """Plain data."""
@@ -326,10 +330,6 @@ def _memory(learned: Any) -> _Memory:
         learned[name].copy() for name in ("routed", "lost", "full_at", "held", "saved")
     )
     return _Memory(TokenAccount(routed, lost), learned["number"], full_at, held, saved)
-
-
-def _everything(table: OperatorTable) -> Contents:
-    return np.full(len(table), Saved.FULL, dtype=np.int8)
 
 
 def _at(table: OperatorTable, places: Sequence[int]) -> np.ndarray:

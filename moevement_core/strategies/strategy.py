@@ -65,6 +65,8 @@ class Strategy(ABC):
     """Whether a recovery may leave operators at older versions; what is learned travels with every snapshot then."""
     is_tuned: ClassVar[bool] = False
     """Whether its window is measured again and again; otherwise once."""
+    sizes_are_iterations: ClassVar[bool] = True
+    """Whether :meth:`wanted_sizes` are of windows, of which ranks agree on so many iterations at most."""
     counts: Ordering | None = None
     """What routers are to count of the tokens of each expert; nothing if it is of no use here."""
 

@@ -12,7 +12,7 @@ import pytest
 from moevement_cli.main import main
 from moevement_core.operators import expert_name
 from tests.functional.bodies import tokens_by_iteration
-from tests.functional.test_kills import LAYOUTS, SPARSE
+from tests.functional.test_kills import LAYOUTS, SPARSE, reference
 from tests.functional.test_strategies import EP2XDP2, PHASES
 from tests.harness import run_ranks
 from tests.launching import survive
@@ -102,3 +102,18 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
     said = capsys.readouterr().out
     assert said.startswith("DIFFERENT")
     assert said.count("not exact by its strategy") == len(recoveries)
+
+
+def test_what_was_run_again_is_restored_like_anything_else(tmp_path: Path) -> None:
+    """Without peers all go back to a window on disk and run iterations again, whose gradients a later loss needs."""
+    flags_: dict[str, Any] = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 0, "train_iters": 28}
+    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    its = PARTIAL | {"moevement_snapshot_experts": EXPERTS, "moevement_persist_dir": str(tmp_path / "windows")}
+    faults = tuple(f"rank={rank},iteration={at},phase=backward" for rank, at in ((0, 13), (1, 18), (0, 24)))
+    survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_ | its)
+    survived.check_metrics(28)
+    assert survived.digest == wanted
+    recoveries = survived.events("recovery")
+    assert len(recoveries) == len(faults)
+    assert all(one["replayed"] > 1 for one in recoveries), "they are saved again while they are run again"
+    assert any(one["redone"] for one in recoveries)

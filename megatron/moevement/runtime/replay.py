@@ -63,6 +63,7 @@ class MegatronTrainer(Trainer):
         self._gradients = {tensor.key: tensor.tensor for state in views.states.values() for tensor in state.gradient}
         self._restored: tuple[int, Mapping[str, Any]] | None = None
         """The iteration whose update was made again last, and its record, before its boundary is put."""
+        self._record: Mapping[str, Any] = {}
         self._single: Any = None
         self._restore = Restore(live.model, live.optimizer, views)
         self._shared_from = shared_from
@@ -123,7 +124,7 @@ class MegatronTrainer(Trainer):
         losses: Mapping[str, Any] = {}
         if iteration in args.iterations_to_skip:
             args.skipped_train_samples += samples
-            self._commit.again = {}
+            self._record = {}
         else:
             self._step.outcome = outcome["step"] if outcome is not None else None
             self._begin_log(iteration)
@@ -136,8 +137,8 @@ class MegatronTrainer(Trainer):
         return losses
 
     @override
-    def outcome(self) -> Mapping[str, Any]:
-        return self._commit.again
+    def record(self) -> Mapping[str, Any]:
+        return self._record
 
     @override
     def sent(self, iteration: int) -> str | None:
@@ -162,6 +163,10 @@ class MegatronTrainer(Trainer):
             p2p_communicator=loop.p2p_communicator,
         )  # fmt: skip
         self._ledger.replayed(iteration, losses, skipped, grad_norm)
+        self._record = {
+            "step": self._commit.again, "skipped": bool(skipped),
+            "grad_norm": grad_norm if grad_norm is None else float(grad_norm),
+        }  # fmt: skip
         return dict(losses)
 
     def _batches_from(self, consumed: int) -> Any:
