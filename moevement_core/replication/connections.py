@@ -103,6 +103,7 @@ class Connections(Refusable):
         self._keep(made)
         made.settimeout(CONNECT_S)
         made.connect((address.host, address.port))
+        self.refuse_if_aborted()  # shutting down what was not connected yet has no effect
         made.settimeout(None)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         made.sendall(_HELLO.pack(address.secret, channel.encode(), self._rank, tag))
