@@ -58,10 +58,13 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(name: str, layout: dict[st
     survived = survive(4, 2, tmp_path / "recovered", inject=PHASES, **flags_ | as_strategy(name, tmp_path))
     assert survived.digest == failure_free.summary()["state_digest"]["all"]
     survived.check_metrics(22)
-    assert len(survived.failures()) == len(PHASES)
+    # What is not durable yet when a rank dies is nothing to resume from: then the job begins again.
+    restarts = len(survived.events("restart"))
+    assert restarts == 0 or name == "checkfreq"
+    assert len(survived.failures()) + restarts == len(PHASES)
     assert_all_roll_back(survived)
     from_disk = survived.events("recovery_from_disk")
-    assert len(from_disk) == (len(PHASES) if name == "checkfreq" else 0)
+    assert len(from_disk) == (len(survived.failures()) if name == "checkfreq" else 0)
     assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "recovered"), "--json"]) == 0
 
 
