@@ -23,7 +23,7 @@ from moevement_core.policy.schedule import Schedule, ScheduleHistory
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
-from moevement_core.snapshot.agreement import NONE, Agreement, Writing
+from moevement_core.snapshot.agreement import HORIZON, NONE, Agreement, Writing
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.strategies.strategy import Strategy
 
@@ -296,6 +296,9 @@ class Checkpointer:
         self.own.free(gone)
         if gone:
             self.replicator.drop(min(gone), max(gone))
+        # A rank that is new never had what is kept here of the one before it.
+        for store in self.replicator.stores:
+            store.drop(iteration + 1, HORIZON)
 
     def rewire(
         self,

@@ -24,6 +24,7 @@ from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule
 from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
+from moevement_core.strategies.versions import VersionSchedule
 
 PLT_LIMIT = 0.0375
 """Share of lost tokens up to which no harm was found (section 3.1.2)."""
@@ -35,10 +36,9 @@ runs that began at most :data:`HORIZON` iterations ago."""
 
 
 @dataclass(frozen=True, eq=False)
-class PartialSchedule(Schedule):
+class PartialSchedule(VersionSchedule):
     """Everything but the experts every ``interval`` iterations, and ``experts`` of each layer in turn."""
 
-    interval: int
     experts: int
     """K."""
     most: int
@@ -70,11 +70,6 @@ class PartialSchedule(Schedule):
         return self.checkpoints
 
     @property
-    def reach(self) -> int:
-        """All that a run has, and none beyond."""
-        return self.checkpoints * self.interval
-
-    @property
     def is_dense(self) -> bool:
         """Whether no expert is left out."""
         return self.experts >= self.most
@@ -100,46 +95,6 @@ class PartialSchedule(Schedule):
         contents = np.where(self.table.is_expert, np.int8(Saved.OMITTED), np.int8(Saved.FULL))
         contents[chosen(self._turns, self.experts, self.turn + turn)] = Saved.FULL
         return contents
-
-    def last_of_run(self, first: int) -> int:
-        """When every expert has had its turn."""
-        return first + (self.checkpoints - 1) * self.interval
-
-    def may_begin_at(self, iteration: int) -> bool:
-        """With every snapshot."""
-        return self.slot(iteration) % self.interval == 0
-
-    def decided_at(self, iteration: int) -> int:
-        """At every checkpoint: tokens are counted up to there."""
-        return iteration - self.slot(iteration) % self.interval
-
-    def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """A run more than at first: after a gap the next one is new as a whole."""
-        return self.checkpoints + self.slots_at_first(lag, to_disk=to_disk)
-
-    def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """The persisted run, those that are taken before all ranks know of a newer one, and a run that is written."""
-        return self.checkpoints * (1 + to_disk) + -(-(2 + lag) // self.interval)
-
-    def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Back to the newest checkpoint that may be persisted, and the iteration under way."""
-        return 2 * self.interval + lag + 1
-
-    def replayed_after(self, run: tuple[int, int]) -> int:
-        """From the last snapshot of the run on."""
-        return run[1]
-
-    def most_replayed(self, lag: int) -> int:
-        """Back to the newest snapshot that peers have."""
-        return lag + self.interval
-
-    def expected_rollback(self, lag: float) -> float:
-        """Half the interval, and the iteration in which a snapshot is copied."""
-        return lag + self.interval / 2 + 1
-
-    def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
-        """None: after a recovery no state is what it was."""
-        return ()
 
     def with_windows_of(self, other: Schedule) -> PartialSchedule:
         """As many experts as often."""

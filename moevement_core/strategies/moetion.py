@@ -26,6 +26,7 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Sched
 from moevement_core.policy.tokens_at_risk import most_at_risk
 from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
+from moevement_core.strategies.versions import VersionSchedule
 
 FIRST_SHARE = 4
 """Of the experts a quarter is saved until bandwidths are measured: S is 25% to 40% of E in section 4.1."""
@@ -36,11 +37,9 @@ MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
 
 
 @dataclass(frozen=True, eq=False)
-class SelectedSchedule(Schedule):
+class SelectedSchedule(VersionSchedule):
     """What the next snapshot holds; or, where a job starts, the next ones in turn."""
 
-    interval: int
-    """Iterations from one snapshot to the next."""
     span: int
     """Any so many snapshots in a row hold the full state of every operator."""
     rounds: tuple[Contents, ...]
@@ -57,11 +56,6 @@ class SelectedSchedule(Schedule):
     def snapshots(self) -> int:
         """Those of a run."""
         return self.span
-
-    @property
-    def reach(self) -> int:
-        """All that a run has."""
-        return self.span * self.interval
 
     @property
     def is_dense(self) -> bool:
@@ -82,49 +76,9 @@ class SelectedSchedule(Schedule):
         turn, rest = divmod(slot, self.interval)
         return None if rest else self.rounds[turn]
 
-    def decided_at(self, iteration: int) -> int:
-        """At every snapshot."""
-        return iteration - (iteration - self.start) % self.interval
-
     def next_boundary(self, iteration: int) -> int:
         """Every snapshot may be of another selection."""
         return max(self.start, iteration + (self.start - iteration) % self.interval)
-
-    def last_of_run(self, first: int) -> int:
-        """By then every operator's full state is in one."""
-        return first + (self.span - 1) * self.interval
-
-    def may_begin_at(self, iteration: int) -> bool:
-        """With every snapshot."""
-        return self.slot(iteration) % self.interval == 0
-
-    def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """A run more than at first: after a gap the next one is new as a whole."""
-        return self.span + self.slots_at_first(lag, to_disk=to_disk)
-
-    def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """The persisted run, those that are taken before all ranks know of a newer one, and a run that is written."""
-        return self.span * (1 + to_disk) + -(-(2 + lag) // self.interval)
-
-    def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Back to the newest snapshot that may be persisted, and the iteration under way."""
-        return 2 * self.interval + lag + 1
-
-    def replayed_after(self, run: tuple[int, int]) -> int:
-        """From the last snapshot of the run on."""
-        return run[1]
-
-    def most_replayed(self, lag: int) -> int:
-        """Back to the newest snapshot that peers have."""
-        return lag + self.interval
-
-    def expected_rollback(self, lag: float) -> float:
-        """Half the interval, and the iteration in which a snapshot is copied."""
-        return lag + self.interval / 2 + 1
-
-    def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
-        """None: after a recovery no state is what it was."""
-        return ()
 
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """As often. What was chosen nobody of this stage knows any more; its snapshots say it."""
