@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
+import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from moevement_cli.bench_run import SCRIPT
+from moevement_cli.ettr_prediction import predicted
+from moevement_cli.ettr_samples import FREE, HEADER, NEVER, Sample, plot, rows_of, sample_of
 from moevement_cli.killed_job import KilledJob, run_killed
-from moevement_cli.plotting import figure
 from moevement_core.errors import ConfigError
-from moevement_core.simulator.experiment import half_interval
+from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
+from moevement_core.simulator.scenario import load
 
 CONFIG = SCRIPT.parent / "configs" / "laptop.yaml"
 OTHERS = ("--moevement-window", "auto")
@@ -34,199 +35,144 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "none": ("--moevement-strategy", "none", *OTHERS),
 }
 """By name, the flags of a job."""
-FREE = "failure-free"
+SHOWN = ("a kill every", "strategy", "ETTR", "predicted", "kills", "repeated", "tokens lost", "bits")
+"""On the console; the page has all columns."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Its description and arguments."""
     parser.description = (
-        "Train one model with each strategy in turn while ranks are killed at random, by the same schedule for all. "
+        "Train one model with each strategy in turn while ranks are killed, by the same schedules for all. "
         "ETTR is the time that training takes without checkpoints and failures over the time that it took."
     )
     add = parser.add_argument
     add("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES), help="default: all")
-    add("--mtbf", type=float, nargs="+", default=[20.0], metavar="S", help="mean seconds between kills (default: 20)")
+    add("--mtbf", type=float, nargs="*", default=[20.0], metavar="S", help="mean seconds between kills (default: 20)")
+    add("--trace", type=Path, metavar="FILE", help="kills as recorded, too: milliseconds,add or remove,node")
+    add("--speedup", type=float, default=1.0, metavar="X", help="of the trace (default: 1)")
     add("--iterations", type=int, default=60, metavar="N", help="of each job (default: 60)")
-    add("--repeats", type=int, default=1, metavar="R", help="schedules of kills for each MTBF (default: 1)")
+    add("--repeats", type=int, default=1, metavar="R", help="schedules for each mean time (default: 1)")
     add("--seed", type=int, default=1, metavar="N", help="of the first schedule (default: 1)")
     add("--nproc", type=int, default=4, metavar="N", help="ranks (default: 4)")
     add("--spares", type=int, default=2, metavar="N", help="processes that wait (default: 2)")
     add("--config", type=Path, default=CONFIG, metavar="FILE", help="of the training (default: the laptop preset)")
-    add("--plot", type=Path, metavar="FILE", help="draw ETTR over MTBF, and iterations over time")
+    add("--scenario", type=Path, metavar="FILE", help="of the same training: have the simulator predict each ETTR")
+    add("--plot", type=Path, metavar="FILE", help="draw ETTR over MTBF, iterations over time, and losses")
     add("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=ettr)
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Of one job."""
+class Schedule:
+    """Who is killed when."""
 
-    strategy: str
+    name: str
     mtbf_s: float | None
-    """None: nobody was killed."""
     seed: int
-    training_s: float
-    ettr: float
-    kills: int
-    repeated: int
-    """Iterations that were committed more than once, or run again."""
-    recovery_s: float | None
-    """Median, from a kill until training went on."""
-    iteration_s: float
-    """Median."""
-    interval: int
-    """W, or iterations from one checkpoint to the next, at the end."""
-    host_mb: float
-    """Of a rank: snapshots, copies and logs."""
-    sent_mb: float
-    """To peers, in an iteration of a rank."""
-    lost: float
-    """Share of routed tokens whose updates recoveries lost."""
-    loss: float
-    """Of the last iteration."""
-    bits: str
-    """Of the final state, against the job without kills."""
-    progress: list[tuple[float, int]]
+    failures: Sequence[Failure]
+
+    def __str__(self) -> str:
+        return "nobody is killed" if self.mtbf_s is None else f"a kill every {self.name}, seed {self.seed}"
 
 
 def ettr(arguments: argparse.Namespace) -> int:
     """Run, print the table; returns the exit code."""
-    if min(arguments.iterations, arguments.repeats, arguments.nproc) < 1 or min(arguments.mtbf) <= 0:
+    numbers = (arguments.iterations, arguments.repeats, arguments.nproc)
+    if min(numbers) < 1 or min((*arguments.mtbf, arguments.speedup)) <= 0:
         raise ConfigError(
             f"--iterations {arguments.iterations} --repeats {arguments.repeats} --nproc {arguments.nproc} --mtbf "
-            f"{min(arguments.mtbf):g}; needs 1 or more of the first three, and a time above 0"
+            f"{' '.join(f'{one:g}' for one in arguments.mtbf)} --speedup {arguments.speedup:g}; needs 1 or more of the "
+            "first three, and numbers above 0"
         )
-    console = Console()
-    samples = list(_samples(arguments, console))
-    console.print(_table(samples))
+    scenario = load(arguments.scenario) if arguments.scenario is not None else None
+    schedules, console = _schedules(arguments), Console()
+    samples = list(_samples(arguments, schedules, console))
+    if scenario is not None:
+        samples = predicted(scenario, samples)
+    _print(samples, console)
     if arguments.plot is not None:
-        _plot(samples, arguments.plot)
+        plot(samples, arguments.plot)
         console.print(f"plot: {arguments.plot}")
     if arguments.json:
         print(json.dumps([asdict(one) for one in samples]))
     return 0
 
 
-def _samples(arguments: argparse.Namespace, console: Console) -> Iterator[Sample]:
-    with tempfile.TemporaryDirectory() as folder:
-        free = _run(arguments, "none", [], 0, Path(folder, FREE), console, FREE)
-        yield _sample(free, free, FREE, None, 0)
-        for mtbf_s in arguments.mtbf:
-            for seed in range(arguments.seed, arguments.seed + arguments.repeats):
-                kills_s = _schedule(mtbf_s, seed, 100 * arguments.iterations)
-                for name in arguments.strategies:
-                    run_dir = Path(folder, f"{name}_{mtbf_s:g}_{seed}")
-                    what = f"{name}, a kill every {mtbf_s:g} s, seed {seed}"
-                    # The job that starts over each time would do so for ever.
-                    few = [at for at in kills_s if at <= 2 * free.training_s] if name == "none" else kills_s
-                    yield _sample(
-                        _run(arguments, name, few, seed, run_dir, console, what), free, name, mtbf_s, seed
-                    )  # fmt: skip
+def _print(samples: Sequence[Sample], console: Console) -> None:
+    """What fits beside each other on a screen."""
+    shown = [HEADER.index(name) for name in SHOWN]
+    table = Table(*SHOWN)
+    for row in rows_of(samples):
+        table.add_row(*(row[place] for place in shown))
+    console.print(table)
 
 
-def _schedule(mtbf_s: float, seed: int, until_s: float) -> list[float]:
-    """Poisson's, seconds after the first commit."""
-    draw, at, kills_s = random.Random(f"{seed}/{mtbf_s}"), 0.0, list[float]()
-    while (at := at + draw.expovariate(1 / mtbf_s)) < until_s:
-        kills_s.append(at)
-    return kills_s
+def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
+    """None at first; those of every mean time; the recorded one, from its first failure on."""
+    made, until_s = [Schedule(NEVER, None, 0, ())], 100.0 * arguments.iterations
+    for mtbf_s in arguments.mtbf:
+        model = FailureModel(mtbf_s, arguments.nproc)
+        made += [
+            Schedule(f"{mtbf_s:g} s", mtbf_s, seed, model.draw(until_s, seed))
+            for seed in range(arguments.seed, arguments.seed + arguments.repeats)
+        ]
+    if arguments.trace is not None:
+        found = recorded(arguments.trace, arguments.nproc, arguments.speedup)
+        if not found:
+            raise ConfigError(f"--trace {arguments.trace}: nothing is removed; needs one failure at least")
+        mtbf_s = mean_time_between(found, found[-1].at_s - found[0].at_s or math.inf)
+        name = f"{mtbf_s:.0f} s ({arguments.trace.stem} x {arguments.speedup:g})"
+        shifted = [Failure(one.at_s - found[0].at_s + mtbf_s, one.nodes) for one in found]
+        made.append(Schedule(name, mtbf_s, 0, shifted))
+    return made
+
+
+def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], console: Console) -> Iterator[Sample]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with tempfile.TemporaryDirectory() as folder, Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("", total=len(schedules) * (1 + len(arguments.strategies)) * arguments.iterations)
+        done = 0
+
+        def run(name: str, schedule: Schedule, run_dir: Path) -> KilledJob:
+            nonlocal done
+
+            def seen(newest: int) -> None:
+                its = f"{name}, {schedule}: iteration {newest}"
+                progress.update(task, description=its, completed=done + newest)
+
+            job = _run(arguments, name, schedule.failures, run_dir, seen)
+            done += arguments.iterations
+            return job
+
+        for number, schedule in enumerate(schedules):
+            # Once more with every schedule: a machine has slow quarters of an hour.
+            free = run("none", schedules[0], Path(folder, f"{FREE}_{number}"))
+            yield sample_of(free, free, FREE, NEVER, None, 0)
+            for name in arguments.strategies:
+                its = schedule
+                if name == "none":  # starting over each time, it would do so for ever
+                    few = [one for one in schedule.failures if one.at_s <= 2 * free.training_s]
+                    its = Schedule(schedule.name, schedule.mtbf_s, schedule.seed, few)
+                job = run(name, its, Path(folder, f"{name}_{number}"))
+                yield sample_of(job, free, name, schedule.name, schedule.mtbf_s, schedule.seed)
 
 
 def _run(
-    arguments: argparse.Namespace,
-    name: str,
-    kills_s: Sequence[float],
-    seed: int,
-    run_dir: Path,
-    console: Console,
-    what: str,
+    arguments: argparse.Namespace, name: str, failures: Sequence[Failure], run_dir: Path, seen: Callable[[int], None]
 ) -> KilledJob:
-    windows = str(run_dir.with_suffix(".windows"))
     words = ["--nproc", str(arguments.nproc), "--spares", str(arguments.spares), str(SCRIPT)]
-    words += ["--config", str(arguments.config), "--train-iters", str(arguments.iterations)]
-    words += [word.format(windows=windows) for word in STRATEGIES[name]]
-    with console.status(what) as status:
-        return run_killed(
-            words, run_dir, kills_s, random.Random(seed),
-            lambda newest: status.update(f"{what}: iteration {newest} of {arguments.iterations}"),
-        )  # fmt: skip
+    words += training(arguments.config, arguments.iterations, name, run_dir.with_suffix(".windows"))
+    return run_killed(words, run_dir, failures, seen)
 
 
-def _sample(job: KilledJob, free: KilledJob, name: str, mtbf_s: float | None, seed: int) -> Sample:
-    metrics = job.record.metrics()
-    failures = [event for event in job.record.events() if event["event"] == "failure"]
-    recoveries = [event for event in job.record.events() if event["event"] == "recovery"]
-    checkpointing = job.record.summary().get("checkpointing") or {}
+def training(config: Path, iterations: int, strategy: str, windows: Path) -> list[str]:
+    """Returns the words of a training.
 
-    def median(*names: str) -> float:
-        return float(statistics.median(sum(line.get(one) or 0.0 for one in names) for line in metrics))
-
-    digests = [one.record.summary()["state_digest"]["all"] for one in (job, free)]
-    return Sample(
-        name, mtbf_s, seed, job.training_s, free.training_s / job.training_s, len(job.kills), _repeated(job, failures),
-        statistics.median(one["total_s"] for one in failures) if failures else None, median("iteration_s"),
-        int(checkpointing.get("window") or 0), median("snapshot_memory_bytes", "log_memory_bytes") / 1e6,
-        median("replicated_bytes") / 1e6, max((one["proportion_lost"] for one in recoveries), default=0.0),
-        float(metrics[-1]["loss"]), "equal" if digests[0] == digests[1] else "DIFFERENT", job.progress,
-    )  # fmt: skip
-
-
-def _repeated(job: KilledJob, failures: Sequence[dict[str, Any]]) -> int:
-    """What recoveries ran again, and what starts of the job went back behind."""
-    replayed = sum(one["recovery"]["replayed"] for one in failures if one["recovery"])
-    steps = zip(job.progress, job.progress[1:], strict=False)
-    return replayed + sum(before - after + 1 for (_, before), (_, after) in steps if after <= before)
-
-
-HEADER = (
-    "a kill every", "strategy", "interval", "iteration", "ETTR", "kills", "repeated", "recovery", "host memory", "sent",
-    "tokens lost", "last loss", "bits",
-)  # fmt: skip
-
-
-def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
-    """Returns a row of :data:`HEADER` for each strategy at each rate, over all its samples."""
-    rows = []
-    for mtbf_s, name in dict.fromkeys((one.mtbf_s, one.strategy) for one in samples):
-        those = [one for one in samples if (one.mtbf_s, one.strategy) == (mtbf_s, name)]
-        ratios = [one.ettr for one in those]
-        recoveries = [one.recovery_s for one in those if one.recovery_s is not None]
-        rows.append([
-            "never" if mtbf_s is None else f"{mtbf_s:g} s", name, str(those[-1].interval or ""),
-            f"{statistics.median(one.iteration_s for one in those):.2f} s",
-            f"{statistics.fmean(ratios):.3f}" + (f" ± {half_interval(ratios):.3f}" if len(those) > 1 else ""),
-            str(sum(one.kills for one in those)), str(sum(one.repeated for one in those)),
-            f"{statistics.median(recoveries):.2f} s" if recoveries else "",
-            f"{max(one.host_mb for one in those):.0f} MB", f"{max(one.sent_mb for one in those):.1f} MB",
-            f"{max(one.lost for one in those):.2%}" if any(one.lost for one in those) else "",
-            f"{statistics.fmean(one.loss for one in those):.4f}",
-            "equal" if all(one.bits == "equal" for one in those) else "DIFFERENT",
-        ])  # fmt: skip
-    return rows
-
-
-def _table(samples: Sequence[Sample]) -> Table:
-    table = Table(*HEADER)
-    for row in rows_of(samples):
-        table.add_row(*row)
-    return table
-
-
-def _plot(samples: Sequence[Sample], path: Path) -> None:
-    names = [name for name in dict.fromkeys(one.strategy for one in samples) if name != FREE]
-    lowest = min(one.mtbf_s for one in samples if one.mtbf_s is not None)
-    with figure(path, 2, (12, 4.5)) as (over_mtbf, over_time):
-        for name in names:
-            those = [one for one in samples if one.strategy == name]
-            rates = sorted({one.mtbf_s for one in those if one.mtbf_s is not None})
-            means = [statistics.fmean(one.ettr for one in those if one.mtbf_s == rate) for rate in rates]
-            over_mtbf.plot(rates, means, marker="o", label=name)
-            one = next(one for one in those if one.mtbf_s == lowest)
-            over_time.step(*zip(*one.progress, strict=True), where="post", label=name)
-        over_mtbf.set(xlabel="mean seconds between kills", ylabel="ETTR", ylim=(0, 1.05))
-        over_time.set(
-            xlabel="seconds", ylabel="newest committed iteration", title=f"a kill every {lowest:g} s on average"
-        )
-        for axes in (over_mtbf, over_time):
-            axes.grid(alpha=0.3)
-            axes.legend()
+    Args:
+        config: its configuration.
+        iterations: of it.
+        strategy: of :data:`STRATEGIES`.
+        windows: a folder for one that saves to disk.
+    """
+    its = [word.format(windows=windows) for word in STRATEGIES[strategy]]
+    return ["--config", str(config), "--train-iters", str(iterations), *its]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -12,9 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from moevement_cli.bench_run import failed
 from moevement_core.run_record import RunRecord
+from moevement_core.simulator.failures import Failure
 
 LOOK_S = 0.1
 
@@ -26,8 +27,8 @@ class KilledJob:
     record: RunRecord
     began_at: float = 0.0
     """When its first iteration was committed, seconds since the epoch."""
-    kills: list[float] = field(default_factory=list)
-    """When ranks were killed, likewise."""
+    kills: list[Failure] = field(default_factory=list)
+    """Which ranks were killed, seconds after the first commit."""
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Seconds after the beginning, and the iteration that was the newest then."""
 
@@ -40,8 +41,7 @@ class KilledJob:
 def run_killed(
     words: Sequence[str],
     run_dir: Path,
-    kills_s: Sequence[float],
-    draw: random.Random,
+    failures: Sequence[Failure],
     seen: Callable[[int], None] = lambda iteration: None,
 ) -> KilledJob:
     """Run ``moevement launch`` to the end of its training.
@@ -49,9 +49,8 @@ def run_killed(
     Args:
         words: its arguments.
         run_dir: where it leaves its record.
-        kills_s: when one of its ranks is killed, seconds after the first commit, ascending; those that are due when
-            the job is over never happen.
-        draw: who it is.
+        failures: which ranks (each a node of its own) are killed, seconds after the first commit, ascending; those that
+            are due when the job is over never happen.
         seen: called with the newest iteration, now and then.
 
     Raises:
@@ -63,7 +62,7 @@ def run_killed(
     with run_dir.with_suffix(".console").open("wb") as console:
         process = subprocess.Popen(argv, stdout=console, stderr=console)
     try:
-        _watch(job, process, list(kills_s), draw, seen)
+        watch(job, lambda: process.poll() is not None, kill_here, failures, seen)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -73,15 +72,24 @@ def run_killed(
     return job
 
 
-def _watch(
+def watch(
     job: KilledJob,
-    process: subprocess.Popen[bytes],
-    left: list[float],
-    draw: random.Random,
-    seen: Callable[[int], None],
+    is_over: Callable[[], bool],
+    kill: Callable[[dict[str, Any]], None],
+    failures: Sequence[Failure],
+    seen: Callable[[int], None] = lambda iteration: None,
 ) -> None:
-    newest = -1
-    while process.poll() is None:
+    """Look at a job until it is over, and kill.
+
+    Args:
+        job: that has been started; what is seen of it is added.
+        is_over: whether it has ended.
+        kill: ends a process of ``ranks.json``; raises :class:`ProcessLookupError` where it has ended already.
+        failures: as in :func:`run_killed`.
+        seen: likewise.
+    """
+    left, newest = list(failures), -1
+    while not is_over():
         time.sleep(LOOK_S)
         line = job.record.newest_metric()
         if line is None:
@@ -91,16 +99,24 @@ def _watch(
             newest = int(line["iteration"])
             job.progress.append((time.time() - job.began_at, newest))
             seen(newest)
-        if left and time.time() - job.began_at >= left[0]:
-            left.pop(0)
-            _kill(job, draw)
+        if left and time.time() - job.began_at >= left[0].at_s:
+            _kill(job, left.pop(0).nodes, kill)
 
 
-def _kill(job: KilledJob, draw: random.Random) -> None:
-    """One of the ranks, if it still lives: a spare may not have taken the rank yet."""
-    ranks = [one for one in json.loads(job.record.ranks_path.read_text()) if one["role"] == "active"]
-    try:
-        os.kill(draw.choice(ranks)["pid"], signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    job.kills.append(time.time())
+def kill_here(process: dict[str, Any]) -> None:
+    """One of this machine."""
+    os.kill(process["pid"], signal.SIGKILL)
+
+
+def _kill(job: KilledJob, ranks: Sequence[int], kill: Callable[[dict[str, Any]], None]) -> None:
+    """Those of the ranks that still live: a spare may not have taken a rank yet."""
+    killed = []
+    for one in json.loads(job.record.ranks_path.read_text()):
+        if one["role"] == "active" and one["rank"] in ranks:
+            try:
+                kill(one)
+            except ProcessLookupError:
+                continue
+            killed.append(one["rank"])
+    if killed:
+        job.kills.append(Failure(time.time() - job.began_at, tuple(killed)))

@@ -15,22 +15,24 @@ from tests.training import TINY
 def test_strategies_under_one_schedule_of_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "tiny.yaml"
     its = {"pipeline-model-parallel-size": 2, "moevement-sparse-ckpt": True, "moevement-window": 3}
-    config.write_text(yaml.safe_dump(TINY | its | {"num-layers": 2, "global-batch-size": 4}))
+    config.write_text(yaml.safe_dump(TINY | its | {"num-layers": 2, "global-batch-size": 4, "eval-iters": 1}))
     words = ["bench", "ettr", "--nproc", "2", "--spares", "1", "--config", str(config), "--iterations", "30"]
-    # The first kill of this schedule comes after half a second, the next ten seconds later.
-    words += ["--mtbf", "3", "--seed", "57", "--strategies", "moevement-redo", "checkfreq"]
+    # The first kill of this schedule comes after 0.8 seconds, the next twenty seconds later.
+    words += ["--mtbf", "3", "--seed", "116", "--strategies", "moevement-redo", "checkfreq"]
     words += ["--plot", str(tmp_path / "ettr.png")]
     assert main([*words, "--json"]) == 0
-    free, *killed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (free["strategy"], free["ettr"], free["kills"]) == ("failure-free", 1.0, 0)
-    assert [one["strategy"] for one in killed] == ["moevement-redo", "checkfreq"]
-    assert all(one["kills"] > 0 and one["bits"] == "equal" and one["ettr"] > 0 for one in killed), killed
-    assert all(one["progress"][-1][1] >= 29 for one in killed)
+    samples = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [one["strategy"] for one in samples] == ["failure-free", "moevement-redo", "checkfreq"] * 2
+    assert all(one["ettr"] > 0 and one["bits"] == "equal" and one["loss"] for one in samples), samples
+    assert all(one["ettr"] == 1 for one in samples if one["strategy"] == "failure-free")
+    assert [len(one["kills"]) > 0 for one in samples] == [False, False, False, False, True, True]
+    assert all(one["progress"][-1][1] >= 29 for one in samples)
     assert (tmp_path / "ettr.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
-    ("words", "found"), [(["--mtbf", "0"], "--mtbf 0; needs"), (["--iterations", "0"], "--iterations 0 --repeats 1")]
+    ("words", "found"),
+    [(["--mtbf", "0"], "--mtbf 0 --speedup 1; needs"), (["--iterations", "0"], "--iterations 0 --repeats 1")],
 )
 def test_values_that_cannot_be_are_refused(words: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:

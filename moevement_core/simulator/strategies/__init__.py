@@ -10,13 +10,20 @@ from collections.abc import Callable
 
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, TokenLoss
-from moevement_core.simulator.strategies.dense import CheckFreq, Dense, DenseSynchronous, Gemini, NoCheckpoints
+from moevement_core.simulator.strategies.dense import (
+    CheckFreq,
+    Dense,
+    DenseSynchronous,
+    DenseToPeers,
+    Gemini,
+    NoCheckpoints,
+)
 from moevement_core.simulator.strategies.partial import MoC, MoEtion
 from moevement_core.simulator.strategies.sparse import MoEvement, Redo, Techniques
 
 __all__ = [
-    "STRATEGIES", "CheckFreq", "Costs", "Dense", "DenseSynchronous", "Gemini", "MoC", "MoEtion", "MoEvement",
-    "NoCheckpoints", "Recovery", "Redo", "Strategy", "Techniques", "TokenLoss",
+    "STRATEGIES", "CheckFreq", "Costs", "Dense", "DenseSynchronous", "DenseToPeers", "Gemini", "MoC", "MoEtion",
+    "MoEvement", "NoCheckpoints", "Recovery", "Redo", "Strategy", "Techniques", "TokenLoss",
 ]  # fmt: skip
 
 

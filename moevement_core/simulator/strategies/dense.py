@@ -1,8 +1,9 @@
-"""Strategies that save all state at once: none, synchronous, CheckFreq, Gemini."""
+"""Strategies that save all state at once: none, synchronous, to peers, CheckFreq, Gemini."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from moevement_core.checkpoint_plan import DENSE_OVERHEAD
 from moevement_core.errors import ConfigError
@@ -95,17 +96,33 @@ class DenseSynchronous(Dense):
         super().__init__(costs, interval or young_daly(costs, write_s, mtbf_s), write_s, 0, costs.store_s())
 
 
+class DenseToPeers(Dense):
+    """All state in peers' memory; only the stages that lost theirs roll back, from logs."""
+
+    name = "dense-to-peers"
+
+    def __init__(self, costs: Costs, interval: int) -> None:
+        busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
+        stall_s = max(0.0, busy_s - interval * costs.iteration_s)
+        lag = busy_s / costs.iteration_s
+        super().__init__(costs, interval, stall_s, lag, costs.fetch_s(costs.full_bytes), in_memory=True)
+
+    def replay_iteration_s(self, nodes: Collection[int]) -> float:
+        """Without the bubble where one stage replays alone."""
+        return max(self.costs.time.segment_s(segment) for segment in self.costs.segments(nodes))
+
+
 class CheckFreq(Dense):
     """Snapshot beside the next iteration, persisted in the background; at most 3% of overhead (its policy's cap)."""
 
     name = "checkfreq"
 
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, interval: int | None = None) -> None:
         copy_s, write_s = costs.copy_s(costs.full_bytes), costs.store_s()
         stall_s = max(0.0, copy_s - costs.iteration_s)
         delay_s = stall_s + costs.interference * copy_s
         hidden = math.ceil(delay_s / (DENSE_OVERHEAD * costs.iteration_s))
-        interval = max(1, hidden, costs.iterations(max(copy_s, write_s)))
+        interval = interval or max(1, hidden, costs.iterations(max(copy_s, write_s)))
         super().__init__(costs, interval, stall_s, (copy_s + write_s) / costs.iteration_s, write_s)
 
 

@@ -19,12 +19,11 @@ GRADIENT_BYTES = 2
 
 
 class Partial(Strategy):
-    """Everything but the experts in every iteration, and some experts; every stage rolls back by one iteration."""
+    """Everything but the experts, and some experts, every ``interval`` iterations; every stage rolls back to that."""
 
-    interval = 1
-
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, interval: int = 1) -> None:
         super().__init__(costs)
+        self._interval = interval
         stage = max(costs.plan.stages, key=lambda one: one.full_bytes)
         pairs = list(zip(stage.operators, stage.table.full[0].tolist(), strict=True))
         experts = [(one, size) for one, size in pairs if one.kind is OperatorKind.EXPERT]
@@ -35,6 +34,11 @@ class Partial(Strategy):
         """Of a layer, on all ranks that share it."""
         self.parameters = sum(one.parameters / one.shards for one, _ in experts)
         """Of the experts of a rank, of which it holds the state."""
+
+    @property
+    def interval(self) -> int:
+        """As given."""
+        return self._interval
 
     @cached_property
     def popularity(self) -> npt.NDArray[np.float64]:
@@ -48,13 +52,24 @@ class Partial(Strategy):
 
     @property
     def overhead_s(self) -> float:
-        """What does not hide behind one iteration."""
-        return max(0.0, self.busy_s - self.costs.iteration_s) + self.slowed_s(self.copied_bytes)
+        """What does not hide behind the iterations of an interval."""
+        behind_s = max(0.0, self.busy_s - self.interval * self.costs.iteration_s)
+        return (behind_s + self.slowed_s(self.snapshot_bytes)) / self.interval
+
+    @property
+    @abstractmethod
+    def snapshot_bytes(self) -> float:
+        """Of one snapshot of the heaviest rank."""
+
+    @property
+    def copied_bytes(self) -> float:
+        """That, spread over the interval."""
+        return self.snapshot_bytes / self.interval
 
     @property
     def host_bytes(self) -> float:
         """The newest state of everything, and what is being copied; as much for each peer."""
-        return (self.costs.full_bytes + self.copied_bytes) * (1 + self.costs.plan.given.replicas)
+        return (self.costs.full_bytes + self.snapshot_bytes) * (1 + self.costs.plan.given.replicas)
 
     @property
     def arrival(self) -> float:
@@ -67,13 +82,14 @@ class Partial(Strategy):
         """Seconds that it takes there."""
 
     def rollback(self, committed: int, into: float) -> int:
-        """What was being copied."""
-        return committed - self.newest(committed, into, self.arrival)
+        """To the newest snapshot that is where it has to be."""
+        there = max(0, self.newest(committed, into, self.arrival))
+        return committed - there // self.interval * self.interval
 
     @property
     def expected_rollback(self) -> float:
-        """That, and half of the interrupted iteration."""
-        return self.arrival + 0.5
+        """Half the interval, and what is on its way."""
+        return self.arrival + self.interval / 2
 
     def loses(self, ages: npt.NDArray[np.float64]) -> float:
         """Updates of experts of these ages, as a share of the tokens of an iteration, times iterations (its PLT)."""
@@ -81,12 +97,14 @@ class Partial(Strategy):
 
 
 class MoC(Partial):
-    """K experts of each layer in every iteration, one after the other; K doubles when too much is lost."""
+    """K experts of each layer in every snapshot, one after the other; K doubles when too much is lost."""
 
     name = "moc"
 
-    def __init__(self, costs: Costs, experts_saved: int = 0, budget: TokenLoss | None = None) -> None:
-        super().__init__(costs)
+    def __init__(
+        self, costs: Costs, experts_saved: int = 0, budget: TokenLoss | None = None, interval: int = 1
+    ) -> None:
+        super().__init__(costs, interval)
         # An eighth of the experts is what both papers start it with.
         saved = experts_saved or max(1, self.experts // 8)
         self.experts_saved = self._first_saved = min(saved, self.experts)
@@ -94,23 +112,24 @@ class MoC(Partial):
 
     def fresh(self) -> Strategy:
         """Nothing lost yet."""
-        return MoC(self.costs, self._first_saved, TokenLoss(self.budget.threshold))
+        return MoC(self.costs, self._first_saved, TokenLoss(self.budget.threshold), self.interval)
 
     @property
-    def copied_bytes(self) -> float:
+    def snapshot_bytes(self) -> float:
         """Non-experts, and the share of the experts."""
         return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
 
     @property
     def busy_s(self) -> float:
         """Copies and sends go on at the same time."""
-        return max(self.costs.copy_s(self.copied_bytes), self.costs.send_s(self.copied_bytes))
+        return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.snapshot_bytes))
 
     def ages(self, committed: int) -> npt.NDArray[np.float64]:
-        """Iterations since each expert was saved, ``[experts]``; their turn comes every E / K iterations."""
+        """Iterations since each expert was saved, ``[experts]``; their turn comes every E / K snapshots."""
         turns = math.ceil(self.experts / self.experts_saved)
         turn = np.arange(self.experts) // self.experts_saved
-        return np.minimum((committed - turn) % turns, committed).astype(np.float64)
+        snapshots = committed // self.interval
+        return np.minimum((snapshots - turn) % turns * self.interval, committed).astype(np.float64)
 
     def recover(self, committed: int, nodes: Collection[int] = (0,), into: float = 0.5) -> Recovery:
         """Experts come back as they were up to E / K iterations ago; those updates are lost."""
@@ -133,14 +152,15 @@ class MoEtion(Partial):
 
     name = "moetion"
 
-    def __init__(self, costs: Costs) -> None:
-        super().__init__(costs)
+    def __init__(self, costs: Costs, interval: int = 1) -> None:
+        super().__init__(costs, interval)
         self.is_redundant = any(one.shards > 1 for one in costs.plan.stages[0].shape.operators)
         each = self.expert_bytes / max(1, self.layers * self.experts)
-        local = costs.plan.given.cluster.d2h_bytes_per_s * costs.iteration_s - self.other_bytes
-        remote = costs.plan.given.cluster.replication_bytes_per_s * costs.iteration_s / max(
-            1, costs.plan.given.replicas
-        ) - (0 if self.is_redundant else self.other_bytes)
+        seconds = costs.iteration_s * interval
+        local = costs.plan.given.cluster.d2h_bytes_per_s * seconds - self.other_bytes
+        remote = costs.plan.given.cluster.replication_bytes_per_s * seconds / max(1, costs.plan.given.replicas) - (
+            0 if self.is_redundant else self.other_bytes
+        )
         sent = min(each, self.parameters / max(1, self.layers * self.experts) * GRADIENT_BYTES)
         fits = min(local / each, remote / sent) if each else math.inf
         self.experts_saved = max(1, min(self.experts, math.floor(fits / self.layers)))
@@ -148,7 +168,7 @@ class MoEtion(Partial):
         self._sent = self.experts_saved * self.layers * sent
 
     @property
-    def copied_bytes(self) -> float:
+    def snapshot_bytes(self) -> float:
         """Non-experts, and S experts of each layer."""
         return self.other_bytes + self.expert_bytes * self.experts_saved / self.experts
 
@@ -160,7 +180,7 @@ class MoEtion(Partial):
     @property
     def busy_s(self) -> float:
         """Copies and sends go on at the same time."""
-        return max(self.costs.copy_s(self.copied_bytes), self.costs.send_s(self.sent_bytes))
+        return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.sent_bytes))
 
     @cached_property
     def at_risk(self) -> float:
@@ -170,7 +190,7 @@ class MoEtion(Partial):
         risk, seen, steps = np.zeros_like(self.popularity), [], 4 * self.experts
         total = self.experts_saved * self.layers
         for step in range(steps):
-            risk += self.popularity
+            risk += self.popularity * self.interval
             # The shares of the layers are proportional to their risk; taking the riskiest of all experts makes them so.
             chosen = np.argpartition(risk.ravel(), -total)[-total:]
             risk.ravel()[chosen] = 0.0

@@ -1,0 +1,87 @@
+"""What the simulator says of the jobs of ``moevement bench ettr``, from a profile of the training.
+
+The jobs of one strategy calibrate what no profile has: how long a loss goes unnoticed, how long ranks take to regroup,
+and how much copies slow training down on this machine. How often state is saved is taken from the jobs. Predicted is
+how far a failure goes back, and how long what is run again takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from moevement_cli.ettr_samples import FREE, Sample
+from moevement_core.errors import ConfigError
+from moevement_core.simulator.failures import Failure
+from moevement_core.simulator.scenario import Scenario
+from moevement_core.simulator.strategies import (
+    CheckFreq,
+    Costs,
+    DenseToPeers,
+    Gemini,
+    MoC,
+    MoEtion,
+    MoEvement,
+    NoCheckpoints,
+    Redo,
+    Strategy,
+)
+from moevement_core.simulator.training import train
+from moevement_core.strategies.moc import INTERVAL
+
+SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
+    "moevement": lambda costs, mtbf_s, interval: MoEvement(costs),
+    "moevement-redo": lambda costs, mtbf_s, interval: Redo(costs),
+    "dense": lambda costs, mtbf_s, interval: DenseToPeers(costs, interval),
+    "gemini": lambda costs, mtbf_s, interval: Gemini(costs, mtbf_s, interval=interval),
+    "checkfreq": lambda costs, mtbf_s, interval: CheckFreq(costs, interval),
+    "moc": lambda costs, mtbf_s, interval: MoC(costs, interval=INTERVAL),
+    "moetion": lambda costs, mtbf_s, interval: MoEtion(costs),
+    "none": lambda costs, mtbf_s, interval: NoCheckpoints(costs),
+}
+"""By the name of a job's strategy, for its costs, the mean time between failures, and its interval."""
+
+
+def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
+    """Returns the samples with the ETTR that the simulator predicts of each.
+
+    Args:
+        scenario: of the training, with its profile.
+        samples: of all jobs.
+
+    Raises:
+        ConfigError: the scenario has another number of ranks.
+    """
+    ranks = 1 + max((rank for one in samples for _, its in one.kills for rank in its), default=0)
+    if ranks > scenario.job.ranks:
+        raise ConfigError(f"--scenario of {scenario.job.ranks} ranks: the jobs had {ranks} or more; needs as many")
+    calibrated = _calibrated(scenario, [one for one in samples if one.strategy != FREE])
+    return [one if one.strategy == FREE else replace(one, predicted=_ettr(calibrated, one)) for one in samples]
+
+
+def _calibrated(scenario: Scenario, samples: Sequence[Sample]) -> Scenario:
+    """With the constants of the first strategy that has them."""
+    saved = scenario.checkpointing
+    killed = [one for one in samples if one.parts]
+    if killed:
+        first = [one for one in killed if one.strategy == killed[0].strategy]
+        saved = replace(
+            saved,
+            detect_s=statistics.median(one.parts["notice"] for one in first),
+            regroup_s=statistics.median(one.parts["regroup"] for one in first),
+        )
+    calm = next((one for one in samples if one.mtbf_s is None), None)
+    if calm is not None:
+        # The share by which training takes longer, of what copies take: the rest of its work is beside them.
+        costs = scenario.costs()
+        copied_s = costs.copy_s(SIMULATED[calm.strategy](costs, 0.0, calm.interval or 1).copied_bytes)
+        slower = max(0.0, 1 / calm.ettr - 1) * costs.iteration_s
+        saved = replace(saved, interference=slower / copied_s if copied_s else 0.0)
+    return replace(scenario, checkpointing=saved)
+
+
+def _ettr(scenario: Scenario, sample: Sample) -> float:
+    strategy = SIMULATED[sample.strategy](scenario.costs(), sample.mtbf_s or float("inf"), sample.interval or 1)
+    failures = [Failure(at_s, tuple(ranks)) for at_s, ranks in sample.kills]
+    return train(strategy, failures, sample.training_s).ettr

@@ -1,0 +1,49 @@
+"""The simulator's word for jobs that ran: calibrated by the first of them, and by nothing of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from moevement_cli.ettr_prediction import SIMULATED, predicted
+from moevement_cli.ettr_samples import FREE, NEVER, Sample, rows_of
+from moevement_cli.simulate import SCENARIOS
+from moevement_core.errors import ConfigError
+from moevement_core.simulator.scenario import load
+
+
+def _sample(strategy: str, *kills: tuple[float, list[int]], parts_s: float = 0.5, training_s: float = 60.0) -> Sample:
+    parts = {"notice": parts_s, "regroup": 2 * parts_s, "run again": 1.0} if kills else {}
+    return Sample(
+        strategy, "20 s" if kills else NEVER, 20.0 if kills else None, 1, training_s, 0.9, list(kills), 3, parts, 0.42,
+        3, 100.0, 1.0, 0, 0.0, 2.5, "equal", [(0.0, 1)], [(1, 3.0)],
+    )  # fmt: skip
+
+
+def _predicted(samples: list[Sample]) -> list[float]:
+    return [one.predicted or 0.0 for one in predicted(load(SCENARIOS / "laptop.yaml"), samples)]
+
+
+def test_more_kills_and_slower_regrouping_mean_less_ettr() -> None:
+    kills = [(10.0, [1]), (30.0, [2]), (45.0, [0])]
+    for name in SIMULATED:
+        calm, one, three = _predicted([_sample(name), _sample(name, kills[0]), _sample(name, *kills)])
+        assert 1 >= calm > one > three > 0, name
+        _, slow = _predicted([_sample(name), _sample(name, *kills, parts_s=3.0)])
+        assert slow < three, name
+
+
+def test_what_calibrates_is_the_first_strategy_alone() -> None:
+    first, kill = _sample("moevement", (10.0, [1])), (10.0, [1])
+    quick, slow = (_predicted([first, _sample("gemini", kill, parts_s=each_s)]) for each_s in (0.1, 5.0))
+    assert quick == slow
+
+
+def test_the_failure_free_job_is_the_measure_and_is_not_predicted() -> None:
+    free = _sample(FREE)
+    assert predicted(load(SCENARIOS / "laptop.yaml"), [free]) == [free]
+    assert rows_of([free])[0][:2] == [NEVER, FREE]
+
+
+def test_a_scenario_of_another_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--scenario of 4 ranks: the jobs had 8 or more"):
+        predicted(load(SCENARIOS / "laptop.yaml"), [_sample("moevement", (1.0, [7]))])
