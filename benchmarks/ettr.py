@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
-from moevement_cli.bench_ettr import CONFIG, training
+from moevement_cli.bench_ettr import CONFIG, OTHERS, training
 from moevement_cli.ettr_prediction import predicted
 from moevement_cli.ettr_samples import FREE, HEADER, NEVER, Sample, rows_of, sample_of
 from moevement_cli.killed_job import KilledJob, watch
@@ -114,10 +114,10 @@ def _job(cluster: Cluster, folder: Path, name: str, iterations: int, failures: S
         "SPARES": str(SPARES), "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": str(cluster.local), "OMP_NUM_THREADS": "1",
         **{name: os.environ[name] for name in ("MOEVEMENT_CACHE", "MOEVEMENT_PLATFORM")},
     }  # fmt: skip
+    words = [*training(CONFIG, iterations, name, folder / "windows"), *OTHERS]
     its = cluster.submit(
-        SBATCH, training(CONFIG, iterations, name, folder / "windows"), environment, nodes=RANKS + SPARES,
-        tasks_per_node=1, output=folder / "job.out", folder=ROOT,
-    )  # fmt: skip
+        SBATCH, words, environment, nodes=RANKS + SPARES, tasks_per_node=1, output=folder / "job.out", folder=ROOT
+    )
     job = KilledJob(RunRecord(folder / "run"))
     looks = 0
 
@@ -163,7 +163,7 @@ down, on this page and in each table of its own.
 ## Over limited links
 
 A rank on each of four nodes and two nodes of spares, network namespaces of one machine under Slurm; every node's link is
-limited each way (`tc tbf`). Training sends its activations and gradients over the same links. Windows on disk (checkfreq)
+limited each way (`tc tbf`), and windows are as long as a strategy makes them for it (`--moevement-window auto`). Training sends its activations and gradients over the same links. Windows on disk (checkfreq)
 do not pass them.
 
 {over_links}

@@ -42,6 +42,9 @@ SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
 }
 """By the name of a job's strategy, for its costs, the mean time between failures, and its interval."""
 
+SPARSE = ("moevement", "moevement-redo")
+"""Those whose interval is a window."""
+
 
 def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
     """Returns the samples with the ETTR that the simulator predicts of each.
@@ -82,6 +85,8 @@ def _calibrated(scenario: Scenario, samples: Sequence[Sample]) -> Scenario:
 
 
 def _ettr(scenario: Scenario, sample: Sample) -> float:
+    if sample.strategy in SPARSE:
+        scenario = replace(scenario, checkpointing=replace(scenario.checkpointing, window=sample.interval or None))
     strategy = SIMULATED[sample.strategy](scenario.costs(), sample.mtbf_s or float("inf"), sample.interval or 1)
     failures = [Failure(at_s, tuple(ranks)) for at_s, ranks in sample.kills]
     return train(strategy, failures, sample.training_s).ettr
