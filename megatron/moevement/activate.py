@@ -63,7 +63,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement.pipeline_parallel import communicator
     from megatron.moevement.restart import entry, in_process, launcher_store, places
     from megatron.moevement.runtime import checkpoint_rng, dense_save, evaluation, recorder, train_step
-    from megatron.moevement.transformer import attention, experts, frozen, norm
+    from megatron.moevement.transformer import attention, capacity, experts, frozen, norm
     from moevement_core.injection import Phase
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
@@ -98,6 +98,12 @@ def points() -> tuple[Point, ...]:
             "router_gating_linear",
             frozen.gating_without_weight_gradient,
             "computes the weight gradient of a frozen router",
+        ),
+        Point(
+            ("megatron.core.transformer.moe.moe_utils", "megatron.core.transformer.moe.router"),
+            "apply_router_token_dropping",
+            capacity.dropping_with_room,
+            "has one capacity for all experts",
         ),
         *(
             Point(

@@ -31,6 +31,7 @@ from megatron.moevement.runtime.replay import MegatronTrainer
 from megatron.moevement.runtime.replicas import replica_digests
 from megatron.moevement.runtime.settings import settings_of
 from megatron.moevement.runtime.wipe import wipe
+from megatron.moevement.transformer.capacity import ExpertRoom
 from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.engine.layout import OperatorState
@@ -161,6 +162,10 @@ class MegatronBinding(Binding):
     @override
     def counts(self, table: OperatorTable, ordering: Ordering) -> Counts | None:
         return RouterCounts(self._chunks(), table, ordering)
+
+    @override
+    def expert_room(self, table: OperatorTable, share: float) -> ExpertRoom:
+        return ExpertRoom(self._chunks(), table, share)
 
     @property
     @override

@@ -54,7 +54,11 @@ DECLARED = (
     Declared(
         _MIXED, "_unscale_main_grads_and_check_for_nan", "in a replay the recorded verdict counts, seen elsewhere maybe"
     ),
-    Declared("megatron.core.transformer.moe.router:TopKRouter", "routing", "tokens are counted where they are routed"),
+    Declared(
+        "megatron.core.transformer.moe.router:TopKRouter",
+        "routing",
+        "tokens are counted, and let in, where they are routed",
+    ),
     Declared("torch.distributed", "all_reduce", _RANKS_ALONE),
     Declared("torch.distributed", "broadcast", _RANKS_ALONE),
     Declared("torch.distributed", "barrier", _RANKS_ALONE),

@@ -81,6 +81,13 @@ class Counts(Protocol):
         """Returns what several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host."""
 
 
+class ExpertRoom(Counts, Protocol):
+    """Gives experts room for more tokens than their capacity, and counts those that came in by it."""
+
+    def open(self, operators: Collection[str]) -> None:
+        """Give these experts more room from the next iteration on, and no others; the same on all ranks of a stage."""
+
+
 class Binding(ABC):
     """One rank of a training job, as its fault tolerance sees it."""
 
@@ -145,6 +152,15 @@ class Binding(ABC):
             ordering: what is counted.
         """
         return None
+
+    def expert_room(self, table: OperatorTable, share: float) -> ExpertRoom:
+        """Returns what gives experts more room; ``--moevement-capacity-boost`` is refused where it is not defined.
+
+        Args:
+            table: the operators of the stage.
+            share: of its capacity, that an expert is given more.
+        """
+        raise NotImplementedError
 
     @property
     def sent_bytes(self) -> int:

@@ -71,7 +71,7 @@ class Saving:
         self.began_at = binding.iteration if joining is None else joining.policy.began_at
         """The iteration that the job started from."""
         if joining is None:
-            refuse_without_gradients(binding, config.strategy)
+            refuse_what_is_not_defined(binding, config.strategy)
         strategy = self._strategy()
         if joining is None and (caution := strategy.caution()) is not None and self.topology.rank == 0:
             self.reports.report(caution)
@@ -101,8 +101,10 @@ class Saving:
     def _window_decisions(self, strategy: Strategy, policy: Policy | None) -> WindowDecisions:
         config = self._config
         counts = self._binding.counts(self.topology.table, strategy.counts) if strategy.counts is not None else None
+        share = config.strategy.capacity_boost
+        room = None if share is None else self._binding.expert_room(self.topology.table, share)
         windows = WindowDecisions(
-            strategy, counts, self.topology, config.budget, self.reports.report,
+            strategy, counts, room, self.topology, config.budget, self.reports.report,
             0 if strategy.rolls_back_all else self._binding.sent_bytes,
             asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None,
         )  # fmt: skip
@@ -178,6 +180,7 @@ class Saving:
             self.windows.decide(committed, self.checkpointer, self.peers.senders)
             self._settled = self._policy(window_start)
             self.disk.try_again()
+        self.windows.give_room()
 
     def capture(self, committed: int, record: Mapping[str, Any], *, is_first: bool) -> None:
         """``SS_committed``.
@@ -219,6 +222,7 @@ class Saving:
         self.checkpointer.history = ScheduleHistory(*schedules)
         self.checkpointer.forget_after(iteration)
         self._settled = self._policy(iteration)
+        self.windows.give_room()
 
     def take_again(self, iteration: int, record: Mapping[str, Any]) -> None:
         """``SS_iteration`` while a recovery runs iterations again whose outcome may be another one than it was.
@@ -335,13 +339,18 @@ class Saving:
         )
 
 
-def refuse_without_gradients(binding: Binding, strategy: StrategyConfig) -> None:
-    """Refuse to log gradients that the trainer does not give; before training begins, on every rank alike.
+def refuse_what_is_not_defined(binding: Binding, strategy: StrategyConfig) -> None:
+    """Refuse what the trainer does not give; before training begins, on every rank alike.
 
     Raises:
-        ConfigError: updates are to be made again, and there is nothing that they were made from, or nobody who would
-            bring them to replicas.
+        ConfigError: experts are to be given more room, and nobody does; or updates are to be made again, and there is
+            nothing that they were made from, or nobody who would bring them to replicas.
     """
+    if strategy.capacity_boost is not None and type(binding).expert_room is Binding.expert_room:
+        raise ConfigError(
+            f"--moevement-capacity-boost {strategy.capacity_boost:g}: {type(binding).__name__} has no expert_room(); "
+            "define it, or leave the flag out"
+        )
     if not strategy.logs_gradients:
         return
     asked, instead = f"--moevement-recovery {strategy.recovery}", "--moevement-recovery replay"

@@ -25,7 +25,7 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHist
 from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
-from moevement_core.session.binding import Counts
+from moevement_core.session.binding import Counts, ExpertRoom
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
@@ -56,6 +56,7 @@ class WindowDecisions:
     Args:
         strategy: whose decisions they are.
         counts: of the rank's routers; None where nothing is counted.
+        room: that the rank's experts may be given; None: none.
         topology: of this generation; :attr:`topology` is replaced in the next.
         budget: what checkpointing may use.
         asked_window: ``--moevement-window``; None: as measured.
@@ -68,6 +69,7 @@ class WindowDecisions:
         self,
         strategy: Strategy,
         counts: Counts | None,
+        room: ExpertRoom | None,
         topology: Topology,
         budget: BudgetConfig,
         report: Callable[[str], None],
@@ -78,8 +80,9 @@ class WindowDecisions:
     ) -> None:
         self.strategy, self.topology, self._budget = strategy, topology, budget
         self._report, self._sent_bytes = report, sent_bytes
-        self._counts, self._asked_window, self._to_disk = counts, asked_window, to_disk
-        self._pending: list[torch.Tensor] = []
+        self._counts, self._room, self._asked_window, self._to_disk = counts, room, asked_window, to_disk
+        self._counters = [one for one in (counts, room) if one is not None]
+        self._pending: dict[Counts, list[torch.Tensor]] = {one: [] for one in self._counters}
         self._counted = NONE
         """The iteration up to which tokens were taken."""
         self._steps: list[_Step] = []
@@ -99,8 +102,8 @@ class WindowDecisions:
 
     def count(self, committed: int) -> None:
         """Take the tokens that the routers have counted since, up to ``committed``; when the next iteration begins."""
-        if self._counts is not None:
-            self._pending.append(self._counts.take())
+        for one in self._counters:
+            self._pending[one].append(one.take())
             self._counted = committed
 
     def measured(self, step_s: float, stall_s: float, *, is_saving: bool) -> None:
@@ -114,8 +117,13 @@ class WindowDecisions:
 
     def pause(self, is_paused: bool) -> None:
         """Tokens of a replay are not counted again, unless all that came after it is forgotten."""
-        if self._counts is not None:
-            self._counts.paused = is_paused and not self._counts_again
+        for one in self._counters:
+            one.paused = is_paused and not self._counts_again
+
+    def give_room(self) -> None:
+        """Open what room the strategy wants for experts in the next iteration, and close what it wants no more."""
+        if self._room is not None:
+            self._room.open(self.strategy.short_of_tokens())
 
     def go_back(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
         """The job goes back to a state with operators of different age; what it runs again is counted as if new.
@@ -134,9 +142,9 @@ class WindowDecisions:
         return lost
 
     def _drop_counts(self) -> None:
-        if self._counts is not None:
-            self._counts.take()
-        self._pending.clear()
+        for one in self._counters:
+            one.take()
+            self._pending[one].clear()
 
     def forget(self, committed: int) -> None:
         """Drop what was counted on the way to a failure, and measured if W is still to be chosen.
@@ -148,8 +156,9 @@ class WindowDecisions:
             self._drop_counts()
         elif self._counts_again or self._counted < committed:
             self.count(committed)
-        elif self._counts is not None:
-            self._counts.take()  # of the iteration that was interrupted
+        else:
+            for one in self._counters:
+                one.take()  # of the iteration that was interrupted
         self._counts_again = False
         self._measure_again()
 
@@ -274,15 +283,14 @@ class WindowDecisions:
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
-        if self._counts is None:
-            return
-        counts = self._counts.by_operator(self._pending)
-        self._pending.clear()
-        if self.strategy.loses_updates:  # sums alone; and after a failure ranks may have taken them in different parts
-            counts = counts.sum(dim=0, keepdim=True)
-        dist.all_reduce(counts, group=self.topology.channels.stage_group)
-        for one in counts.numpy():
-            self.strategy.observe(np.asarray(one))
+        for counter in self._counters:
+            counts = counter.by_operator(self._pending[counter])
+            if self.strategy.loses_updates:  # after a failure ranks may have taken them in different parts
+                counts = counts.sum(dim=0, keepdim=True)
+            dist.all_reduce(counts, group=self.topology.channels.stage_group)
+            self._pending[counter].clear()
+            for one in counts.numpy():
+                (self.strategy.let_in if counter is self._room else self.strategy.observe)(np.asarray(one))
 
     def _beyond_cap(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[bool]:
         """For each of ``schedules`` whether any rank would need more host memory than it may use.

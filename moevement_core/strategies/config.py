@@ -75,6 +75,11 @@ class StrategyConfig:
         help="share of tokens that failures may cost before more experts are saved, for --moevement-strategy moc "
         f"(default: {PLT_LIMIT})",
     )  # fmt: skip
+    capacity_boost: float | None = flag(
+        "--moevement-capacity-boost", type=float, metavar="F",
+        help="share of its capacity that an expert is given more until tokens that a failure cost it are repaid, for "
+        "--moevement-strategy moetion; needs a capacity factor (default: none; 0.1 in the paper)",
+    )  # fmt: skip
     overhead_cap: float | None = flag(
         "--moevement-overhead-cap", type=float, metavar="F",
         help="share of training time that checkpoints may cost, for --moevement-strategy checkfreq (default: "
@@ -127,6 +132,7 @@ class StrategyConfig:
             ("dense-interval", self.dense_interval, (*EVERYTHING, *PARTIAL)),
             ("snapshot-experts", self.experts, PARTIAL),
             ("plt-limit", self.plt_limit, (MoC.name,)),
+            ("capacity-boost", self.capacity_boost, (MoEtion.name,)),
             ("overhead-cap", self.overhead_cap, (CheckFreq.name,)),
         ):
             if value is not None and self.name not in strategies:
@@ -138,6 +144,8 @@ class StrategyConfig:
             raise ConfigError(f"--moevement-snapshot-experts {self.experts}; needs 1 or more")
         if self.plt_limit is not None and not 0 < self.plt_limit <= 1:
             raise ConfigError(f"--moevement-plt-limit {self.plt_limit}; needs a share, above 0 and at most 1")
+        if self.capacity_boost is not None and not 0 < self.capacity_boost <= 1:
+            raise ConfigError(f"--moevement-capacity-boost {self.capacity_boost}; needs a share, above 0 and at most 1")
         if not 0 < self.cap < 1:
             raise ConfigError(f"--moevement-overhead-cap {self.overhead_cap}; needs a share, above 0 and below 1")
         if self.recovery is Recovery.REDO and self.name != MoEvement.name:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -103,6 +103,8 @@ class _Memory:
     """Which operators the newest snapshot holds, bool ``[operators]``."""
     saved: np.ndarray
     """What each expert had got when it was last saved, int64 ``[operators]``."""
+    owed: np.ndarray
+    """Tokens that recoveries cost each expert and that more room has not let in yet, int64 ``[operators]``."""
 
 
 class MoEtion(Strategy):
@@ -166,7 +168,7 @@ class MoEtion(Strategy):
         for number in range(1 - self.span, 1):
             full_at[rounds[(number + self.span - 1) % len(rounds)] == Saved.FULL] = number
         zeros = np.zeros(operators, dtype=np.int64)
-        return _Memory(TokenAccount.empty(operators), 0, full_at, full_at == 0, zeros)
+        return _Memory(TokenAccount.empty(operators), 0, full_at, full_at == 0, zeros, zeros)
 
     def _contents(self, full: np.ndarray, gradients: np.ndarray | None = None) -> Contents:
         contents = np.where(self.table.is_expert & ~full, np.int8(Saved.OMITTED), np.int8(Saved.FULL))
@@ -192,6 +194,20 @@ class MoEtion(Strategy):
     def observe(self, counts: Scores) -> None:
         """Tokens are counted to the last one."""
         self._memory = replace(self._memory, account=self._memory.account.with_routed(counts))
+
+    def short_of_tokens(self) -> Collection[str]:
+        """Those that a recovery cost updates, until as many tokens more have come (section 6)."""
+        return [self.table.names[place] for place in np.flatnonzero(self._memory.owed)]
+
+    @property
+    def tokens_owed(self) -> int:
+        """Of all of them."""
+        return int(self._memory.owed.sum())
+
+    def let_in(self, tokens: Scores) -> None:
+        """They are repaid."""
+        owed = np.maximum(0, self._memory.owed - np.rint(tokens).astype(np.int64))
+        self._memory = replace(self._memory, owed=owed)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """How many experts of each layer neither budget has room for (section 4.2), on the rank that has the least.
@@ -225,7 +241,7 @@ class MoEtion(Strategy):
         contents = self._contents(chosen_, by_gradients)
         self._memory = _Memory(
             memory.account, number, np.where(contents == Saved.FULL, number, memory.full_at),
-            chosen_ | ~self.table.is_expert, np.where(chosen_, routed, memory.saved),
+            chosen_ | ~self.table.is_expert, np.where(chosen_, routed, memory.saved), memory.owed,
         )  # fmt: skip
         wanted = replace(now, span=self.span, rounds=(contents,))
         is_change = len(now.rounds) > 1 or wanted.span != now.span or not np.array_equal(contents, now.rounds[0])
@@ -254,6 +270,7 @@ class MoEtion(Strategy):
         self._memory = _Memory(
             account, then.number, then.number - (run.last - run.full_at) // self.interval, run.version_at == run.last,
             account.routed,  # what is live is what was saved
+            then.owed + account.lost - then.account.lost,
         )  # fmt: skip
         return account.lost_since(then.account, self.table)
 
@@ -270,8 +287,8 @@ class MoEtion(Strategy):
         memory = self._memory
         return {
             "routed": memory.account.routed, "lost": memory.account.lost, "number": memory.number,
-            "full_at": memory.full_at, "held": memory.held, "saved": memory.saved, "experts": self.experts,
-            "begins": self._begins, "settled": self.settled,
+            "full_at": memory.full_at, "held": memory.held, "saved": memory.saved, "owed": memory.owed,
+            "experts": self.experts, "begins": self._begins, "settled": self.settled,
         }  # fmt: skip
 
     def adopt(self, learned: Any) -> None:
@@ -280,10 +297,10 @@ class MoEtion(Strategy):
 
 
 def _memory(learned: Any) -> _Memory:
-    routed, lost, full_at, held, saved = (
-        learned[name].copy() for name in ("routed", "lost", "full_at", "held", "saved")
+    routed, lost, full_at, held, saved, owed = (
+        learned[name].copy() for name in ("routed", "lost", "full_at", "held", "saved", "owed")
     )
-    return _Memory(TokenAccount(routed, lost), learned["number"], full_at, held, saved)
+    return _Memory(TokenAccount(routed, lost), learned["number"], full_at, held, saved, owed)
 
 
 def _at(table: OperatorTable, places: Sequence[int]) -> np.ndarray:

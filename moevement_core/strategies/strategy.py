@@ -7,7 +7,7 @@ Every rank of a pipeline stage has an equal one and asks it the same, so all com
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -108,6 +108,18 @@ class Strategy(ABC):
 
     def observe(self, counts: Scores) -> None:  # noqa: B027, many have nothing to observe
         """Tokens that reached each operator in one iteration, float64 ``[operators]``, all ranks of the stage."""
+
+    def short_of_tokens(self) -> Collection[str]:
+        """Returns experts that are to be given room for more tokens in the next iteration."""
+        return ()
+
+    @property
+    def tokens_owed(self) -> int:
+        """Tokens that recoveries cost experts of the stage, and that such room has not let in yet."""
+        return 0
+
+    def let_in(self, tokens: Scores) -> None:  # noqa: B027
+        """Tokens that only such room let in, in one iteration, float64 ``[operators]``, all ranks of the stage."""
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
         """The windows that this rank would have, iterations; of all ranks the largest of each is taken."""

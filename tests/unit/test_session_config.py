@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from moevement_core.policy.popularity import Ordering
 from moevement_core.replication.config import CopiesConfig
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import add_session_flags
-from moevement_core.session.saving import refuse_without_gradients
+from moevement_core.session.saving import refuse_what_is_not_defined
 
 # Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
 FLAGS = {
@@ -27,7 +28,7 @@ FLAGS = {
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
     "--moevement-recovery", "--moevement-reorder-threshold", "--moevement-lease-seconds",
     "--moevement-replicas", "--moevement-replicas-on-same-node",
-    "--moevement-strategy", "--moevement-dense-interval", "--moevement-overhead-cap",
+    "--moevement-strategy", "--moevement-dense-interval", "--moevement-overhead-cap", "--moevement-capacity-boost",
     "--moevement-plt-limit", "--moevement-snapshot-experts",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
     "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-mtbf",
@@ -41,7 +42,7 @@ MEGATRONS: dict[str, Any] = {
     "pipeline_model_parallel_size": 2,
     "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
     "fp8_recipe": "delayed", "fp8_param_gather": False, "world_size": 4, "log_num_zeros_in_grad": False,
-    "inprocess_restart": False,
+    "inprocess_restart": False, "moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False,
 }  # fmt: skip
 
 
@@ -157,8 +158,21 @@ def test_what_snapshots_cannot_see_or_a_replay_cannot_repeat_is_refused(megatron
     assert next(iter(megatrons)).replace("_", "-") in complaint
 
 
+@pytest.mark.parametrize(
+    ("megatrons", "found"),
+    [({}, "0.1: experts take every token; give --moe-expert-capacity-factor"),
+     ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, "with --moe-pad-expert-input")],
+)  # fmt: skip
+def test_more_room_needs_a_capacity_that_experts_can_have_more_of(megatrons: dict[str, Any], found: str) -> None:
+    words = ("--moevement-strategy", "moetion", "--moevement-capacity-boost", "0.1")
+    assert not list(sparse_checkpoints(parsed(*words, moe_expert_capacity_factor=1.0)))
+    (complaint,) = sparse_checkpoints(parsed(*words, **megatrons))
+    assert re.search(found, complaint)
+
+
 class WithoutComplete(MegatronBinding):
     complete = Binding.complete
+    expert_room = Binding.expert_room
 
 
 def test_redo_is_refused_for_a_trainer_that_does_not_define_how_it_ends() -> None:
@@ -168,7 +182,16 @@ def test_redo_is_refused_for_a_trainer_that_does_not_define_how_it_ends() -> Non
     with pytest.raises(
         ConfigError, match=r"WithoutComplete has no complete\(\); define it, or use --moevement-recovery"
     ):
-        refuse_without_gradients(WithoutComplete(live, Ledger(live)), config.strategy)
+        refuse_what_is_not_defined(WithoutComplete(live, Ledger(live)), config.strategy)
+
+
+def test_more_room_is_refused_for_a_trainer_that_does_not_define_it() -> None:
+    words = ("--moevement-strategy", "moetion", "--moevement-capacity-boost", "0.1")
+    config = session_config(parsed(*words, moe_expert_capacity_factor=1.0))
+    assert config is not None
+    live = Live()
+    with pytest.raises(ConfigError, match=r"boost 0.1: WithoutComplete has no expert_room\(\); define it, or leave"):
+        refuse_what_is_not_defined(WithoutComplete(live, Ledger(live)), config.strategy)
 
 
 def test_copies_are_where_the_strategy_has_them() -> None:

@@ -72,6 +72,7 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
         yield f"--moevement-sparse-ckpt with --optimizer {args.optimizer}: its state is not known here; use adam"
     yield from _with_spares(args)
     yield from _copies(args)
+    yield from _room(args)
     pp = args.pipeline_model_parallel_size
     if beyond := [stage for stage in args.moevement_wipe_stages or () if not 0 <= stage < pp]:
         yield f"--moevement-wipe-stages {beyond[0]}: --pipeline-model-parallel-size {pp} has stages 0 to {pp - 1}"
@@ -92,6 +93,17 @@ def _with_spares(args: Namespace) -> Iterator[str]:
         )
     if args.inprocess_restart:
         yield "--inprocess-restart with --spares: both would restart the job; leave the flag out"
+
+
+def _room(args: Namespace) -> Iterator[str]:
+    """Experts that cannot be given more room."""
+    if args.moevement_capacity_boost is None:
+        return
+    asked = f"--moevement-capacity-boost {args.moevement_capacity_boost:g}"
+    if args.moe_expert_capacity_factor is None:
+        yield f"{asked}: experts take every token; give --moe-expert-capacity-factor, or leave it out"
+    if args.moe_pad_expert_input_to_capacity:
+        yield f"{asked} with --moe-pad-expert-input-to-capacity: all experts have one size; leave one of them out"
 
 
 def _copies(args: Namespace) -> Iterator[str]:

@@ -35,7 +35,7 @@ class RouterCounts:
         self._places: list[int] = []
         """Where the experts of all routers stand in the table, one after the other."""
         for chunk in chunks:
-            for layer in _routed_layers(chunk):
+            for layer in routed_layers(chunk):
                 router, number = layer.mlp.router, int(layer.layer_number) - 1
                 experts = int(chunk.config.num_moe_experts)
                 self._places += [table.index_of[expert_name(number, expert)] for expert in range(experts)]
@@ -67,12 +67,24 @@ class RouterCounts:
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
         """What several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host; waits for the device."""
-        counts = torch.zeros(len(taken), len(self._table), dtype=torch.float64)
-        counts[:, self._places] = torch.stack(taken).cpu()
-        return counts
+        return by_operator(taken, self._places, len(self._table))
 
 
-def _routed_layers(chunk: Any) -> list[Any]:
+def by_operator(taken: list[torch.Tensor], places: list[int], operators: int) -> torch.Tensor:
+    """Sums of experts as float64 ``[len(taken), operators]`` on the host; waits for the device.
+
+    Args:
+        taken: several sums of the experts of all routers, one after the other.
+        places: where these experts stand among the operators.
+        operators: how many there are.
+    """
+    counts = torch.zeros(len(taken), operators, dtype=torch.float64)
+    counts[:, places] = torch.stack(taken).cpu()
+    return counts
+
+
+def routed_layers(chunk: Any) -> list[Any]:
+    """Those of a virtual stage that have a router."""
     layers = list(getattr(getattr(chunk, "decoder", None), "layers", None) or [])
     return [layer for layer in layers if hasattr(getattr(layer, "mlp", None), "router")]
 

@@ -167,6 +167,30 @@ def test_as_many_experts_are_saved_as_both_budgets_carry() -> None:
     assert (strategy.experts, strategy.span) == (4, 4)
 
 
+def test_what_a_recovery_cost_is_owed_until_it_came_in() -> None:
+    strategy = MoEtion(table(), 1, 1)
+    first = strategy.first(0, 0)
+    learned = {at: strategy.learned() for at in range(first.start, 1)}
+    for iteration in range(1, 6):
+        strategy.observe(np.where(strategy.table.is_expert, 10.0, 0.0))
+        strategy.propose(first, None)
+        learned[iteration] = strategy.learned()
+    assert not strategy.short_of_tokens()
+    last = len(strategy.table)
+    versions = np.full(last, 5)
+    behind = strategy.table.index_of[expert_name(1, 3)]
+    versions[behind] = 2
+    lost = strategy.restored(VersionRun(1, versions, 5, versions), learned)
+    assert lost.by_expert == {expert_name(1, 3): 30}
+    assert strategy.short_of_tokens() == [expert_name(1, 3)]
+    strategy.let_in(np.where(np.arange(last) == behind, 12.0, 0.0))
+    replacement = MoEtion(table(), 1, 1)
+    replacement.adopt(strategy.learned())
+    assert replacement.short_of_tokens() == [expert_name(1, 3)]
+    replacement.let_in(np.where(np.arange(last) == behind, 18.0, 7.0))
+    assert not replacement.short_of_tokens()
+
+
 def test_a_reach_that_ranks_cannot_agree_on_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--moevement-snapshot-experts 1 of 8 every 40 iterations.*at most"):
         MoEtion(table(), 40, 1)

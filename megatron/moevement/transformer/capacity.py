@@ -1,0 +1,131 @@
+"""More room than their capacity for experts that have lost updates (MoEtion, section 6).
+
+Megatron drops the tokens that an expert has no room for, by a capacity that is the same for all. While an expert is
+given more, its router drops twice, once by either capacity, and takes that expert's tokens from the larger one. With a
+capacity factor of 1 or more all experts together have room for every routed token, so that what one is given is never
+more than others leave free.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.moevement.patches import replace_on
+from megatron.moevement.transformer.popularity import by_operator, routed_layers
+from moevement_core.operators import OperatorTable, expert_name
+
+
+@dataclass(eq=False)
+class _Room:
+    """Of one router."""
+
+    router: Any
+    share: float
+    has_more: torch.Tensor
+    """Which experts are given more room, bool ``[experts]``."""
+    let_in: torch.Tensor
+    """Tokens that only this let in, float64 ``[experts]``."""
+    counts: Callable[[], bool]
+    is_open: bool = False
+
+
+_room: ContextVar[_Room | None] = ContextVar("_room", default=None)
+"""Of the router that is routing on this thread."""
+
+
+class ExpertRoom:
+    """Of this rank's routers; opened and closed by all ranks of a stage alike.
+
+    Args:
+        chunks: this rank's unwrapped virtual stages.
+        table: the operators of the stage.
+        share: of its capacity, that an expert is given more.
+    """
+
+    def __init__(self, chunks: list[Any], table: OperatorTable, share: float) -> None:
+        self.paused = False
+        """Whether nothing counts."""
+        self._table = table
+        self._rooms: list[_Room] = []
+        self._places: list[int] = []
+        """Where the experts of all routers stand in the table, one after the other."""
+        for chunk in chunks:
+            for layer in routed_layers(chunk):
+                router, experts = layer.mlp.router, int(chunk.config.num_moe_experts)
+                number = int(layer.layer_number) - 1
+                self._places += [table.index_of[expert_name(number, expert)] for expert in range(experts)]
+                device = router.weight.device
+                has_more = torch.zeros(experts, dtype=torch.bool, device=device)
+                let_in = torch.zeros(experts, dtype=torch.float64, device=device)
+                room = _Room(router, share, has_more, let_in, lambda: not self.paused)
+                self._rooms.append(room)
+                replace_on(router, "routing", functools.partial(_routing_in, room=room))
+
+    def open(self, operators: Collection[str]) -> None:
+        """Give these experts more room, and no others."""
+        wanted, places = {self._table.index_of[name] for name in operators}, iter(self._places)
+        for room in self._rooms:
+            its = [next(places) in wanted for _ in range(len(room.has_more))]
+            room.is_open = any(its)
+            room.has_more.copy_(torch.tensor(its))
+
+    def take(self) -> torch.Tensor:
+        """Tokens that only more room let in on this rank since the last call, on the device; and start over."""
+        if not self._rooms:
+            return torch.zeros(0, dtype=torch.float64)
+        taken = torch.cat([room.let_in for room in self._rooms])
+        for room in self._rooms:
+            room.let_in.zero_()
+        return taken
+
+    def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
+        """What several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host; waits for the device."""
+        return by_operator(taken, self._places, len(self._table))
+
+
+def _routing_in(routing: Callable[..., Any], room: _Room) -> Callable[..., Any]:
+    @functools.wraps(routing)
+    def routed(*args: Any, **kwargs: Any) -> Any:
+        # Both passes of a recomputed layer, but not evaluation.
+        token = _room.set(room if room.is_open and room.router.training else None)
+        try:
+            return routing(*args, **kwargs)
+        finally:
+            _room.reset(token)
+
+    return routed
+
+
+def dropping_with_room(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``apply_router_token_dropping`` that has more room for some of the experts."""
+
+    @functools.wraps(original)
+    def apply_router_token_dropping(
+        routing_probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        router_topk: int,
+        capacity_factor: float,
+        drop_policy: str = "probs",
+        pad_to_capacity: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def dropped(factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+            probs, kept = original(routing_probs, routing_map, router_topk, factor, drop_policy, pad_to_capacity)
+            return probs, kept
+
+        probs, kept = dropped(capacity_factor)
+        room = _room.get()
+        if room is None:
+            return probs, kept
+        more_probs, more = dropped(capacity_factor * (1 + room.share))
+        if torch.is_grad_enabled() and room.counts():
+            with torch.no_grad():
+                room.let_in.add_((more & ~kept & room.has_more).sum(0))
+        return torch.where(room.has_more, more_probs, probs), torch.where(room.has_more, more, kept)
+
+    return apply_router_token_dropping
