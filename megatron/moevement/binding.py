@@ -31,7 +31,7 @@ from megatron.moevement.runtime.replay import MegatronTrainer
 from megatron.moevement.runtime.replicas import replica_digests
 from megatron.moevement.runtime.settings import settings_of
 from megatron.moevement.runtime.wipe import wipe
-from megatron.moevement.transformer.capacity import ExpertRoom
+from megatron.moevement.transformer.capacity import RouterRoom
 from megatron.moevement.transformer.popularity import RouterCounts
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.engine.layout import OperatorState
@@ -40,7 +40,7 @@ from moevement_core.policy.popularity import Ordering
 from moevement_core.recovery.feed import Alone
 from moevement_core.recovery.replay import Trainer
 from moevement_core.run_record import RunRecord
-from moevement_core.session.binding import Binding, Counts, Place, Replicas
+from moevement_core.session.binding import Binding, Counts, ExpertRoom, Place, Replicas
 from moevement_core.session.commit import Vote
 
 
@@ -165,7 +165,7 @@ class MegatronBinding(Binding):
 
     @override
     def expert_room(self, table: OperatorTable, share: float) -> ExpertRoom:
-        return ExpertRoom(self._chunks(), table, share)
+        return RouterRoom(self._chunks(), table, share)
 
     @property
     @override

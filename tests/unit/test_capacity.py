@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_capacity
 
-from megatron.moevement.transformer.capacity import ExpertRoom, dropping_with_room
+from megatron.moevement.transformer.capacity import RouterRoom, dropping_with_room
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 
 TOKENS, EXPERTS, TOPK, FACTOR, SHARE = 64, 4, 2, 1.0, 0.25
@@ -28,14 +28,14 @@ class Router:
         return drop(torch.zeros_like(logits).scatter(1, places, probs), routed, TOPK, FACTOR)
 
 
-def _room_of(router: Router, layer: int = 0) -> ExpertRoom:
+def _room_of(router: Router, layer: int = 0) -> RouterRoom:
     chunk = SimpleNamespace(
         config=SimpleNamespace(num_moe_experts=EXPERTS),
         decoder=SimpleNamespace(layers=[SimpleNamespace(mlp=SimpleNamespace(router=router), layer_number=layer + 1)]),
     )
     state = StateBytes(compute=2, master=4, optimizer=8)
     operators = [Operator(expert_name(layer, expert), OperatorKind.EXPERT, state) for expert in range(EXPERTS)]
-    return ExpertRoom([chunk], OperatorTable(operators), SHARE)
+    return RouterRoom([chunk], OperatorTable(operators), SHARE)
 
 
 def _logits(seed: int) -> torch.Tensor:

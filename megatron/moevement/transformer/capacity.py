@@ -39,7 +39,7 @@ _room: ContextVar[_Room | None] = ContextVar("_room", default=None)
 """Of the router that is routing on this thread."""
 
 
-class ExpertRoom:
+class RouterRoom:
     """Of this rank's routers; opened and closed by all ranks of a stage alike.
 
     Args:
