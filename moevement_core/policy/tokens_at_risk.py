@@ -53,7 +53,24 @@ def most_at_risk(table: OperatorTable, risk: Tokens, due: Chosen, total: int) ->
     places = {int(layer): np.flatnonzero(table.is_expert & (table.layers == layer)) for layer in _layers(table)}
     of_layer = {layer: int(risk[its].sum()) for layer, its in places.items()}
     wanted = shares(of_layer, {layer: len(its) for layer, its in places.items()}, total)
-    chosen = np.zeros(len(table), dtype=bool)
+    return _most_of(places, wanted, risk, due)
+
+
+def most_of_each_layer(table: OperatorTable, risk: Tokens, due: Chosen, experts: int) -> Chosen:
+    """Likewise, as many of each layer (MoC-System, section 3.2, load-aware selection).
+
+    Args:
+        table: as in :func:`most_at_risk`.
+        risk: likewise.
+        due: likewise.
+        experts: K, of each layer.
+    """
+    places = {int(layer): np.flatnonzero(table.is_expert & (table.layers == layer)) for layer in _layers(table)}
+    return _most_of(places, dict.fromkeys(places, experts), risk, due)
+
+
+def _most_of(places: dict[int, npt.NDArray[np.int64]], wanted: dict[int, int], risk: Tokens, due: Chosen) -> Chosen:
+    chosen = np.zeros(len(risk), dtype=bool)
     for layer, its in places.items():
         # The due ones first, then by tokens; the place in the table decides between equals.
         order = its[np.lexsort((its, -risk[its], ~due[its]))]

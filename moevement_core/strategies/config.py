@@ -8,6 +8,7 @@ from enum import StrEnum
 from moevement_core.errors import ConfigError
 from moevement_core.flags import AUTO, flag
 from moevement_core.operators import OperatorTable
+from moevement_core.policy.dynamic_k import PLT_LIMIT
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
@@ -15,7 +16,8 @@ from moevement_core.snapshot.agreement import HORIZON
 from moevement_core.strategies.checkfreq import OVERHEAD_CAP, CheckFreq
 from moevement_core.strategies.dense import FIRST_INTERVAL, Dense, DenseToPeers
 from moevement_core.strategies.gemini import Gemini
-from moevement_core.strategies.moc import INTERVAL, PLT_LIMIT, MoC
+from moevement_core.strategies.moc import INTERVAL, MoC
+from moevement_core.strategies.moc_by_load import MoCByLoad
 from moevement_core.strategies.moetion import MoEtion
 from moevement_core.strategies.moevement import MoEvement
 from moevement_core.strategies.redo import Redo
@@ -28,6 +30,13 @@ class Recovery(StrEnum):
     REPLAY = "replay"
     REDO = "redo"
     AUTO = "auto"
+
+
+class Selection(StrEnum):
+    """Which experts MoC-System saves."""
+
+    SEQUENTIAL = "sequential"
+    LOAD = "load"
 
 
 NO_STRATEGY = "none"
@@ -69,6 +78,12 @@ class StrategyConfig:
         "--moevement-snapshot-experts", type=int, metavar="K",
         help="experts of each layer in a snapshot, for --moevement-strategy moc (default: an eighth) or moetion "
         "(default: as many as the measured bandwidths carry)",
+    )  # fmt: skip
+    selection: Selection | None = flag(
+        "--moevement-selection", choices=[str(one) for one in Selection],
+        check=lambda name, value: None if value is None else Selection(value),
+        help="which experts a snapshot holds, for --moevement-strategy moc. sequential: they have their turn; load: of "
+        "each layer those with the most unsaved updates (default: sequential)",
     )  # fmt: skip
     plt_limit: float | None = flag(
         "--moevement-plt-limit", type=float, metavar="F",
@@ -131,6 +146,7 @@ class StrategyConfig:
         for name, value, strategies in (
             ("dense-interval", self.dense_interval, (*EVERYTHING, *PARTIAL)),
             ("snapshot-experts", self.experts, PARTIAL),
+            ("selection", self.selection, (MoC.name,)),
             ("plt-limit", self.plt_limit, (MoC.name,)),
             ("capacity-boost", self.capacity_boost, (MoEtion.name,)),
             ("overhead-cap", self.overhead_cap, (CheckFreq.name,)),
@@ -207,7 +223,8 @@ class StrategyConfig:
             return CheckFreq(table, self.interval, self.cap)
         if self.name == MoC.name:
             limit = PLT_LIMIT if self.plt_limit is None else self.plt_limit
-            return MoC(table, self.interval or INTERVAL, self.experts, limit, most_experts)
+            kind = MoCByLoad if self.selection is Selection.LOAD else MoC
+            return kind(table, self.interval or INTERVAL, self.experts, limit, most_experts)
         if self.name == MoEtion.name:
             return MoEtion(table, self.interval or 1, self.experts, most_experts)
         if self.name in EVERYTHING:

@@ -18,21 +18,16 @@ import numpy as np
 
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
+from moevement_core.policy.dynamic_k import PLT_LIMIT, DynamicK
 from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, most_experts, routed_at, turns
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Contents, Saved, Schedule
-from moevement_core.snapshot.agreement import HORIZON
+from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
-from moevement_core.strategies.versions import VersionSchedule
+from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
 
-PLT_LIMIT = 0.0375
-"""Share of lost tokens up to which no harm was found (section 3.1.2)."""
 INTERVAL = 10
 """Iterations, by default."""
-MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
-"""Iterations in which every expert has to be saved once: after a gap a run is up to twice as long, and ranks agree on
-runs that began at most :data:`HORIZON` iterations ago."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +114,7 @@ class MoC(Strategy):
         interval: iterations between checkpoints.
         experts: K, of each layer; None: an eighth.
         most: E, of the layer of the job that has the most; None: of this stage.
-        limit: the share of lost tokens up to which K stays as it is; see :meth:`wanted_sizes`.
+        limit: the share of lost tokens up to which K stays as it is; see :mod:`moevement_core.policy.dynamic_k`.
 
     Raises:
         ConfigError: it takes too long until every expert has had its turn.
@@ -140,16 +135,16 @@ class MoC(Strategy):
         most: int | None = None,
     ) -> None:
         super().__init__(table)
-        self.interval, self.limit = interval, limit
+        self.interval = interval
         self.most = most_experts(table) if most is None else most
         self.settled = False
         self.account = TokenAccount.empty(len(table))
-        self._first = min(experts or math.ceil(self.most / 8), self.most)
-        self.experts = self._first
+        self._dynamic = DynamicK.of(experts, self.most, limit)
+        self.experts = self._dynamic.first
         """K: doubled when too many tokens were lost."""
-        if (reach := math.ceil(self.most / self._first) * interval) > MOST_REACH:
+        if (reach := math.ceil(self.most / self.experts) * interval) > MOST_REACH:
             raise ConfigError(
-                f"--moevement-snapshot-experts {self._first} of {self.most} every {interval} iterations: every expert "
+                f"--moevement-snapshot-experts {self.experts} of {self.most} every {interval} iterations: every expert "
                 f"is saved once in {reach}; needs at most {MOST_REACH}, so save more experts or more often"
             )
 
@@ -176,12 +171,7 @@ class MoC(Strategy):
 
     def caution(self) -> str | None:
         """Where experts are left out."""
-        if self.experts >= self.most:
-            return None
-        return (
-            f"a snapshot holds {self.experts} of {self.most} experts of each layer: a failure loses updates of the "
-            "others, and what is trained after it is not what would have been trained without it"
-        )
+        return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
         """Go on with the account of the checkpoint, and write off what versions before it had not got."""
@@ -190,8 +180,7 @@ class MoC(Strategy):
         versions = routed_at(run.version_at, learned)
         self.account = account.back_to(np.where(self.table.is_expert, versions, account.routed))
         lost = self.account.lost_since(account, self.table)
-        while self.experts < self.most and lost.proportion > self._share_of_limit():
-            self.experts = min(2 * self.experts, self.most)
+        self.experts = self._dynamic.after(self.experts, lost.proportion)
         return lost
 
     def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
@@ -203,16 +192,6 @@ class MoC(Strategy):
         assert isinstance(last, PartialSchedule)
         return [*before, last.after(iteration, history)]
 
-    def _share_of_limit(self) -> float:
-        """What may be lost with K as it is: with each doubling more of the limit, and all of it before K = E.
-
-        MoC-System doubles K where the share lost surpasses "its limit" and does not say which part that is (section
-        5.3); with equal parts the limit is kept as long as no failure costs more than one.
-        """
-        steps = max(1, math.ceil(math.log2(self.most / self._first)))
-        done = round(math.log2(self.experts / self._first))
-        return self.limit * min(1.0, (done + 1) / steps)
-
     def learned(self) -> Any:
         """Tokens, and K."""
         return {"routed": self.account.routed, "lost": self.account.lost, "experts": self.experts}
@@ -220,6 +199,16 @@ class MoC(Strategy):
     def adopt(self, learned: Any) -> None:
         """Likewise."""
         self.account, self.experts = _account(learned), learned["experts"]
+
+
+def caution_of(experts: int, most: int) -> str | None:
+    """What who runs the job should know where K of E experts are saved; None where all are."""
+    if experts >= most:
+        return None
+    return (
+        f"a snapshot holds {experts} of {most} experts of each layer: a failure loses updates of the others, and what "
+        "is trained after it is not what would have been trained without it"
+    )
 
 
 def _account(learned: Any) -> TokenAccount:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moevement_core.policy.schedule import Schedule
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule
+from moevement_core.snapshot.agreement import HORIZON
+
+MOST_REACH = HORIZON // 2 - 2 * LAG_ALLOWANCE
+"""Iterations in which every operator's full state has to be saved once: after a gap a run is up to twice as long, and
+ranks agree on runs that began at most :data:`HORIZON` iterations ago."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,8 @@ from tests.launching import survive
 from tests.training import SCRIPT, flags, train
 
 EXPERTS, LAYERS, INTERVAL = 4, 4, 2
+SPAN = 8
+"""Every expert is saved once in so many snapshots where one of four is, and selected by load."""
 PARTIAL: dict[str, Any] = {
     "moevement_window": False, "moevement_strategy": "moc", "moevement_dense_interval": INTERVAL,
     "moevement_snapshot_experts": 1, "moevement_plt_limit": 1.0,
@@ -60,10 +62,46 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [EP2XDP2, LAYOUTS["PP2xEP2"][1]], ids=["EP2xDP2", "PP2xEP2"])
+def test_lost_tokens_where_experts_are_selected_by_load(layout: dict[str, Any], tmp_path: Path) -> None:
+    flags_ = SPARSE | layout | {"train_iters": 24} | PARTIAL | {"moevement_selection": "load"}
+    survived = survive(4, 1, tmp_path / "run", inject=("rank=1,iteration=21,phase=backward",), **flags_)
+    survived.check_metrics(24)
+    (recovery,) = survived.events("recovery")
+    reached = recovery["until"] - recovery["replayed"]
+    tokens: Counter[tuple[int, int, int]] = Counter()
+    argv = [str(SCRIPT), *flags(**layout, train_iters=21)]
+    for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
+        tokens.update(outcome.result)
+    wanted, of_stage = {}, LAYERS // layout.get("pipeline_model_parallel_size", 1)
+    for layer in range(LAYERS):
+        place = layer % of_stage
+        turns = [0, 2, 1, 3][place:] + [0, 2, 1, 3][:place]
+        saved = {expert: 0 for expert in turns}  # the iteration; nothing was routed before the first
+        full = {expert: turn - 3 for turn, expert in enumerate(turns)}  # the number of the snapshot
+        for number in range(1, reached // INTERVAL + 1):
+            due = {expert for expert in turns if number - full[expert] >= SPAN}
+            at = number * INTERVAL
+            risk = {e: sum(tokens[t, layer, e] for t in range(saved[e] + 1, at + 1)) for e in range(EXPERTS)}
+            order = sorted(range(EXPERTS), key=lambda e: (e not in due, -risk[e], e))
+            for expert in order[: max(1, len(due))]:
+                saved[expert], full[expert] = at, number
+        for expert, version in saved.items():
+            if lost := sum(tokens[t, layer, expert] for t in range(version + 1, reached + 1)):
+                wanted[expert_name(layer, expert)] = lost
+    assert recovery["lost_tokens"] == wanted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "selection"),
+    [(EP2XDP2, "sequential"), (LAYOUTS["PP2xEP2"][1], "sequential"), (EP2XDP2, "load"),
+     (LAYOUTS["PP2xEP2"][1], "load")],
+    ids=["EP2xDP2", "PP2xEP2", "EP2xDP2-load", "PP2xEP2-load"],
+)  # fmt: skip
 def test_a_rank_killed_in_every_phase_of_an_iteration(
-    layout: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: dict[str, Any], selection: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags_ = SPARSE | layout | {"train_iters": 22} | PARTIAL
+    flags_ = SPARSE | layout | {"train_iters": 22, "moevement_selection": selection} | PARTIAL
     survived = survive(4, 2, tmp_path / "run", inject=PHASES, **flags_)
     survived.check_metrics(22)
     assert len(survived.failures()) == len(PHASES)

@@ -10,10 +10,12 @@ import pytest
 from moevement_core.errors import ConfigError
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name, gate_name
 from moevement_core.policy.runs import restore_points
-from moevement_core.policy.schedule import Contents, Saved
+from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.tokens_at_risk import most_at_risk, shares
 from moevement_core.policy.versions import VersionRun, version_runs
-from moevement_core.strategies.moetion import MoEtion, SelectedSchedule
+from moevement_core.strategies.moc_by_load import MoCByLoad
+from moevement_core.strategies.moetion import MoEtion
+from moevement_core.strategies.selected import SelectedSchedule
 from moevement_core.strategies.strategy import Measured
 
 STATE = StateBytes(compute=2, master=4, optimizer=8)
@@ -165,6 +167,53 @@ def test_as_many_experts_are_saved_as_both_budgets_carry() -> None:
             assert strategy.wanted_sizes(schedule, measured) == (8 - wanted,)
     strategy.propose(schedule, (4,))
     assert (strategy.experts, strategy.span) == (4, 4)
+
+
+def test_by_load_each_layer_saves_its_busiest_experts_and_none_waits_for_ever() -> None:
+    strategy = MoCByLoad(table(), 10, 2)
+    schedule: Schedule = strategy.first(0, 0)
+    generator = np.random.default_rng(7)
+    popularity = generator.zipf(1.5, len(strategy.table)).astype(float)
+    saved = np.zeros(len(strategy.table))
+    routed, full_at = np.zeros(len(strategy.table)), np.full(len(strategy.table), -strategy.span)
+    experts = strategy.table.is_expert
+    for number in range(1, 40):
+        for _ in range(10):
+            tokens = np.where(experts, generator.poisson(popularity), 0)
+            routed += tokens
+            strategy.observe(tokens)
+        schedule = strategy.propose(schedule, (2,)).schedules[0]
+        contents = schedule.contents(schedule.start)
+        assert contents is not None
+        held = experts & (contents == Saved.FULL)
+        assert (contents[~experts] == Saved.FULL).all()
+        for layer in range(3):
+            its = experts & (strategy.table.layers == layer)
+            assert (held & its).sum() >= 2
+            if (held & its).sum() == 2 and number > strategy.span:
+                waiting = its & ~held & (number - full_at < strategy.span)
+                chosen = its & held & (number - full_at < strategy.span)
+                assert not chosen.any() or (routed - saved)[chosen].min() >= (routed - saved)[waiting].max()
+        full_at[held] = number
+        saved[held] = routed[held]
+        assert number < strategy.span or (number - full_at[experts] < strategy.span).all()
+
+
+def test_k_of_a_stage_that_lost_too_much_counts_when_all_stages_know() -> None:
+    strategy = MoCByLoad(table(), 10, 1, limit=0.06)
+    first = strategy.first(0, 0)
+    learned = {at: strategy.learned() for at in range(first.start, 1)}
+    for iteration in (10, 20):
+        strategy.observe(np.where(strategy.table.is_expert, 10.0, 0.0))
+        strategy.propose(first, None)
+        learned[iteration] = strategy.learned()
+    versions = np.full(len(strategy.table), 20)
+    versions[strategy.table.index_of[expert_name(1, 3)]] = 10
+    assert strategy.restored(VersionRun(1, versions, 20, versions), learned).proportion > 0.01
+    measured = Measured(1.0, 1e9, 1e9, 1)
+    assert (strategy.experts, strategy.wanted_sizes(first, measured)) == (1, (2,))
+    strategy.propose(first, (4,))
+    assert strategy.experts == 4, "another stage lost more"
 
 
 def test_what_a_recovery_cost_is_owed_until_it_came_in() -> None:

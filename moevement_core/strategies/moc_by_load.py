@@ -1,0 +1,83 @@
+"""MoC-System with load-aware selection: of each layer the K experts with the most unsaved updates (section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from moevement_core.operators import OperatorTable
+from moevement_core.policy.dynamic_k import PLT_LIMIT, DynamicK
+from moevement_core.policy.partial_experts import LostTokens, most_experts
+from moevement_core.policy.recoverable import RecoverableRun
+from moevement_core.policy.schedule import Schedule
+from moevement_core.policy.tokens_at_risk import Chosen, most_of_each_layer
+from moevement_core.strategies.moc import INTERVAL, caution_of
+from moevement_core.strategies.selected import Selecting
+from moevement_core.strategies.strategy import Measured
+
+
+class MoCByLoad(Selecting):
+    """The experts of each layer with the most unsaved updates; all ranks go back to the newest version of each.
+
+    Args:
+        table: the operators of the stage.
+        interval: iterations between snapshots.
+        experts: K, of each layer; None: an eighth.
+        most: E, of the layer of the job that has the most; None: of this stage.
+        limit: the share of lost tokens up to which K stays as it is.
+
+    Raises:
+        ConfigError: it takes too long until every expert has been saved.
+    """
+
+    name = "moc-by-load"
+    is_tuned = True
+
+    def __init__(
+        self,
+        table: OperatorTable,
+        interval: int = INTERVAL,
+        experts: int | None = None,
+        limit: float = PLT_LIMIT,
+        most: int | None = None,
+    ) -> None:
+        most = most_experts(table) if most is None else most
+        self._dynamic = DynamicK.of(experts, most, limit)
+        super().__init__(table, interval, self._dynamic.first, most)
+        self.settled = False
+        self._wanted = self.experts
+        """K as this stage's losses have it; in force when all stages know."""
+
+    def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
+        """K of each layer."""
+        return most_of_each_layer(self.table, risk, due, self.experts)
+
+    def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
+        """K, of the stage that has lost the most."""
+        return (self._wanted,)
+
+    def take(self, sizes: tuple[int, ...]) -> None:
+        """K of all stages."""
+        self.experts = sizes[0]
+
+    def caution(self) -> str | None:
+        """Where experts are left out."""
+        return caution_of(self.experts, self.most)
+
+    def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
+        """And K is doubled, where too much is lost."""
+        lost = super().restored(run, learned)
+        self.experts = learned[run.last]["experts"]
+        self._wanted = self._dynamic.after(max(self._wanted, self.experts), lost.proportion)
+        return lost
+
+    def learned(self) -> Any:
+        """Plain data."""
+        return {**super().learned(), "wanted": self._wanted}
+
+    def adopt(self, learned: Any) -> None:
+        """Likewise."""
+        super().adopt(learned)
+        self._wanted = learned["wanted"]
