@@ -97,11 +97,17 @@ class TokenAccount:
         """After an iteration, or several."""
         return TokenAccount(self.routed + np.rint(counts).astype(np.int64), self.lost)
 
+    @property
+    def kept(self) -> Tokens:
+        """Those whose updates are in the state."""
+        return self.routed - self.lost
+
     def back_to(self, versions: Tokens) -> TokenAccount:
-        """This account, of the iteration that a job goes back to, with experts as they were when ``versions`` was what
-        they had got.
+        """This account, of the iteration that a job goes back to, with experts whose state has ``versions``.
+
+        What an earlier recovery had lost already is not lost again.
         """
-        return TokenAccount(self.routed.copy(), self.lost + self.routed - versions)
+        return TokenAccount(self.routed.copy(), self.routed - versions)
 
     def lost_since(self, before: TokenAccount, table: OperatorTable) -> LostTokens:
         """What has been lost since ``before``, and the shares of all that was."""
@@ -114,15 +120,16 @@ class TokenAccount:
         return LostTokens(by_expert, shares)
 
 
-def routed_at(versions: Sequence[int] | npt.NDArray[np.int64], learned: Mapping[int, Any]) -> Tokens:
-    """What each operator had got as of its version.
+def kept_at(versions: Sequence[int] | npt.NDArray[np.int64], learned: Mapping[int, Any]) -> Tokens:
+    """Tokens whose updates each operator's version has.
 
     Args:
         versions: iterations, by operator.
-        learned: of a strategy, by iteration, with its ``routed``; None of a snapshot that another strategy took before
-            this one counted.
+        learned: of a strategy, by iteration, with its ``routed`` and ``lost``; None of a snapshot that another strategy
+            took before this one counted.
     """
     known = (learned[int(at)] for at in versions)
     return np.array(
-        [0 if its is None else int(its["routed"][place]) for place, its in enumerate(known)], dtype=np.int64
+        [0 if its is None else int(its["routed"][place] - its["lost"][place]) for place, its in enumerate(known)],
+        dtype=np.int64,
     )

@@ -19,7 +19,7 @@ import numpy as np
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, most_experts, routed_at, turns
+from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, kept_at, most_experts, turns
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents, Saved, Schedule
@@ -177,8 +177,8 @@ class MoC(Strategy):
         """Go on with the account of the checkpoint, and write off what versions before it had not got."""
         account = _account(learned[run.last])
         self.experts = max(self.experts, learned[run.last]["experts"])
-        versions = routed_at(run.version_at, learned)
-        self.account = account.back_to(np.where(self.table.is_expert, versions, account.routed))
+        versions = kept_at(run.version_at, learned)
+        self.account = account.back_to(np.where(self.table.is_expert, versions, account.kept))
         lost = self.account.lost_since(account, self.table)
         self.experts = self._dynamic.after(self.experts, lost.proportion)
         return lost

@@ -18,7 +18,7 @@ import numpy as np
 
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
-from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, most_experts, routed_at, turns
+from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, kept_at, most_experts, turns
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.runs import restore_points
@@ -242,9 +242,8 @@ class Selecting(Strategy):
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
         """Go on with the account of the newest snapshot, and write off what versions before it had not got."""
         then = Memory.of(learned[run.last])
-        routed = then.account.routed
-        versions = routed_at(run.version_at, learned)
-        account = then.account.back_to(np.where(self.table.is_expert, versions, routed))
+        versions = kept_at(run.version_at, learned)
+        account = then.account.back_to(np.where(self.table.is_expert, versions, then.account.kept))
         self._memory = Memory(
             account, then.number, then.number - (run.last - run.full_at) // self.interval, run.version_at == run.last,
             account.routed,  # what is live is what was saved

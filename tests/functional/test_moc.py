@@ -117,6 +117,15 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
     assert said.count("not exact by its strategy") == len(recoveries)
 
 
+def test_state_that_is_wiped_comes_back_with_older_experts_and_training_goes_on(tmp_path: Path) -> None:
+    flags_ = SPARSE | PARTIAL | {"train_iters": 14, "moevement_wipe_at": [5, 11]}
+    record = train(1, tmp_path / "run", **flags_)
+    assert [line["iteration"] for line in record.metrics()] == list(range(1, 15))
+    recoveries = [event for event in record.events() if event["event"] == "recovery"]
+    assert [one["until"] for one in recoveries] == [5, 11]
+    assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
+
+
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_without_a_copy_in_memory_versions_come_from_disk(replicas: int, tmp_path: Path) -> None:
     """Without peers the rank that is lost has files alone; where the holder of its copy dies, too, nobody has more."""

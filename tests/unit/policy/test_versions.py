@@ -149,6 +149,44 @@ def test_lost_tokens_are_those_between_the_version_and_the_checkpoint() -> None:
         assert strategy.account.lost.sum() == lost, seed
 
 
+def test_what_was_lost_already_is_not_lost_again() -> None:
+    """Experts that go back behind the loss before; updates are told apart one by one."""
+    seed = Random().randrange(1 << 32)
+    random = Random(seed)
+    stage = table(layers=1, experts=6, expert_parallel=1)
+    experts = [int(place) for place in np.flatnonzero(stage.is_expert)]
+    strategy = MoC(stage, 1, 1)
+    schedule = strategy.first(0, 0)
+    updates: dict[int, set[tuple[int, int]]] = {place: set() for place in experts}
+    every: dict[int, set[tuple[int, int]]] = {place: set() for place in experts}
+    saved_updates: dict[int, dict[int, set[tuple[int, int]]]] = {}
+    learned, held, now = {}, {}, 0
+    for number in range(200):
+        contents = schedule.contents(now)
+        if contents is not None:
+            learned[now], held[now] = strategy.learned(), contents
+            saved_updates[now] = {place: set(its) for place, its in updates.items()}
+        if now > 8 and random.random() < 0.15:
+            run = next(version_runs(held, random.randrange(now - 3, now)))
+            strategy.restored(run, learned)
+            for late in [one for one in held if one > run.last]:
+                del held[late]
+            now = run.last
+            for place in experts:
+                updates[place] = set(saved_updates[int(run.full_at[place])][place])
+                every[place] = {one for one in every[place] if one[0] <= now}
+            missing = {place: every[place] - updates[place] for place in experts}
+            assert strategy.account.lost[experts].tolist() == [len(missing[place]) for place in experts], seed
+        now += 1
+        counts = np.zeros(len(stage))
+        for place in experts:
+            its = {(now, number * 100 + one) for one in range(random.randrange(4))}
+            updates[place] |= its
+            every[place] |= its
+            counts[place] = len(its)
+        strategy.observe(counts)
+
+
 def test_the_proportion_is_the_mean_over_layers() -> None:
     stage = table(layers=2, experts=2, expert_parallel=1)
     experts = stage.is_expert
