@@ -49,8 +49,8 @@ class VersionRun(NewestStateRun):
 
     @override
     def active_in(self, iteration: int) -> npt.NDArray[np.bool_]:
-        """Which operators have their update of ``iteration`` made again, bool ``[operators]``."""
-        return (self.full_at < iteration) & (iteration <= self.version_at)
+        """Which operators have their update of ``iteration`` made again, bool ``[operators]``: all after the run."""
+        return (self.full_at < iteration) & ((iteration <= self.version_at) | (iteration > self.last))
 
     @property
     def snapshots(self) -> set[int]:

@@ -126,6 +126,21 @@ def test_state_that_is_wiped_comes_back_with_older_experts_and_training_goes_on(
     assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
 
 
+@pytest.mark.parametrize(
+    "its",
+    [{}, {"moevement_selection": "load"}, {"moevement_strategy": "moetion", "moevement_plt_limit": False}],
+    ids=["moc", "moc-by-load", "moetion"],
+)
+def test_what_is_run_again_is_trained_again(its: dict[str, Any], tmp_path: Path) -> None:
+    """Back to the beginning nothing is lost, so every update after it has to come again: the drill compares."""
+    flags_ = SPARSE | PARTIAL | {"train_iters": 8, "moevement_dense_interval": 10, "moevement_wipe_at": 4} | its
+    record = train(1, tmp_path / "run", **flags_)
+    (recovery,) = (event for event in record.events() if event["event"] == "recovery")
+    assert (recovery["replayed"], recovery["lost_tokens"]) == (4, {})
+    never = train(1, tmp_path / "never", **flags_ | {"moevement_wipe_at": False})
+    assert record.summary()["state_digest"] == never.summary()["state_digest"]
+
+
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_without_a_copy_in_memory_versions_come_from_disk(replicas: int, tmp_path: Path) -> None:
     """Without peers the rank that is lost has files alone; where the holder of its copy dies, too, nobody has more."""

@@ -1,0 +1,280 @@
+"""What failures cost in accuracy, by strategy; writes accuracy.md and accuracy.png.
+
+    python -m benchmarks.accuracy --text ../shared/data/wikitext-2/test.txt ../shared/data/wikitext-2/valid.txt \\
+        --folder runs/accuracy        (an hour and a half on two cores; goes on from what is in the folder)
+
+The laptop preset's model on one rank, trained on WikiText-2 byte by byte. State is lost as often as wanted
+(``--moevement-wipe-at``: model and optimizer are overwritten with NaN, and restored from the rank's own snapshots as the
+strategy does it), two runs at a time.
+
+1. Four failures in a run (MoEvement, figure 12 and table 5): each strategy, several seeds.
+2. One failure half way (MoC-System, figure 7): experts saved and intervals, for shares of lost tokens from 0 up.
+3. Tokens that routers drop all the time (MoEtion, table 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.progress import Progress
+
+from benchmarks import dropping
+from benchmarks.environment import measured_on
+from benchmarks.papers.common import table
+from moevement_cli.bench_ettr import CONFIG
+from moevement_cli.bench_run import SCRIPT
+from moevement_cli.plotting import figure
+from moevement_core.run_record import RunRecord
+from moevement_core.simulator.experiment import half_interval
+
+OUTPUT = Path(__file__).with_suffix(".md")
+PLOT = OUTPUT.with_suffix(".png")
+FREE = "failure-free"
+SEEDS = (1, 2, 3)
+AT_ONCE = 2
+VOCABULARY = 257
+"""Bytes, and the end of a document."""
+OTHERS = ("--moevement-window", "auto")
+LOSSY = (*OTHERS, "--moevement-plt-limit", "1")
+STRATEGIES: dict[str, tuple[str, ...]] = {
+    "moevement": (),
+    "gemini": ("--moevement-strategy", "gemini", *OTHERS, "--moevement-dense-interval", "10"),
+    "moc, K from 1": ("--moevement-strategy", "moc", *OTHERS, "--moevement-snapshot-experts", "1"),
+    "moc, K = 1": ("--moevement-strategy", "moc", *LOSSY, "--moevement-snapshot-experts", "1"),
+    "moc, K = 4": ("--moevement-strategy", "moc", *LOSSY, "--moevement-snapshot-experts", "4"),
+    "moetion, S = 1": ("--moevement-strategy", "moetion", *OTHERS, "--moevement-snapshot-experts", "1"),
+    "moetion, S = 4": ("--moevement-strategy", "moetion", *OTHERS, "--moevement-snapshot-experts", "4"),
+}  # fmt: skip
+HALF_WAY = tuple((experts, interval) for interval in (5, 20) for experts in (4, 2, 1))
+"""K and the interval."""
+DROPPED = (0.01, 0.03, 0.1, 0.2)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training."""
+
+    name: str
+    seed: int
+    flags: tuple[str, ...] = ()
+    wiped_at: tuple[int, ...] = ()
+    dropped: float = 0.0
+    """Share of routed tokens that no expert gets."""
+
+    @property
+    def id(self) -> str:
+        """Names its folder."""
+        words = "".join(one if one.isalnum() else "_" for one in self.name)
+        return f"{words}_{len(self.wiped_at)}_{self.dropped:g}_{self.seed}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of it."""
+
+    loss: float
+    """On the validation set, in the end."""
+    test_loss: float
+    lost: float
+    """PLT, of the tokens of the whole training."""
+    digest: str
+    losses: list[tuple[int, float]]
+    """On the validation set, on the way."""
+
+
+def main() -> None:
+    """Train and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="WikiText-2, as text")
+    parser.add_argument("--folder", type=Path, required=True, help="where runs stay")
+    parser.add_argument("--iterations", type=int, default=200, metavar="N", help="of each (default: 200)")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    data = given.folder / "wikitext"
+    if not data.with_suffix(".bin").exists():
+        words = ["data", "build", "--documents", "line", "--output", str(data), *map(str, given.text)]
+        subprocess.run([sys.executable, "-m", "moevement_cli.main", *words], check=True)
+    wanted = list(_runs(given.iterations))
+    outcomes = dict(_outcomes(wanted, given.folder, data, given.iterations))
+    _plot(outcomes, given.iterations)
+    OUTPUT.write_text(report(outcomes, given.iterations), encoding="utf-8")
+
+
+def _runs(iterations: int) -> Iterator[Run]:
+    fifths = tuple(iterations * one // 5 for one in (1, 2, 3, 4))
+    for seed in SEEDS:
+        yield Run(FREE, seed)
+        for name, flags in STRATEGIES.items():
+            yield Run(name, seed, flags, fifths)
+        for experts, interval in HALF_WAY:
+            flags = ("--moevement-strategy", "moc", *LOSSY, "--moevement-snapshot-experts", str(experts))
+            flags += ("--moevement-dense-interval", str(interval))
+            yield Run(f"K = {experts} every {interval}", seed, flags, (iterations // 2 + 3,))
+        for share in DROPPED:
+            yield Run("dropped", seed, dropped=share)
+
+
+def _outcomes(wanted: Sequence[Run], folder: Path, data: Path, iterations: int) -> Iterator[tuple[Run, Outcome]]:
+    with Progress() as progress, ThreadPoolExecutor(AT_ONCE) as pool:
+        task = progress.add_task("trainings", total=len(wanted))
+
+        def one(run: Run) -> Outcome:
+            outcome = _outcome(run, folder, data, iterations)
+            progress.advance(task)
+            return outcome
+
+        yield from zip(wanted, pool.map(one, wanted), strict=True)
+
+
+def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
+    """What is in the folder of a training, which is run if it is not there."""
+    kept = folder / f"{run.id}.json"
+    if kept.exists():
+        return Outcome(**json.loads(kept.read_text(encoding="utf-8")))
+    run_dir = folder / run.id
+    words = ["--config", str(CONFIG), "--train-iters", str(iterations), "--seed", str(1000 + run.seed)]
+    words += ["--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "1", "--eval-interval", "20"]
+    words += ["--eval-iters", "8", "--split", "80,10,10", "--data-path", str(data), "--tokenizer-type", "NullTokenizer"]
+    words += ["--vocab-size", str(VOCABULARY), *(run.flags or OTHERS)]
+    if run.wiped_at:
+        words += ["--moevement-wipe-at", *map(str, run.wiped_at)]
+    script = dropping.__file__ if run.dropped else str(SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", dropping.SHARE_ENV: str(run.dropped)}
+    command = [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "1", script, *words]
+    command += ["--run-dir", str(run_dir)]
+    with run_dir.with_suffix(".console").open("wb") as console:
+        subprocess.run(command, check=True, stdout=console, stderr=console, env=environment)
+    record = RunRecord(run_dir)
+    events, summary = list(record.events()), record.summary()
+    lost = sum(sum(one["lost_tokens"].values()) for one in events if one["event"] == "recovery")
+    routed = sum(1 for _ in record.metrics()) * 16 * 128 * 2 * 4  # samples, positions, experts of a token, layers
+    losses = [(e["iteration"], e["loss"]) for e in events if e["event"] == "evaluation" and e["set"] == "validation"]
+    outcome = Outcome(
+        summary["validation_loss"], summary["test_loss"], lost / routed, summary["state_digest"]["all"], losses
+    )
+    kept.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    return outcome
+
+
+Outcomes = dict[Run, Outcome]
+
+
+def _plot(outcomes: Outcomes, iterations: int) -> None:
+    with figure(PLOT, 3, (18, 5)) as (over_time, of_lost, of_dropped):
+        for name in (FREE, *STRATEGIES):
+            its = [one for run, one in outcomes.items() if run.name == name]
+            means = [statistics.fmean(loss for _, loss in at) for at in zip(*(one.losses for one in its), strict=True)]
+            over_time.plot([at for at, _ in its[0].losses], means, label=name)
+        for fifth in (1, 2, 3, 4):
+            over_time.axvline(iterations * fifth // 5, color="red", lw=0.5)
+        over_time.set(xlabel="iteration", ylabel="validation loss, mean of seeds", title="four failures")
+        for axes, those, shares in (
+            (of_lost, _half_way(outcomes), [one.lost for _, one in _half_way(outcomes)]),
+            (of_dropped, _dropped(outcomes), [run.dropped for run, _ in _dropped(outcomes)]),
+        ):
+            axes.scatter([100 * one for one in shares], [_more(outcomes, run, one) for run, one in those])
+            axes.axhline(0.0, color="black", lw=0.5)
+            axes.axhspan(-_noise(outcomes), _noise(outcomes), alpha=0.15, label="between seeds without failures")
+            axes.set(ylabel="validation loss over that of the seed without failures")
+        of_lost.set(xlabel="tokens lost, % of the training's", title="one failure half way")
+        of_dropped.set(xlabel="tokens dropped by routers, %", title="dropped all the time")
+        for axes in (over_time, of_lost, of_dropped):
+            axes.grid(alpha=0.3)
+            axes.legend()
+
+
+def _half_way(outcomes: Outcomes) -> list[tuple[Run, Outcome]]:
+    return [(run, one) for run, one in outcomes.items() if len(run.wiped_at) == 1]
+
+
+def _dropped(outcomes: Outcomes) -> list[tuple[Run, Outcome]]:
+    return [(run, one) for run, one in outcomes.items() if run.dropped]
+
+
+def _free(outcomes: Outcomes, seed: int) -> Outcome:
+    return next(one for run, one in outcomes.items() if (run.name, run.seed) == (FREE, seed))
+
+
+def _more(outcomes: Outcomes, run: Run, outcome: Outcome) -> float:
+    """Validation loss over that of the same seed without failures."""
+    return outcome.loss - _free(outcomes, run.seed).loss
+
+
+def _noise(outcomes: Outcomes) -> float:
+    """Standard deviation between seeds without failures."""
+    return statistics.stdev(_free(outcomes, seed).loss for seed in SEEDS)
+
+
+def _row(outcomes: Outcomes, those: Sequence[tuple[Run, Outcome]]) -> list[str]:
+    more = [_more(outcomes, run, one) for run, one in those]
+    equal = sum(one.digest == _free(outcomes, run.seed).digest for run, one in those)
+    return [
+        f"{statistics.fmean(one.lost for _, one in those):.2%}", f"{statistics.fmean(one.loss for _, one in those):.4f}",
+        f"{statistics.fmean(more):+.4f} ± {half_interval(more):.4f}", " ".join(f"{one:+.4f}" for one in more),
+        f"{statistics.fmean(one.test_loss for _, one in those):.4f}", f"{equal} of {len(those)}",
+    ]  # fmt: skip
+
+
+HEADER = ("tokens lost", "validation loss", "over failure-free", "by seed", "test loss", "equal bits")
+
+
+def _named(outcomes: Outcomes, names: Sequence[str]) -> list[list[str]]:
+    return [
+        [name, *_row(outcomes, [(run, one) for run, one in outcomes.items() if run.name == name])] for name in names
+    ]
+
+
+def report(outcomes: Outcomes, iterations: int) -> str:
+    """The whole file."""
+    half_way = [f"K = {experts} every {interval}" for experts, interval in HALF_WAY]
+    dropped = [
+        [f"{share:.0%}", *_row(outcomes, [pair for pair in _dropped(outcomes) if pair[0].dropped == share])[1:-1]]
+        for share in DROPPED
+    ]
+    return f"""# Accuracy under failures
+
+    python -m benchmarks.accuracy --text .../wikitext-2/test.txt .../wikitext-2/valid.txt --folder runs/accuracy --iterations {iterations}
+
+The laptop preset's model (4 layers, 8 experts each, top-2) on one rank, {iterations} iterations of 2,048 bytes of WikiText-2 (80% of
+the lines to train on, 10% to validate, 10% to test), seeds {", ".join(map(str, SEEDS))}. A failure overwrites model and optimizer with NaN;
+they are restored from the rank's snapshots, as the strategy does it after a kill. ± is half of a 95% confidence interval over seeds
+(Student) of the difference to the same seed without failures. Seeds without failures differ by a standard deviation of
+{_noise(outcomes):.4f}: a difference below that means nothing by itself, a difference of one seed to itself does.
+
+![validation loss over time, over lost tokens, over dropped tokens](accuracy.png)
+
+## Four failures (MoEvement, figure 12 and table 5)
+
+At a fifth, two, three and four fifths of the training. MoC-System every 10 iterations, *K from 1* with its doubling when
+3.75% of the tokens are lost, the others without; MoEtion in every iteration.
+
+{table(("strategy", *HEADER), _named(outcomes, (FREE, *STRATEGIES)))}
+
+## One failure half way (MoC-System, figure 7)
+
+{table(("MoC-System", *HEADER), _named(outcomes, half_way))}
+
+## Tokens dropped all the time (MoEtion, table 1)
+
+Routers drop each routed token with a probability, in training alone.
+
+{table(("dropped", *HEADER[1:-1]), dropped)}
+
+What a model this small and a training this short can show: whether bits are equal where they should be, and whether losing
+updates of experts costs anything that is larger than the noise. The papers' downstream tasks are beyond both.
+
+{measured_on("torch", "megatron-core")}, gloo.
+"""
+
+
+if __name__ == "__main__":
+    main()
