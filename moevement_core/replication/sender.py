@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from moevement_core.errors import ReplicationError
+from moevement_core.replication.pace import Pace
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.snapshot import Snapshot
@@ -48,6 +49,7 @@ class Sender:
         kept: called on the sender's thread when the peer has acknowledged a snapshot.
         lost: called when the peer will never have one.
         report: called, in words, with what goes wrong.
+        pace: says when snapshots may be sent; None: at once.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Sender:
         kept: Callable[[Snapshot, int], None],
         lost: Callable[[Snapshot], None],
         report: Report,
+        pace: Pace | None = None,
     ) -> None:
         self.rank = rank
         self.peer = peer
@@ -71,6 +74,9 @@ class Sender:
         self._kept = kept
         self._lost = lost
         self._report = report
+        self._pace = pace
+        self._delivered = self._taken = 0
+        """Snapshots that were to be brought so far, and those of them that the thread has begun with."""
         self._waiting_since_s: float | None = None
         self._abandoned = False
         self._answered = threading.Event()
@@ -106,6 +112,7 @@ class Sender:
 
     def deliver(self, delivery: Delivery) -> None:
         """Bring a snapshot."""
+        self._delivered += 1
         self._jobs.put(delivery)
         if self.gone is not None:  # asked after queueing, so that none slips in behind the thread's last look
             self._lose_queued()
@@ -133,6 +140,7 @@ class Sender:
         try:
             while (job := self._jobs.get()) is not None and not self._abandoned:
                 if isinstance(job, Delivery):
+                    self._taken += 1
                     self._deliver(job)
                     continue
                 self._say(job)
@@ -208,8 +216,27 @@ class Sender:
         self._transport.send(self.peer, TO_PEER, header)
         if (answer := self._answer()) is not Kind.GO:
             return answer
-        self._transport.send(self.peer, TO_PEER, payload)
-        return self._answer()
+        return self._send(payload)
+
+    def _send(self, payload: torch.Tensor) -> Kind:
+        """At once, or in chunks when the network is idle."""
+        if self._pace is None:
+            self._transport.send(self.peer, TO_PEER, payload)
+            return self._answer()
+        began_s, waited_s, at = time.perf_counter(), 0.0, 0
+        while at < payload.numel():
+            asked_s = time.perf_counter()
+            count = self._pace.allowed(payload.numel() - at, self._must_hurry)
+            waited_s += time.perf_counter() - asked_s
+            self._transport.send(self.peer, TO_PEER, payload[at : at + count])
+            at += count
+        answer = self._answer()
+        self._pace.sent(payload.numel(), time.perf_counter() - began_s - waited_s)
+        return answer
+
+    def _must_hurry(self) -> bool:
+        """Whether the next snapshot waits, or the end."""
+        return self._abandoned or self._delivered > self._taken or self._asks_until_s < float("inf")
 
     def _say(self, message: Message) -> None:
         self._transport.send(self.peer, TO_PEER, message.encode())

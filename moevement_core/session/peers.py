@@ -8,6 +8,7 @@ from moevement_core.device import Device
 from moevement_core.engine.own import OwnSnapshots
 from moevement_core.errors import ConfigError
 from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.pace import Pace
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
@@ -26,11 +27,30 @@ class Peers:
         device: where its state lives.
         own: gives this rank's snapshots, once there are any.
         report: called with what an operator of the job should know.
+        pace: says when snapshots may be sent; None: at once.
     """
 
-    def __init__(self, device: Device, own: Callable[[], OwnSnapshots], report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        own: Callable[[], OwnSnapshots],
+        report: Callable[[str], None],
+        pace: Pace | None = None,
+    ) -> None:
         self.senders: list[Sender] = []
-        self._device, self._own, self._report = device, own, report
+        self._device, self._own, self._report, self._pace = device, own, report, pace
+        self._is_quiet = False
+        """Whether nothing has been saved since the iteration began."""
+
+    def begin_iteration(self, *, is_saving: bool) -> None:
+        """An iteration begins, beside which a snapshot is on its way or not."""
+        if self._pace is not None:
+            self._pace.begin(was_quiet=self._is_quiet)
+        self._is_quiet = not is_saving
+
+    def end_iteration(self, *, is_saving: bool) -> None:
+        """It is over, and a snapshot is on its way or not."""
+        self._is_quiet &= not is_saving
 
     def connect(
         self, topology: Topology, budget_bytes: float, before: Mapping[int, ReplicaStore]
@@ -50,7 +70,7 @@ class Peers:
         stores = [before.get(source) or ReplicaStore(source, self._device) for source in topology.sources]
         receivers = [Receiver(topology.rank, store, transport, allowance, self._report) for store in stores]
         self.senders = [
-            Sender(topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report)
+            Sender(topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report, self._pace)
             for peer in topology.peers[topology.rank]
         ]
         return self.senders, receivers

@@ -12,7 +12,10 @@ from moevement_core.engine.config import Verify
 from moevement_core.engine.layout import buffer_bytes
 from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.replication.interface import bytes_moved
+from moevement_core.replication.pace import Pace
 from moevement_core.restart.generation import generation
+from moevement_core.session.address import own_address
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.exchange import all_gather_objects
@@ -77,7 +80,10 @@ class Saving:
             self.reports.report(caution)
         policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
         self.windows = self._window_decisions(strategy, policy)
-        self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report)
+        pace = None
+        if strategy.paces_copies and (moved := bytes_moved(own_address())) is not None:
+            pace = Pace(moved)
+        self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report, pace)
         self._states = binding.states()
         self.checkpointer = self._start_checkpointer(policy, joining.kept if joining is not None else ())
         disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)

@@ -127,6 +127,7 @@ class Session:
         saving.disk.watch()
         saving.watch.look(committed, saving.peers.senders)
         self.totals.stall_s += saving.checkpointer.let_gradients_go(committed)  # the trainer clears them next
+        saving.peers.begin_iteration(is_saving=saving.checkpointer.is_saving)
         self.totals.began(time.perf_counter() - began)
 
     def _mark_begun(self, committed: int, boundary: Mapping[str, Any]) -> None:
@@ -161,7 +162,9 @@ class Session:
             outcome: its record: whether it was skipped, gradient norm, losses.
         """
         progress = self.saving.checkpointer.progress
-        self.saving.windows.measured(step_s, progress.stall_s, is_saving=self.saving.checkpointer.is_saving)
+        is_saving = self.saving.checkpointer.is_saving
+        self.saving.windows.measured(step_s, progress.stall_s, is_saving=is_saving)
+        self.saving.peers.end_iteration(is_saving=is_saving)
         self.records.ended(committed, outcome)
         self.totals.ended(step_s, progress)
 

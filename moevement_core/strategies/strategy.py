@@ -67,6 +67,8 @@ class Strategy(ABC):
     """Whether its window is measured again and again; otherwise once."""
     sizes_are_iterations: ClassVar[bool] = True
     """Whether :meth:`wanted_sizes` are of windows, of which ranks agree on so many iterations at most."""
+    paces_copies: ClassVar[bool] = False
+    """Whether copies are sent while training leaves the network alone."""
     counts: Ordering | None = None
     """What routers are to count of the tokens of each expert; nothing if it is of no use here."""
 

@@ -90,6 +90,20 @@ def test_checkfreq_tunes_its_interval(tmp_path: Path) -> None:
     assert len(set(windows)) > 1, windows
 
 
+def test_gemini_sends_while_training_is_silent(tmp_path: Path) -> None:
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "train_iters": 50}
+    its: dict[str, Any] = {"moevement_window": False, "moevement_strategy": "gemini"}
+    fault = "rank=1,iteration=46,phase=backward"
+    survived = survive(2, 1, tmp_path / "run", inject=(fault,), **flags_ | its)
+    survived.check_metrics(50)
+    windows = [line["window"] for line in survived.record.metrics()]
+    assert set(windows[:30]) == {10}, "until all is measured"
+    assert len(set(windows[30:])) <= 2, "and chosen once"
+    assert any("copies are sent there" in path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
+    wanted = train(2, tmp_path / "failure_free", **flags_ | {"moevement_replicas": 1})
+    assert survived.digest == wanted.summary()["state_digest"]["all"]
+
+
 def test_no_strategy_starts_over(tmp_path: Path) -> None:
     flags_: dict[str, Any] = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
     wanted = reference(2, tmp_path / "failure_free", **flags_)

@@ -62,6 +62,19 @@ def test_gemini_counts_what_is_sent() -> None:
     assert strategy.wanted_sizes(strategy.first(0, most=6), measured) == (5,), "one second to copy, four to send"
 
 
+def test_gemini_chooses_when_it_knows_how_long_sending_has_to_wait() -> None:
+    strategy = Gemini(TABLE, None)
+    now = strategy.first(0, most=6)
+    assert not strategy.propose(now, None).is_change
+    assert [strategy.propose(now, (size,)).is_change for size in (1, 2)] == [False, False]
+    heir = Gemini(TABLE, None)
+    heir.adopt(strategy.learned())
+    for one in (strategy, heir):
+        assert not one.settled
+        assert one.propose(now, (7,)).schedules[0].size == 7
+        assert one.settled
+
+
 @pytest.mark.parametrize("kind", [CheckFreq, Gemini])
 def test_an_interval_that_was_given_stays(kind: type[CheckFreq] | type[Gemini]) -> None:
     strategy = kind(TABLE, 4)

@@ -1,0 +1,87 @@
+"""When in an iteration the network is idle (GEMINI, section 5), from what went over it in some iterations."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SLOTS = 100
+"""Parts that an iteration is looked at in."""
+BUSY_SHARE = 0.1
+"""Of the most that any sample saw in a second: what moves more is training's communication."""
+OFTEN = 0.25
+"""A part is busy that is busy in more than this share of the iterations."""
+FILLED = 0.8
+"""Share of an idle span that is filled: no iteration is quite like another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What went over the network in a moment of an iteration."""
+
+    offset_s: float
+    """Of its end, from the beginning of the iteration."""
+    length_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class IdleSpans:
+    """Of an iteration; empty where nothing is known: then all of it is idle."""
+
+    iteration_s: float = math.inf
+    spans: tuple[tuple[float, float], ...] = ((0.0, math.inf),)
+    """Beginnings and ends, seconds from the beginning of the iteration, ascending."""
+
+    @property
+    def idle_s(self) -> float:
+        """In an iteration."""
+        return sum(end - begin for begin, end in self.spans)
+
+    def wait_s(self, offset_s: float) -> float:
+        """Seconds until something may be sent, 0 if it may be now. After the end of an iteration it may."""
+        if offset_s >= self.iteration_s:
+            return 0.0
+        return next(
+            (max(0.0, begin - offset_s) for begin, end in self.spans if offset_s < end), self.iteration_s - offset_s
+        )
+
+    def left_s(self, offset_s: float) -> float:
+        """Seconds for which it may be sent from ``offset_s`` on, in an idle span."""
+        return next((FILLED * (end - offset_s) for begin, end in self.spans if begin <= offset_s < end), math.inf)
+
+
+def idle_spans(iterations: Sequence[tuple[float, Sequence[Sample]]]) -> IdleSpans:
+    """The spans in which training leaves the network alone.
+
+    Args:
+        iterations: of some, beside which nothing was saved, their length in seconds and what was seen.
+    """
+    samples = [one for _, its in iterations for one in its if one.length_s > 0]
+    if not samples:
+        return IdleSpans()
+    length_s = statistics.median(length for length, _ in iterations)
+    least = BUSY_SHARE * max(one.nbytes / one.length_s for one in samples)
+    busy = [0] * SLOTS
+    for _, its in iterations:
+        for slot in {slot for one in its if one.length_s > 0 and one.nbytes / one.length_s > least
+                     for slot in _slots_of(one, length_s)}:  # fmt: skip
+            busy[slot] += 1
+    idle = [count <= OFTEN * len(iterations) for count in busy]
+    spans: list[tuple[float, float]] = []
+    for slot in range(SLOTS):
+        if not idle[slot]:
+            continue
+        begin, end = slot * length_s / SLOTS, (slot + 1) * length_s / SLOTS
+        if spans and idle[slot - 1]:
+            begin = spans.pop()[0]
+        spans.append((begin, end))
+    return IdleSpans(length_s, tuple(spans))
+
+
+def _slots_of(sample: Sample, length_s: float) -> range:
+    first = int((sample.offset_s - sample.length_s) / length_s * SLOTS)
+    last = math.ceil(sample.offset_s / length_s * SLOTS)
+    return range(max(0, first), max(0, min(SLOTS, last)))
