@@ -47,11 +47,11 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, required=True, help="where results stay, so that the page can be made again"
     )
-    parser.add_argument("--mtbf", nargs="+", default=["15", "40"], metavar="S", help="mean seconds between kills")
-    parser.add_argument("--iterations", type=int, default=60, metavar="N", help="of each job")
+    parser.add_argument("--mtbf", nargs="+", default=["10", "25"], metavar="S", help="mean seconds between kills")
+    parser.add_argument("--iterations", type=int, default=120, metavar="N", help="of each job")
     parser.add_argument("--repeats", default="3", metavar="R", help="schedules of kills for each mean time")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a recorded schedule, too")
-    parser.add_argument("--speedup", default="40", metavar="X", help="of the trace (default: 40)")
+    parser.add_argument("--speedup", default="30", metavar="X", help="of the trace (default: 30)")
     parser.add_argument("--links", type=float, nargs="*", default=[400.0, 100.0], metavar="MBIT", help="rates of links")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -146,13 +146,17 @@ def report(words: list[str], here: list[Sample], limited: dict[float, list[Sampl
     moevement {" ".join(words)}
 
 The laptop preset on four ranks (pipeline 2 x expert/data 2), {iterations} iterations, two spares. Ranks are killed by SIGKILL at
-moments of the wall clock, every strategy by the same schedules. ETTR is the time from the first committed iteration to the
-last without checkpoints and kills, over the time with them; a job without either runs before each round of strategies, as
-the machine's speed changes from one quarter of an hour to the next. *repeated* counts iterations that were run again in all jobs of the row;
-*notice*, *regroup* and *run again* are medians of what a failure took; ± is half of a 95% confidence interval over
-schedules (Student). *predicted* is the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
-`benchmarks/laptop_profile.yaml`); the first strategy's jobs calibrate noticing, regrouping and how much copies slow training
-down, on this page and in each table of its own.
+moments of the wall clock, every strategy by the same schedules; a recorded schedule loses several ranks at once, too.
+
+- *overhead*: how much longer an iteration takes than in a job that saves nothing, median over rounds; each round of
+  strategies begins with such a job, as the machine's speed changes from one quarter of an hour to the next.
+- *available*: the share of a job's time that failures left to it: its iterations, each counted once and as long as its own
+  median, over the time that it took. *ETTR* is that, over 1 + overhead.
+- *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
+  `benchmarks/laptop_profile.yaml`). The first strategy's jobs calibrate how long noticing and regrouping take and how much
+  copies slow training down, in each table on its own; all else is predicted.
+- *repeated* counts iterations that were run again in all jobs of the row; *notice*, *regroup* and *run again* are medians
+  of what a failure took; ± is half of a 95% confidence interval over schedules (Student).
 
 ## On one host
 

@@ -30,7 +30,7 @@ STRATEGIES: dict[str, tuple[str, ...]] = {
     "dense": ("--moevement-strategy", "dense", *OTHERS),
     "gemini": ("--moevement-strategy", "gemini", *OTHERS),
     "checkfreq": ("--moevement-strategy", "checkfreq", *OTHERS, "--moevement-persist-dir", "{windows}"),
-    "moc": ("--moevement-strategy", "moc", *OTHERS),
+    "moc": ("--moevement-strategy", "moc", *OTHERS, "--moevement-dense-interval", "1"),
     "moetion": ("--moevement-strategy", "moetion", *OTHERS),
     "none": ("--moevement-strategy", "none", *OTHERS),
 }
@@ -43,7 +43,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Its description and arguments."""
     parser.description = (
         "Train one model with each strategy in turn while ranks are killed, by the same schedules for all. "
-        "ETTR is the time that training takes without checkpoints and failures over the time that it took."
+        "ETTR is the time that training takes without checkpoints and failures over the time that it took: what "
+        "failures leave of it, over what checkpoints add to an iteration."
     )
     add = parser.add_argument
     add("--strategies", nargs="+", choices=list(STRATEGIES), default=list(STRATEGIES), help="default: all")

@@ -8,10 +8,10 @@ how far a failure goes back, and how long what is run again takes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from moevement_cli.ettr_samples import FREE, Sample
+from moevement_cli.ettr_samples import FREE, Sample, slower
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario
@@ -28,7 +28,6 @@ from moevement_core.simulator.strategies import (
     Strategy,
 )
 from moevement_core.simulator.training import train
-from moevement_core.strategies.moc import INTERVAL
 
 SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
     "moevement": lambda costs, mtbf_s, interval: MoEvement(costs),
@@ -36,7 +35,7 @@ SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
     "dense": lambda costs, mtbf_s, interval: DenseToPeers(costs, interval),
     "gemini": lambda costs, mtbf_s, interval: Gemini(costs, mtbf_s, interval=interval),
     "checkfreq": lambda costs, mtbf_s, interval: CheckFreq(costs, interval),
-    "moc": lambda costs, mtbf_s, interval: MoC(costs, interval=INTERVAL),
+    "moc": lambda costs, mtbf_s, interval: MoC(costs),
     "moetion": lambda costs, mtbf_s, interval: MoEtion(costs),
     "none": lambda costs, mtbf_s, interval: NoCheckpoints(costs),
 }
@@ -59,11 +58,11 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
     ranks = 1 + max((rank for one in samples for _, its in one.kills for rank in its), default=0)
     if ranks > scenario.job.ranks:
         raise ConfigError(f"--scenario of {scenario.job.ranks} ranks: the jobs had {ranks} or more; needs as many")
-    calibrated = _calibrated(scenario, [one for one in samples if one.strategy != FREE])
+    calibrated = _calibrated(scenario, [one for one in samples if one.strategy != FREE], slower(samples))
     return [one if one.strategy == FREE else replace(one, predicted=_ettr(calibrated, one)) for one in samples]
 
 
-def _calibrated(scenario: Scenario, samples: Sequence[Sample]) -> Scenario:
+def _calibrated(scenario: Scenario, samples: Sequence[Sample], ratios: Mapping[str, float]) -> Scenario:
     """With the constants of the first strategy that has them."""
     saved = scenario.checkpointing
     killed = [one for one in samples if one.parts]
@@ -74,13 +73,13 @@ def _calibrated(scenario: Scenario, samples: Sequence[Sample]) -> Scenario:
             detect_s=statistics.median(one.parts["notice"] for one in first),
             regroup_s=statistics.median(one.parts["regroup"] for one in first),
         )
-    calm = next((one for one in samples if one.mtbf_s is None), None)
-    if calm is not None:
+    if samples:
+        calm = samples[0]
         # The share by which training takes longer, of what copies take: the rest of its work is beside them.
         costs = scenario.costs()
         copied_s = costs.copy_s(SIMULATED[calm.strategy](costs, 0.0, calm.interval or 1).copied_bytes)
-        slower = max(0.0, 1 / calm.ettr - 1) * costs.iteration_s
-        saved = replace(saved, interference=slower / copied_s if copied_s else 0.0)
+        slower_s = (ratios[calm.strategy] - 1) * costs.iteration_s
+        saved = replace(saved, interference=slower_s / copied_s if copied_s else 0.0)
     return replace(scenario, checkpointing=saved)
 
 

@@ -35,8 +35,9 @@ class Sample:
     """None: nobody was killed."""
     seed: int
     training_s: float
-    ettr: float
-    """Against the job that saves nothing and in which nobody is killed."""
+    """From the first iteration that was committed to the last."""
+    iterations: int
+    """In that time, each counted once."""
     kills: list[tuple[float, list[int]]]
     """Seconds after the first commit, and ranks."""
     repeated: int
@@ -44,7 +45,7 @@ class Sample:
     parts: dict[str, float]
     """Seconds of a recovery by :data:`PARTS`, medians; nothing without one."""
     iteration_s: float
-    """Median."""
+    """Median: of one that no failure disturbed."""
     interval: int
     """W, or iterations from one checkpoint to the next, at the end."""
     host_mb: float
@@ -66,9 +67,35 @@ class Sample:
     """ETTR, by the simulator."""
 
     @property
+    def available(self) -> float:
+        """Share of the time that was not lost to failures. Both numbers are of this job: a machine that is slow for a
+        while slows both.
+        """
+        return min(1.0, self.iterations * self.iteration_s / self.training_s)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the kills are a trace's."""
+        return "(" in self.schedule
+
+    @property
     def recovery_s(self) -> float | None:
         """From a kill until training went on."""
         return sum(self.parts.values()) if self.parts else None
+
+
+def slower(samples: Sequence[Sample]) -> dict[str, float]:
+    """Returns by strategy how many times as long an iteration takes as without checkpoints: the median over rounds.
+
+    Args:
+        samples: of rounds, each of which begins with the job that saves nothing and is left alone.
+    """
+    ratios, free_s = dict[str, list[float]](), samples[0].iteration_s
+    for one in samples:
+        if one.strategy == FREE:
+            free_s = one.iteration_s
+        ratios.setdefault(one.strategy, []).append(one.iteration_s / free_s)
+    return {name: max(1.0, statistics.median(its)) for name, its in ratios.items()}
 
 
 def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtbf_s: float | None, seed: int) -> Sample:
@@ -84,7 +111,7 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
     lost = sum(sum(one["lost_tokens"].values()) for one in recoveries)
     is_equal = summary["state_digest"]["all"] == free.record.summary()["state_digest"]["all"]
     return Sample(
-        strategy, schedule, mtbf_s, seed, job.training_s, free.training_s / job.training_s,
+        strategy, schedule, mtbf_s, seed, job.training_s, len({line["iteration"] for line in metrics}) - 1,
         [(one.at_s, list(one.nodes)) for one in job.kills], _repeated(job, failures), _parts(failures),
         median("iteration_s"), int((summary.get("checkpointing") or {}).get("window") or 0),
         median("snapshot_memory_bytes", "log_memory_bytes") / 1e6, median("replicated_bytes") / 1e6, lost,
@@ -111,14 +138,14 @@ def _repeated(job: KilledJob, failures: Sequence[dict[str, Any]]) -> int:
 
 
 HEADER = (
-    "a kill every", "strategy", "interval", "iteration", "ETTR", "predicted", "kills", "repeated", *PARTS,
+    "a kill every", "strategy", "interval", "overhead", "available", "ETTR", "predicted", "kills", "repeated", *PARTS,
     "host memory", "sent", "tokens lost", "validation loss", "bits",
 )  # fmt: skip
 
 
 def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
     """Returns a row of :data:`HEADER` for each strategy under each kind of schedule, over all its samples."""
-    rows = []
+    rows, ratios = [], slower(samples)
     for schedule, name in dict.fromkeys((one.schedule, one.strategy) for one in samples):
         those = [one for one in samples if (one.schedule, one.strategy) == (schedule, name)]
         predicted = [one.predicted for one in those if one.predicted is not None]
@@ -126,7 +153,8 @@ def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
         lost = [one for one in those if one.lost]
         rows.append([
             schedule, name, str(those[-1].interval or ""),
-            f"{statistics.median(one.iteration_s for one in those):.2f} s", _mean([one.ettr for one in those]),
+            f"{ratios[name] - 1:.1%}", _mean([one.available for one in those]),
+            _mean([one.available / ratios[name] for one in those]),
             _mean(predicted), str(sum(len(one.kills) for one in those)), str(sum(one.repeated for one in those)),
             *(_part(those, part) for part in PARTS),
             f"{max(one.host_mb for one in those):.0f} MB", f"{max(one.sent_mb for one in those):.1f} MB",
@@ -153,15 +181,18 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    killed = [one for one in samples if one.mtbf_s is not None]
+    killed = [one for one in samples if one.mtbf_s is not None and not one.is_recorded]
+    killed = killed or [one for one in samples if one.mtbf_s is not None]
     lowest = min((one for one in killed), key=lambda one: one.mtbf_s or 0.0)
-    free = samples[0]
+    free, ratios = samples[0], slower(samples)
     with figure(path, 3, (18, 5)) as (over_mtbf, over_time, of_loss):
         of_loss.plot(*zip(*free.losses, strict=True), color="black", lw=2, label=free.strategy)
         for name in dict.fromkeys(one.strategy for one in killed):
             those = [one for one in killed if one.strategy == name]
             rates = sorted({one.mtbf_s or 0.0 for one in those})
-            means = [statistics.fmean(one.ettr for one in those if one.mtbf_s == rate) for rate in rates]
+            means = [
+                statistics.fmean(one.available / ratios[name] for one in those if one.mtbf_s == rate) for rate in rates
+            ]
             (line,) = over_mtbf.plot(rates, means, marker="o", label=name)
             predicted = {rate: [one.predicted for one in those if one.mtbf_s == rate] for rate in rates}
             if all(one is not None for its in predicted.values() for one in its):

@@ -14,7 +14,7 @@ from moevement_core.simulator.scenario import load
 def _sample(strategy: str, *kills: tuple[float, list[int]], parts_s: float = 0.5, training_s: float = 60.0) -> Sample:
     parts = {"notice": parts_s, "regroup": 2 * parts_s, "run again": 1.0} if kills else {}
     return Sample(
-        strategy, "20 s" if kills else NEVER, 20.0 if kills else None, 1, training_s, 0.9, list(kills), 3, parts, 0.42,
+        strategy, "20 s" if kills else NEVER, 20.0 if kills else None, 1, training_s, 60, list(kills), 3, parts, 0.42,
         3, 100.0, 1.0, 0, 0.0, 2.5, "equal", [(0.0, 1)], [(1, 3.0)],
     )  # fmt: skip
 
