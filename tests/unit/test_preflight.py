@@ -150,3 +150,18 @@ def test_help_of_the_whole_parser_still_works(
 def test_a_run_directory_gets_tensorboard(parse: Callable[..., Namespace], tmp_path: Path) -> None:
     args = parse(1, "--run-dir", str(tmp_path))
     assert args.tensorboard_dir == str(tmp_path / "tensorboard")
+
+
+def test_a_split_that_leaves_no_document_is_refused(parse: Callable[..., Namespace], tmp_path: Path) -> None:
+    """Megatron would look for samples among no documents for ever."""
+    text, prefix = tmp_path / "text", tmp_path / "tokens"
+    text.write_text("a line\n" * 20)
+    its = {"data_path": str(prefix), "tokenizer_type": "NullTokenizer", "vocab_size": 257, "eval_iters": 1}
+    assert main(["data", "build", str(text), "--output", str(prefix), "--documents", "line"]) == 0
+    parse(split="80,10,10", **its)
+    with pytest.raises(ConfigError, match=r"--split 98,2,0: of the 20 documents of .*tokens none is left for valid"):
+        parse(split="98,2,0", **its)
+    parse(split="98,2,0", **its | {"eval_iters": 0})
+    assert main(["data", "build", str(text), "--output", str(prefix), "--overwrite"]) == 0
+    with pytest.raises(ConfigError, match=r"of the 1 documents of .* none is left for training"):
+        parse(split="40,30,30", **its)

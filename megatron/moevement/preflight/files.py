@@ -55,6 +55,31 @@ def _split(args: Namespace) -> Iterator[str]:
         yield f"--split {args.split}: no share for training; the first number must be positive"
     elif args.eval_iters and shares[1] == 0:
         yield f"--split {args.split}: no share for validation; make the second number positive, or give --eval-iters 0"
+    else:
+        yield from _empty_shares(args)
+
+
+def _empty_shares(args: Namespace) -> Iterator[str]:
+    """Token files are split by documents; Megatron would look for samples among none of them without an end."""
+    from megatron.core.datasets import blended_megatron_dataset_config as config
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    from megatron.core.datasets.utils import get_blend_from_list
+
+    shares = config.convert_split_vector_to_split_matrix(config.parse_and_normalize_split(args.split))
+    wanted = {0: "training"} if not args.skip_train else {}
+    wanted |= {1: "validation", 2: "test"} if args.eval_iters else {}
+    for prefix in get_blend_from_list(args.data_path)[0]:
+        if "://" in prefix or not all(Path(prefix + suffix).exists() for suffix in (".bin", ".idx")):
+            continue
+        documents = len(IndexedDataset(prefix).sequence_lengths)
+        for place, name in wanted.items():
+            share = shares[place]
+            if share is not None and round(share[0] * documents) == round(share[1] * documents):
+                yield (
+                    f"--split {args.split}: of the {documents} documents of --data-path {prefix} none is left for "
+                    f"{name}; give it more or nothing, or build the file with more documents (moevement data build "
+                    "--documents line)"
+                )
 
 
 def run_directory(args: Namespace) -> Iterator[str]:
