@@ -147,6 +147,8 @@ def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
     words += ["--vocab-size", str(VOCABULARY), *(run.flags or OTHERS)]
     if run.wiped_at:
         words += ["--moevement-wipe-at", *map(str, run.wiped_at)]
+    if run.dropped:  # room for all tokens; and the dispatcher counts on no number of them
+        words += ["--moe-expert-capacity-factor", "8"]
     script = dropping.__file__ if run.dropped else str(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", dropping.SHARE_ENV: str(run.dropped)}
     command = [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "1", script, *words]
