@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 # Tests use one small corpus and never the cache of the person who runs them.
@@ -16,6 +17,10 @@ os.environ["MOEVEMENT_PLATFORM"] = "cpu"
 from megatron.moevement import platform  # noqa: E402
 
 platform.install()
+
+# How long an example takes says something of what else this machine does.
+hypothesis.settings.register_profile("without_deadline", deadline=None)
+hypothesis.settings.load_profile("without_deadline")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from moevement_core.device import Device
 from moevement_core.engine.layout import Layouts, OperatorState, buffer_bytes
 from moevement_core.engine.own import Held, OwnSnapshots
@@ -18,6 +20,7 @@ from moevement_core.snapshot.snapshot import (
     BOUNDARY,
     Entry,
     Header,
+    OnDisk,
     Snapshot,
     StateTensor,
     aligned_bytes,
@@ -181,7 +184,7 @@ class Capturer:
             )
             header = Header(
                 self._rank, iteration, schedule.id, slot, contents_text(layout.contents), entries, marked, state,
-                done.whole or None,
+                done.whole or None, _on_disk(schedule, slot),
             )  # fmt: skip
             self._done(held, Snapshot(header, buffer))
 
@@ -239,3 +242,11 @@ class Capturer:
             if name in names
         }
         return {name: tensors for name, tensors in every.items() if tensors}
+
+
+def _on_disk(schedule: Schedule, slot: int) -> OnDisk | None:
+    wanted, held = schedule.on_disk_of_slot(slot), schedule.contents_of_slot(slot)
+    if wanted is None or held is None or np.array_equal(wanted, held):
+        return None
+    names = schedule.table.names
+    return OnDisk(contents_text(wanted), tuple(names[place] for place in np.flatnonzero(wanted != held)))

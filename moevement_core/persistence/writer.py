@@ -3,6 +3,9 @@
 Every rank decides the same, from what all ranks agreed on: which window is written, and whether it is durable
 everywhere, or will never be. Then whoever is the first rank of a folder writes the manifest, and deletes what is older
 than the window before.
+
+Snapshots may leave experts to older files (``Header.on_disk``). Then the first window is written whole, and every later
+one has links to those files of the window before that hold the newest state of something.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moevement_core.errors import FolderInUse
-from moevement_core.persistence.files import file_name, write_snapshot
+from moevement_core.persistence.files import file_name, read_snapshot, write_snapshot
 from moevement_core.persistence.manifest import (
     MARKER,
     Manifest,
@@ -30,12 +35,17 @@ from moevement_core.persistence.manifest import (
     remove_windows,
     sync_folder,
 )
+from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.agreement import NONE, Writing
-from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease, contents_of
 
 Report = Callable[[str], None]
 KEPT = 2
 """Windows on disk: the newest, and the one before in case a node dies while manifests are renamed."""
+
+
+_Identity = tuple[int, int, str]
+"""Rank, iteration and schedule of a snapshot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,8 +53,12 @@ class _Window:
     """One that is being written."""
 
     manifest: Manifest
-    files: tuple[str, ...]
-    """What this rank writes of it."""
+    files: dict[_Identity, str]
+    """What this rank writes of it, and what each holds there: as :attr:`Header.contents`."""
+    is_whole: bool
+    """Whether all of each snapshot is written."""
+    older: dict[_Identity, str]
+    """Those of the window before that it has links to, likewise."""
     writing: Writing = Writing.BUSY
     """On this rank."""
 
@@ -72,6 +86,7 @@ class WindowWriter:
         taken_over: says, in words, if another job has the folder now; may take as long as the disk does.
         left_behind: writers of earlier generations; while a stalled disk holds one of them up, no window is begun, so
             that stalled ones do not take one another's buffers.
+        leaves_out: whether snapshots may leave operators to older files.
     """
 
     def __init__(
@@ -84,6 +99,8 @@ class WindowWriter:
         report: Report,
         taken_over: Callable[[], str | None] = lambda: None,
         left_behind: Sequence[WindowWriter] = (),
+        *,
+        leaves_out: bool = False,
     ) -> None:
         self.newest = NONE
         """The iteration whose state the newest window on disk gives."""
@@ -93,7 +110,7 @@ class WindowWriter:
         """Windows that could not be written on some rank."""
         self._folder, self._job, self._settings = folder, job, settings
         self._lend, self._progress_of, self._report = lease, progress_of, report
-        self._taken_over, self._left_behind = taken_over, left_behind
+        self._taken_over, self._left_behind, self._leaves_out = taken_over, left_behind, leaves_out
         self._abandoned = False
         self._found: frozenset[str] = frozenset()
         """Windows of others that were there before; they go when the first one of this job is durable."""
@@ -101,8 +118,10 @@ class WindowWriter:
         """The one that the job is writing now."""
         self._last_begun = NONE
         self._on_disk: list[str] = []
-        self._last_written: tuple[Path | None, set[tuple[int, int, str]]] = (None, set())
+        self._last_written: tuple[Path | None, dict[_Identity, str]] = (None, {})
         """The folder of the window that this rank wrote last, and the snapshots in it."""
+        self._durable: _Window | None = None
+        """The newest that is durable everywhere."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._jobs.put(self._look_around)
         self._thread = threading.Thread(target=self._work, name="moevement-disk", daemon=True)
@@ -129,9 +148,16 @@ class WindowWriter:
         if leased is not None:
             newest = next(one.snapshot for one in leased if one.snapshot.iteration == last)
             reaches, progress = newest.header.state, dict(self._progress_of(newest))
+        before = self._durable
+        # Snapshots say what is written of them; where nothing is durable yet, that is everything.
+        is_whole = before is None or not self._leaves_out
+        files = {_identity(one.snapshot): _written(one.snapshot, is_whole=is_whole) for one in leased or ()}
+        older: dict[_Identity, str] = {}
+        if before is not None and not is_whole:
+            older = _still_needed(files, before.files | before.older)
+            first = min(first, before.manifest.first)
         manifest = Manifest(self._job, first, last, reaches, progress, self._settings)
-        files = tuple(file_name(one.snapshot.header.rank, one.snapshot.iteration) for one in leased or ())
-        window = self._window = _Window(manifest, files)
+        window = self._window = _Window(manifest, files, is_whole, older)
         if leased is None:
             self._fail(window, "the disk still holds up an older one" if is_stalled else "a snapshot of it is gone")
         else:
@@ -172,7 +198,9 @@ class WindowWriter:
         if writing is Writing.FAILED:
             self.failed += 1
             self._jobs.put(lambda: self._discard(window))
-        elif self._folder.writes_manifest:
+            return
+        self._durable = window
+        if self._folder.writes_manifest:
             self._jobs.put(lambda: self._commit(window.manifest))
         else:
             self.newest = window.manifest.reaches
@@ -214,12 +242,15 @@ class WindowWriter:
             for one in leased:
                 if self._abandoned:
                     return
-                if self._is_linked(folder, one.snapshot):
+                if self._is_linked(folder, _identity(one.snapshot), window.files):
                     continue
-                write_snapshot(folder, one.snapshot, lambda: not self._abandoned)
-                self.written_bytes += one.snapshot.header.payload_bytes
+                snapshot = one.snapshot if window.is_whole else one.snapshot.for_disk()
+                write_snapshot(folder, snapshot, lambda: not self._abandoned)
+                self.written_bytes += snapshot.header.payload_bytes
+            for identity in window.older:
+                self._bring(identity, folder)
             sync_folder(folder)
-            self._last_written = folder, {_identity(one.snapshot) for one in leased}
+            self._last_written = folder, window.files
         except Exception as error:  # whatever it is, training goes on and somebody must learn of it
             if not self._abandoned:
                 self._fail(window, f"{folder}: {getattr(error, 'strerror', None) or error}")
@@ -230,12 +261,22 @@ class WindowWriter:
             for one in leased:
                 one.release()
 
-    def _is_linked(self, folder: Path, snapshot: Snapshot) -> bool:
+    def _bring(self, identity: _Identity, folder: Path) -> None:
+        """A file of the newest durable window into ``folder``: as a link, or as a copy on a disk that has none."""
+        assert self._durable is not None
+        name = file_name(*identity[:2])
+        before = self._folder.path / self._durable.manifest.name / name
+        with suppress(OSError):
+            os.link(before, folder / name)
+            return
+        write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
+
+    def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
         """Whether the file is that of the window before, where windows overlap; not on a disk that has no links."""
         before, written = self._last_written
-        if before is None or _identity(snapshot) not in written:
+        if before is None or written.get(identity) != wanted[identity]:
             return False
-        name = file_name(snapshot.header.rank, snapshot.iteration)
+        name = file_name(*identity[:2])
         try:
             os.link(before / name, folder / name)
         except OSError:  # or the window before is gone: then it is written
@@ -258,8 +299,8 @@ class WindowWriter:
         """What this rank wrote of a window that will never be one, so that a full disk does not stay full."""
         folder = self._folder.path / window.manifest.name
         with suppress(OSError):  # at the end: other ranks' files are still there
-            for name in window.files:
-                (folder / name).unlink(missing_ok=True)
+            for rank, iteration, _ in (*window.files, *window.older):
+                (folder / file_name(rank, iteration)).unlink(missing_ok=True)
             if [path.name for path in folder.iterdir()] == [MARKER]:
                 (folder / MARKER).unlink(missing_ok=True)
             folder.rmdir()
@@ -269,5 +310,27 @@ class WindowWriter:
         window.writing = Writing.FAILED
 
 
-def _identity(snapshot: Snapshot) -> tuple[int, int, str]:
+def _identity(snapshot: Snapshot) -> _Identity:
     return snapshot.header.rank, snapshot.iteration, snapshot.header.schedule
+
+
+def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
+    """What its file holds."""
+    header = snapshot.header
+    return header.contents if is_whole or header.on_disk is None else header.on_disk.contents
+
+
+def _still_needed(files: Mapping[_Identity, str], before: Mapping[_Identity, str]) -> dict[_Identity, str]:
+    """Of older files of each rank those that hold the newest full state of some operator."""
+    needed = {}
+    for rank in {rank for rank, *_ in files}:
+        newest = np.zeros(0, dtype=np.bool_)
+        everything = {**before, **files}
+        for identity in sorted((one for one in everything if one[0] == rank), key=lambda one: -one[1]):
+            is_full = contents_of(everything[identity]) == Saved.FULL
+            newest = newest if newest.size else np.zeros_like(is_full)
+            if identity not in files and (is_full & ~newest).any():
+                needed[identity] = everything[identity]
+            if identity in files or identity in needed:
+                newest |= is_full
+    return needed

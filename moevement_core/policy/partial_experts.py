@@ -55,6 +55,31 @@ def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
     ]
 
 
+def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int, count: int) -> list[list[int]]:
+    """Those of :func:`chosen` that are written to disk (persist-PEC, section 5.1): who has waited for the longest.
+
+    Args:
+        order: as in :func:`chosen`.
+        experts: likewise.
+        first: the first turn.
+        turns_: how many, one after the other.
+        count: how many of each layer are written.
+
+    Returns:
+        Places in the table, by turn.
+    """
+    written: dict[int, int] = {}
+    found = []
+    for turn in range(first, first + turns_):
+        of_turn = []
+        for its in order.values():
+            held = chosen({0: its}, experts, turn)
+            of_turn += sorted(held, key=lambda one: (written.get(one, -1), one))[:count]
+        written |= dict.fromkeys(of_turn, turn)
+        found.append(of_turn)
+    return found
+
+
 @dataclass(frozen=True)
 class LostTokens:
     """What a recovery costs whose experts are older than the rest of the state."""

@@ -82,6 +82,10 @@ class Schedule(ABC):
     def contents_of_slot(self, slot: int) -> Contents | None:
         """What snapshots of ``slot`` hold of each operator; nothing if none is taken in it."""
 
+    def on_disk_of_slot(self, slot: int) -> Contents | None:
+        """What of a snapshot of ``slot`` is written to disk; None: all of it."""
+        return None
+
     @abstractmethod
     def last_of_run(self, first: int) -> int:
         """The last snapshot of the run that begins with ``SS_first``, where no other schedule comes between."""

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.recoverable import RecoverableRun, recoverable_runs
 from moevement_core.policy.redo import redo_runs
-from moevement_core.policy.schedule import Contents
+from moevement_core.policy.schedule import Contents, Saved
 from moevement_core.policy.versions import leaves_out, version_runs
 from moevement_core.snapshot.snapshot import contents_of
 
@@ -219,7 +222,7 @@ def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[
     last = max(everywhere)
     chosen = {stage: of_stage[last] for stage, of_stage in runs.items()}
     fetches = tuple(
-        _nearest(held, owner, iteration)
+        _nearest(held, owner, iteration, usable[stage][iteration])
         for owner, stage in sorted(stages.items())
         for iteration in sorted(chosen[stage].snapshots)
     )
@@ -257,11 +260,28 @@ def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Cont
     common = set.intersection(*(set(held[rank]) for rank in ranks))
     usable = {}
     for iteration in sorted(common):
-        found = {(holding.schedule, holding.contents) for rank in ranks for _, _, holding in held[rank][iteration]}
-        if len(found) == 1:  # otherwise some are left over from another run
-            ((_, contents),) = found
-            usable[iteration] = contents_of(contents)
+        schedules = {holding.schedule for rank in ranks for _, _, holding in held[rank][iteration]}
+        if len(schedules) == 1:  # otherwise some are left over from another run
+            usable[iteration] = _held_by_all([held[rank][iteration] for rank in ranks])
     return usable
+
+
+def _held_by_all(places: Sequence[Sequence[tuple[Source, int, Holding]]]) -> Contents:
+    """What every rank's snapshot holds, in whichever place holds the most of it: files may leave operators out."""
+    contents: Contents | None = None
+    for of_rank in places:
+        most = min((contents_of(one.contents) for _, _, one in of_rank), key=_left_out)
+        contents = most if contents is None else np.where(_is_omitted(most), most, contents)
+    assert contents is not None
+    return contents
+
+
+def _is_omitted(contents: Contents) -> npt.NDArray[np.bool_]:
+    return contents == Saved.OMITTED
+
+
+def _left_out(contents: Contents) -> int:
+    return int(_is_omitted(contents).sum())
 
 
 def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, ...]:
@@ -275,9 +295,14 @@ def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, 
     return tuple(fetches)
 
 
-def _nearest(held: Held, owner: int, iteration: int) -> Fetch:
-    """From where it comes the quickest."""
-    source, holder, _ = min(held[owner][iteration], key=lambda place: (place[0], place[1] != owner, place[1]))
+def _nearest(held: Held, owner: int, iteration: int, contents: Contents | None = None) -> Fetch:
+    """From where it comes the quickest, with all of ``contents``; None: with whatever is held there."""
+    places = held[owner][iteration]
+    if contents is not None:
+        places = [
+            one for one in places if not (_is_omitted(contents_of(one[2].contents)) & ~_is_omitted(contents)).any()
+        ]
+    source, holder, _ = min(places, key=lambda place: (place[0], place[1] != owner, place[1]))
     return Fetch(owner, iteration, holder, source)
 
 

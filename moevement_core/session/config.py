@@ -51,6 +51,11 @@ class SessionConfig:
                 f"{strategy.name}: which experts a rank saves is not known beforehand; leave it out, and bound it by "
                 "--moevement-snapshot-experts"
             )
+        if strategy.persisted is not None and disk.persist_dir is None:
+            raise ConfigError(
+                f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; needs a folder to "
+                "write to"
+            )
         return SessionConfig(
             strategy,
             _copies(from_args(CopiesConfig, args), strategy, disk),

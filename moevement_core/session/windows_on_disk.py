@@ -199,4 +199,5 @@ class WindowsOnDisk:
             self._reports.report,
             lambda: (lock.lost if lock is not None else None) or other_holder(place.path, job),
             self._left_behind,
+            leaves_out=self._config.strategy.persisted is not None,
         )

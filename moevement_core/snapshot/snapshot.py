@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class OnDisk:
+    """What of a snapshot is written to disk, where that is not all of it."""
+
+    contents: str
+    """As in :attr:`Header.contents`."""
+    without: tuple[str, ...]
+    """The operators that are left out."""
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
     """What a snapshot is and holds."""
 
@@ -77,6 +87,8 @@ class Header:
     iteration, which all hold the state that the run starts from."""
     whole: dict[str, str] | None = None
     """A digest of each operator's whole state then, held or not; where they were asked for."""
+    on_disk: OnDisk | None = None
+    """None: all of it is written to disk."""
 
     @property
     def payload_bytes(self) -> int:
@@ -97,6 +109,7 @@ class Header:
             "record": self.record,
             "state": self.state,
             "whole": self.whole,
+            "on_disk": None if self.on_disk is None else [self.on_disk.contents, self.on_disk.without],
         }
         return json.dumps(plain_header).encode()
 
@@ -115,7 +128,7 @@ class Header:
                 Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d))
                 for o, s, k, t, at, n, d in found["entries"]
             )
-            whole = found["whole"]
+            whole, on_disk = found["whole"], found.get("on_disk")
             return Header(
                 rank=int(found["rank"]),
                 iteration=int(found["iteration"]),
@@ -126,6 +139,7 @@ class Header:
                 record=found["record"],
                 state=int(found["state"]),
                 whole=None if whole is None else {str(name): str(digest) for name, digest in whole.items()},
+                on_disk=None if on_disk is None else OnDisk(str(on_disk[0]), tuple(map(str, on_disk[1]))),
             )
         except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
             raise SnapshotError(f"no header of a snapshot ({type(error).__name__}: {error})") from None
@@ -171,6 +185,22 @@ class Snapshot:
         for entry in self.header.entries:
             if entry.operator != BOUNDARY and loads.get(entry.operator) is entry.saved:
                 yield entry, self.bytes_of(entry).view(getattr(torch, entry.dtype))
+
+    def for_disk(self) -> Snapshot:
+        """Returns what of it is written to disk: itself, or a copy of a part of it."""
+        if self.header.on_disk is None:
+            return self
+        without, entries, pieces, offset = set(self.header.on_disk.without), list[Entry](), list[torch.Tensor](), 0
+        for entry in self.header.entries:
+            if entry.operator not in without:
+                entries.append(replace(entry, offset=offset))
+                pieces.append(self.bytes_of(entry))
+                offset += _aligned(entry.nbytes)
+        buffer = torch.zeros(offset, dtype=torch.uint8)
+        for entry, piece in zip(entries, pieces, strict=True):
+            buffer[entry.offset : entry.offset + entry.nbytes] = piece
+        header = replace(self.header, contents=self.header.on_disk.contents, entries=tuple(entries), on_disk=None)
+        return Snapshot(header, buffer)
 
     def record(self) -> Any:
         """Boundary state and iteration record, as they were given."""

@@ -79,6 +79,11 @@ class StrategyConfig:
         help="experts of each layer in a snapshot, for --moevement-strategy moc (default: an eighth) or moetion "
         "(default: as many as the measured bandwidths carry)",
     )  # fmt: skip
+    persisted: int | None = flag(
+        "--moevement-persist-experts", type=int, metavar="K",
+        help="experts of each layer that are written to disk of a snapshot, for --moevement-strategy moc (default: all "
+        "that it holds)",
+    )  # fmt: skip
     selection: Selection | None = flag(
         "--moevement-selection", choices=[str(one) for one in Selection],
         check=lambda name, value: None if value is None else Selection(value),
@@ -147,6 +152,7 @@ class StrategyConfig:
             ("dense-interval", self.dense_interval, (*EVERYTHING, *PARTIAL)),
             ("snapshot-experts", self.experts, PARTIAL),
             ("selection", self.selection, (MoC.name,)),
+            ("persist-experts", self.persisted, (MoC.name,)),
             ("plt-limit", self.plt_limit, (MoC.name,)),
             ("capacity-boost", self.capacity_boost, (MoEtion.name,)),
             ("overhead-cap", self.overhead_cap, (CheckFreq.name,)),
@@ -158,6 +164,11 @@ class StrategyConfig:
                 )
         if self.experts is not None and self.experts < 1:
             raise ConfigError(f"--moevement-snapshot-experts {self.experts}; needs 1 or more")
+        if self.persisted is not None and (self.persisted < 1 or self.selection is Selection.LOAD):
+            raise ConfigError(
+                f"--moevement-persist-experts {self.persisted} with --moevement-selection "
+                f"{self.selection or Selection.SEQUENTIAL}; needs 1 or more, and {Selection.SEQUENTIAL}"
+            )
         if self.plt_limit is not None and not 0 < self.plt_limit <= 1:
             raise ConfigError(f"--moevement-plt-limit {self.plt_limit}; needs a share, above 0 and at most 1")
         if self.capacity_boost is not None and not 0 < self.capacity_boost <= 1:
@@ -223,8 +234,10 @@ class StrategyConfig:
             return CheckFreq(table, self.interval, self.cap)
         if self.name == MoC.name:
             limit = PLT_LIMIT if self.plt_limit is None else self.plt_limit
-            kind = MoCByLoad if self.selection is Selection.LOAD else MoC
-            return kind(table, self.interval or INTERVAL, self.experts, limit, most_experts)
+            interval = self.interval or INTERVAL
+            if self.selection is Selection.LOAD:
+                return MoCByLoad(table, interval, self.experts, limit, most_experts)
+            return MoC(table, interval, self.experts, limit, most_experts, self.persisted)
         if self.name == MoEtion.name:
             return MoEtion(table, self.interval or 1, self.experts, most_experts)
         if self.name in EVERYTHING:

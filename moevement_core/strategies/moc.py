@@ -19,7 +19,15 @@ import numpy as np
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.dynamic_k import PLT_LIMIT, DynamicK
-from moevement_core.policy.partial_experts import LostTokens, TokenAccount, chosen, kept_at, most_experts, turns
+from moevement_core.policy.partial_experts import (
+    LostTokens,
+    TokenAccount,
+    chosen,
+    kept_at,
+    most_experts,
+    persisted,
+    turns,
+)
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Contents, Saved, Schedule
@@ -38,6 +46,8 @@ class PartialSchedule(VersionSchedule):
     """K."""
     most: int
     """E, of the layer of the job that has the most: all stages have as many snapshots in a run."""
+    persisted: int | None = None
+    """K of what is written to disk; None: all that a snapshot holds."""
     turn: int = 0
     """Whose turn is the first."""
     history: int = 0
@@ -57,7 +67,14 @@ class PartialSchedule(VersionSchedule):
     def size(self) -> int:
         """Iterations until the same experts have their turn in the same checkpoint again."""
         layers = {self.most, *map(len, self._turns.values())}
-        return self.interval * math.lcm(*(experts // math.gcd(experts, self.experts) for experts in layers))
+        return (
+            self.interval * math.lcm(*(experts // math.gcd(experts, self.experts) for experts in layers)) * self._rounds
+        )
+
+    @property
+    def _rounds(self) -> int:
+        """Of how many of its turns an expert is written to disk once."""
+        return 1 if self.persisted is None else math.ceil(self.experts / min(self.persisted, self.experts))
 
     @property
     def snapshots(self) -> int:
@@ -77,7 +94,9 @@ class PartialSchedule(VersionSchedule):
     @cached_property
     def id(self) -> str:
         """Of everything in it."""
-        its = (self.start, "partial", self.interval, self.experts, self.most, self.turn, self.history)
+        its = (
+            self.start, "partial", self.interval, self.experts, self.most, self.persisted, self.turn, self.history
+        )  # fmt: skip
         digest = hashlib.sha256(repr(its).encode())
         digest.update("\n".join(self.table.names).encode())
         return digest.hexdigest()[:16]
@@ -87,8 +106,21 @@ class PartialSchedule(VersionSchedule):
         turn, rest = divmod(slot, self.interval)
         if rest:
             return None
+        return self._with(chosen(self._turns, self.experts, self.turn + turn))
+
+    def on_disk_of_slot(self, slot: int) -> Contents | None:
+        """Of the experts whose turn it is, those that have waited for the most turns."""
+        turn, rest = divmod(slot, self.interval)
+        return None if rest or self.persisted is None else self._with(self._on_disk[turn])
+
+    @cached_property
+    def _on_disk(self) -> list[list[int]]:
+        assert self.persisted is not None
+        return persisted(self._turns, self.experts, self.turn, self.size // self.interval, self.persisted)
+
+    def _with(self, experts: Sequence[int]) -> Contents:
         contents = np.where(self.table.is_expert, np.int8(Saved.OMITTED), np.int8(Saved.FULL))
-        contents[chosen(self._turns, self.experts, self.turn + turn)] = Saved.FULL
+        contents[list(experts)] = Saved.FULL
         return contents
 
     def with_windows_of(self, other: Schedule) -> PartialSchedule:
@@ -114,6 +146,7 @@ class MoC(Strategy):
         interval: iterations between checkpoints.
         experts: K, of each layer; None: an eighth.
         most: E, of the layer of the job that has the most; None: of this stage.
+        persisted: how many of these are written to disk; None: all.
         limit: the share of lost tokens up to which K stays as it is; see :mod:`moevement_core.policy.dynamic_k`.
 
     Raises:
@@ -133,9 +166,10 @@ class MoC(Strategy):
         experts: int | None = None,
         limit: float = PLT_LIMIT,
         most: int | None = None,
+        persisted: int | None = None,
     ) -> None:
         super().__init__(table)
-        self.interval = interval
+        self.interval, self.persisted = interval, persisted
         self.most = most_experts(table) if most is None else most
         self.settled = False
         self.account = TokenAccount.empty(len(table))
@@ -150,7 +184,7 @@ class MoC(Strategy):
 
     def first(self, start: int, most: int) -> PartialSchedule:
         """The state that the run begins from is saved whole, in as many snapshots as a run has."""
-        schedule = PartialSchedule(self.table, self.interval, self.experts, self.most)
+        schedule = PartialSchedule(self.table, self.interval, self.experts, self.most, self.persisted)
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
 
     def observe(self, counts: Scores) -> None:

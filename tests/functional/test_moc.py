@@ -6,10 +6,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from moevement_cli.main import main
 from moevement_core.operators import expert_name
+from moevement_core.persistence.files import read_header
+from moevement_core.persistence.manifest import manifests
+from moevement_core.policy.schedule import Saved
 from tests.functional.bodies import tokens_by_iteration
 from tests.functional.test_kills import LAYOUTS, SPARSE
 from tests.functional.test_strategies import EP2XDP2, PHASES
@@ -139,6 +143,27 @@ def test_what_is_run_again_is_trained_again(its: dict[str, Any], tmp_path: Path)
     assert (recovery["replayed"], recovery["lost_tokens"]) == (4, {})
     never = train(1, tmp_path / "never", **flags_ | {"moevement_wipe_at": False})
     assert record.summary()["state_digest"] == never.summary()["state_digest"]
+
+
+def test_fewer_experts_are_written_to_disk_than_are_kept_in_memory(tmp_path: Path) -> None:
+    """Who is lost has files alone: its experts come as old as they are there, and the job goes on."""
+    flags_: dict[str, Any] = SPARSE | PARTIAL | {
+        "pipeline_model_parallel_size": 2, "moevement_replicas": 0, "train_iters": 36, "moevement_dense_interval": 1,
+        "moevement_snapshot_experts": 2, "moevement_persist_experts": 1,
+        "moevement_persist_dir": str(tmp_path / "windows"),
+    }  # fmt: skip
+    faults = tuple(f"rank={rank},iteration={at},phase=backward" for rank, at in ((0, 14), (1, 22)))
+    survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_)
+    survived.check_metrics(36)
+    recoveries = survived.events("recovery")
+    assert [one["sources"]["file"] > 0 for one in recoveries] == [True, True]
+    assert all(sum(one["lost_tokens"].values()) > 0 for one in recoveries)
+    newest = manifests(tmp_path / "windows")[0]
+    held = [read_header(path).contents for path in sorted((tmp_path / "windows" / newest.name).glob("rank_00000_*"))]
+    full = np.array([list(one) for one in held]) == str(int(Saved.FULL))
+    on_stage = LAYERS // 2
+    assert full.sum(axis=1).min() == full.shape[1] - on_stage * EXPERTS + on_stage, "one expert of each layer"
+    assert full.any(axis=0).all()
 
 
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.full)])

@@ -29,7 +29,7 @@ FLAGS = {
     "--moevement-recovery", "--moevement-reorder-threshold", "--moevement-lease-seconds",
     "--moevement-replicas", "--moevement-replicas-on-same-node",
     "--moevement-strategy", "--moevement-dense-interval", "--moevement-overhead-cap", "--moevement-capacity-boost",
-    "--moevement-plt-limit", "--moevement-snapshot-experts", "--moevement-selection",
+    "--moevement-plt-limit", "--moevement-snapshot-experts", "--moevement-selection", "--moevement-persist-experts",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
     "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-mtbf",
     "--moevement-inject-seed", "--moevement-inject-trace", "--moevement-inject-speedup", "--moevement-wipe-stages",

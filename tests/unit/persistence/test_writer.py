@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -9,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from moevement_core.persistence.files import file_name, read_snapshot
 from moevement_core.persistence.manifest import MARKER, Manifest, make_window_folder, manifests, read_manifest
 from moevement_core.persistence.writer import Folder, WindowWriter
+from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import Writing
-from moevement_core.snapshot.snapshot import SnapshotLease
+from moevement_core.snapshot.snapshot import Entry, Header, OnDisk, Snapshot, SnapshotLease, digest_of
 from tests.unit.recovery.toy import Toy
 
 
@@ -109,6 +112,64 @@ def test_one_at_a_time_and_each_once(writer: WindowWriter, lender: Lender) -> No
     writer.begin(8, 9)
     assert settled(writer) is Writing.DURABLE
     close(writer)
+
+
+class PartLender:
+    """Snapshots of four operators, of which every fifth one after the first goes to disk in every snapshot."""
+
+    def __call__(self, first: int, last: int) -> Sequence[SnapshotLease]:
+        return [SnapshotLease(self.snapshot(iteration), lambda: None) for iteration in range(first, last + 1)]
+
+    @staticmethod
+    def snapshot(iteration: int) -> Snapshot:
+        entries, pieces = list[Entry](), list[torch.Tensor]()
+        for name in "abcd":
+            data = torch.full((64,), iteration % 100, dtype=torch.uint8)
+            entries.append(Entry(name, Saved.FULL, "0", "uint8", 64 * len(pieces), 64, digest_of(data)))
+            pieces.append(data)
+        without = tuple(name for place, name in enumerate("bcd") if place != iteration % 3)
+        contents = "2" + "".join("4" if name in without else "2" for name in "bcd")
+        header = Header(
+            0, iteration, "s", 0, "2222", tuple(entries), None, iteration, None, OnDisk(contents, without)
+        )  # fmt: skip
+        return Snapshot(header, torch.cat(pieces))
+
+
+def test_what_a_window_leaves_out_it_has_of_the_windows_before(
+    tmp_path: Path, reports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = WindowWriter(
+        Folder(tmp_path, True), "abcd", {}, PartLender(), lambda s: {"iteration": s.iteration}, reports.append,
+        leaves_out=True,
+    )  # fmt: skip
+
+    def write(first: int) -> Path:
+        writer.begin(first, first)
+        assert settled(writer) is Writing.DURABLE, reports
+        writer.learn(Writing.DURABLE)
+        return tmp_path / f"window_{first:07d}_abcd"
+
+    def versions(folder: Path) -> dict[str, int]:
+        found = dict[str, int]()
+        for path in sorted(folder.glob("rank_*")):
+            snapshot = read_snapshot(path)
+            snapshot.check("on disk")
+            found |= {entry.operator: snapshot.iteration for entry in snapshot.header.entries}
+        return found
+
+    assert versions(write(9)) == {"a": 9, "b": 9, "c": 9, "d": 9}, "the first window has everything"
+    assert versions(write(10)) == {"a": 10, "b": 9, "c": 10, "d": 9}
+    assert versions(write(13)) == {"a": 13, "b": 9, "c": 13, "d": 9}
+    last = write(14)
+    assert versions(last) == {"a": 14, "b": 9, "c": 13, "d": 14}
+    assert not (last / file_name(0, 10)).exists(), "nothing is newest there"
+    monkeypatch.setattr(os, "link", lambda *paths: (_ for _ in ()).throw(OSError("no links here")))
+    last = write(15)
+    assert versions(last) == {"a": 15, "b": 15, "c": 13, "d": 14}
+    close(writer)
+    assert not reports
+    newest = manifests(tmp_path)[0]
+    assert (newest.first, newest.last) == (9, 15), "files of all iterations belong to it"
 
 
 def write_three(writer: WindowWriter) -> None:

@@ -62,6 +62,25 @@ def test_every_expert_is_in_one_of_so_many_checkpoints_in_a_row(experts: int) ->
     assert schedule.is_dense == (experts == 6)
 
 
+@pytest.mark.parametrize(("experts", "on_disk"), [(k, j) for k in range(1, 7) for j in range(1, k + 1)])
+def test_every_expert_comes_to_disk_and_no_more_than_were_asked_for(experts: int, on_disk: int) -> None:
+    schedule = PartialSchedule(table(), 3, experts, 6, on_disk)
+    is_expert, rounds = schedule.table.is_expert, -(-experts // on_disk)
+    waits = np.zeros(len(schedule.table), dtype=int)
+    for iteration in range(0, 3 * schedule.size, 3):
+        held, written = schedule.contents(iteration), schedule.on_disk_of_slot(schedule.slot(iteration))
+        assert held is not None
+        assert written is not None
+        assert (written[~is_expert] == Saved.FULL).all()
+        assert (held[written == Saved.FULL] == Saved.FULL).all()
+        for layer in range(4):
+            its = is_expert & (schedule.table.layers == layer)
+            assert (written[its] == Saved.FULL).sum() <= on_disk
+        waits = np.where(written == Saved.FULL, 0, waits + 1)
+        assert waits.max() <= 2 * rounds * schedule.checkpoints
+    assert PartialSchedule(table(), 3, experts, 6).on_disk_of_slot(0) is None
+
+
 def test_versions_are_the_newest_that_are_there() -> None:
     for seed in range(200):
         random = Random(seed)

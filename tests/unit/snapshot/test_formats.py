@@ -18,7 +18,7 @@ from moevement_core.policy.schedule import Saved
 from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.pool import BufferPool
-from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, Snapshot, as_bytes, digest_of
+from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, OnDisk, Snapshot, as_bytes, digest_of
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -84,6 +84,28 @@ def test_bytes_that_are_no_header_are_refused(change: bytes | tuple) -> None:
     ).encode()  # fmt: skip
     with pytest.raises(SnapshotError):
         Header.decode(data)
+
+
+def test_what_is_written_to_disk_may_be_a_part() -> None:
+    tensors = {
+        name: as_bytes(torch.randn(size)).clone() for name, size in (("a", 5), ("b", 33), (BOUNDARY, 2), ("c", 7))
+    }
+    buffer, entries, offset = torch.zeros(4096, dtype=torch.uint8), [], 0
+    for name, data in tensors.items():
+        entries.append(Entry(name, Saved.FULL, "0", "float32", offset, data.numel(), digest_of(data)))
+        buffer[offset : offset + data.numel()] = data
+        offset += 256
+    header = Header(3, 17, "ab12", 1, "222", tuple(entries), {"lr": 0.1}, 17, None, OnDisk("242", ("b",)))
+    assert Header.decode(header.encode()) == header
+    part = Snapshot(header, buffer).for_disk()
+    part.check("in a test")
+    assert (part.header.contents, part.header.on_disk) == ("242", None)
+    assert part.buffer.numel() == part.header.payload_bytes or part.header.payload_bytes <= part.buffer.numel() < 512
+    assert {one.operator: part.bytes_of(one).tolist() for one in part.header.entries} == {
+        name: data.tolist() for name, data in tensors.items() if name != "b"
+    }
+    whole = snapshot_of(torch.ones(3))
+    assert whole.for_disk() is whole
 
 
 def test_a_flipped_bit_is_found_and_named() -> None:
