@@ -15,8 +15,10 @@ strategy does it), two runs at a time.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -137,10 +139,8 @@ def _outcomes(wanted: Sequence[Run], folder: Path, data: Path, iterations: int) 
 
 def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
     """What is in the folder of a training, which is run if it is not there."""
-    kept = folder / f"{run.id}.json"
-    if kept.exists():
-        return Outcome(**json.loads(kept.read_text(encoding="utf-8")))
     run_dir = folder / run.id
+    kept = run_dir.with_suffix(".json")
     words = ["--config", str(CONFIG), "--train-iters", str(iterations), "--seed", str(1000 + run.seed)]
     words += ["--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "1", "--eval-interval", "20"]
     words += ["--eval-iters", "8", "--split", "80,10,10", "--data-path", str(data), "--tokenizer-type", "NullTokenizer"]
@@ -149,6 +149,12 @@ def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
         words += ["--moevement-wipe-at", *map(str, run.wiped_at)]
     if run.dropped:  # room for all tokens; and the dispatcher counts on no number of them
         words += ["--moe-expert-capacity-factor", "8"]
+    # Wherever the folder and the project are.
+    words_ = " ".join(words).replace(str(folder), "").replace(str(CONFIG.parent), "")
+    made_of = hashlib.sha256(words_.encode()).hexdigest()
+    if kept.exists() and (found := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == made_of:
+        return Outcome(**found)
+    shutil.rmtree(run_dir, ignore_errors=True)
     script = dropping.__file__ if run.dropped else str(SCRIPT)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", dropping.SHARE_ENV: str(run.dropped)}
     command = [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "1", script, *words]
@@ -157,13 +163,15 @@ def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
         subprocess.run(command, check=True, stdout=console, stderr=console, env=environment)
     record = RunRecord(run_dir)
     events, summary = list(record.events()), record.summary()
-    lost = sum(sum(one["lost_tokens"].values()) for one in events if one["event"] == "recovery")
+    recoveries = [one for one in events if one["event"] == "recovery"]
+    # Two that went back to the same snapshot lost the same tokens.
+    lost = sum({one["until"] - one["replayed"]: sum(one["lost_tokens"].values()) for one in recoveries}.values())
     routed = sum(1 for _ in record.metrics()) * 16 * 128 * 2 * 4  # samples, positions, experts of a token, layers
     losses = [(e["iteration"], e["loss"]) for e in events if e["event"] == "evaluation" and e["set"] == "validation"]
     outcome = Outcome(
         summary["validation_loss"], summary["test_loss"], lost / routed, summary["state_digest"]["all"], losses
     )
-    kept.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    kept.write_text(json.dumps({"made_of": made_of, **asdict(outcome)}), encoding="utf-8")
     return outcome
 
 

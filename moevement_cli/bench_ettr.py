@@ -87,15 +87,19 @@ def ettr(arguments: argparse.Namespace) -> int:
         )
     scenario = load(arguments.scenario) if arguments.scenario is not None else None
     schedules, console = _schedules(arguments), Console()
+    if scenario is not None and scenario.job.ranks != arguments.nproc:
+        raise ConfigError(f"--scenario of {scenario.job.ranks} ranks, and --nproc {arguments.nproc}; needs the same")
     samples = list(_samples(arguments, schedules, console))
     if scenario is not None:
         samples = predicted(scenario, samples)
     _print(samples, console)
-    if arguments.plot is not None:
-        plot(samples, arguments.plot)
-        console.print(f"plot: {arguments.plot}")
-    if arguments.json:
-        print(json.dumps([asdict(one) for one in samples]))
+    try:
+        if arguments.plot is not None:
+            plot(samples, arguments.plot)
+            console.print(f"plot: {arguments.plot}")
+    finally:  # what took an hour is not lost for a plot
+        if arguments.json:
+            print(json.dumps([asdict(one) for one in samples]))
     return 0
 
 

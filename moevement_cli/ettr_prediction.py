@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moevement_cli.ettr_samples import FREE, Sample, slower
-from moevement_core.errors import ConfigError
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario
 from moevement_core.simulator.strategies import (
@@ -51,41 +50,44 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
     Args:
         scenario: of the training, with its profile.
         samples: of all jobs.
-
-    Raises:
-        ConfigError: the scenario has another number of ranks.
     """
-    ranks = 1 + max((rank for one in samples for _, its in one.kills for rank in its), default=0)
-    if ranks > scenario.job.ranks:
-        raise ConfigError(f"--scenario of {scenario.job.ranks} ranks: the jobs had {ranks} or more; needs as many")
-    calibrated = _calibrated(scenario, [one for one in samples if one.strategy != FREE], slower(samples))
-    return [one if one.strategy == FREE else replace(one, predicted=_ettr(calibrated, one)) for one in samples]
+    # A second of the profile, in seconds of the jobs: the machine may be slower today, and links limited.
+    scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0
+    calibrated = _calibrated(scenario, [one for one in samples if one.strategy != FREE], slower(samples), scale)
+    return [one if one.strategy == FREE else replace(one, predicted=_ettr(calibrated, one, scale)) for one in samples]
 
 
-def _calibrated(scenario: Scenario, samples: Sequence[Sample], ratios: Mapping[str, float]) -> Scenario:
-    """With the constants of the first strategy that has them."""
-    saved = scenario.checkpointing
+def _calibrated(scenario: Scenario, samples: Sequence[Sample], ratios: Mapping[str, float], scale: float) -> Scenario:
+    """With the constants of the first strategy that has them, in seconds of the profile."""
+    saved, cluster = scenario.checkpointing, scenario.cluster
     killed = [one for one in samples if one.parts]
     if killed:
         first = [one for one in killed if one.strategy == killed[0].strategy]
         saved = replace(
             saved,
-            detect_s=statistics.median(one.parts["notice"] for one in first),
-            regroup_s=statistics.median(one.parts["regroup"] for one in first),
+            detect_s=statistics.median(one.parts["notice"] for one in first) / scale,
+            regroup_s=statistics.median(one.parts["regroup"] for one in first) / scale,
         )
+    scenario = replace(scenario, cluster=replace(cluster, network_bytes_per_s=cluster.network_bytes_per_s * scale))
     if samples:
         calm = samples[0]
         # The share by which training takes longer, of what copies take: the rest of its work is beside them.
-        costs = scenario.costs()
+        costs = _of(scenario, calm).costs()
         copied_s = costs.copy_s(SIMULATED[calm.strategy](costs, 0.0, calm.interval or 1).copied_bytes)
         slower_s = (ratios[calm.strategy] - 1) * costs.iteration_s
         saved = replace(saved, interference=slower_s / copied_s if copied_s else 0.0)
     return replace(scenario, checkpointing=saved)
 
 
-def _ettr(scenario: Scenario, sample: Sample) -> float:
-    if sample.strategy in SPARSE:
-        scenario = replace(scenario, checkpointing=replace(scenario.checkpointing, window=sample.interval or None))
-    strategy = SIMULATED[sample.strategy](scenario.costs(), sample.mtbf_s or float("inf"), sample.interval or 1)
-    failures = [Failure(at_s, tuple(ranks)) for at_s, ranks in sample.kills]
-    return train(strategy, failures, sample.training_s).ettr
+def _of(scenario: Scenario, sample: Sample) -> Scenario:
+    """With the window of a job."""
+    if sample.strategy not in SPARSE:
+        return scenario
+    return replace(scenario, checkpointing=replace(scenario.checkpointing, window=sample.interval or None))
+
+
+def _ettr(scenario: Scenario, sample: Sample, scale: float) -> float:
+    costs = _of(scenario, sample).costs()
+    strategy = SIMULATED[sample.strategy](costs, (sample.mtbf_s or float("inf")) / scale, sample.interval or 1)
+    failures = [Failure(at_s / scale, tuple(ranks)) for at_s, ranks in sample.kills]
+    return train(strategy, failures, sample.training_s / scale).ettr

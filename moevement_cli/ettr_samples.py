@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ class Sample:
     parts: dict[str, float]
     """Seconds of a recovery by :data:`PARTS`, medians; nothing without one."""
     iteration_s: float
-    """Median: of one that no failure disturbed."""
+    """Mean of those that no failure disturbed, all that lies between two of them included."""
     interval: int
     """W, or iterations from one checkpoint to the next, at the end."""
     host_mb: float
@@ -105,20 +106,35 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
     recoveries = [event for event in job.record.events() if event["event"] == "recovery"]
     summary = job.record.summary()
 
-    def median(*names: str) -> float:
-        return float(statistics.median(sum(line.get(one) or 0.0 for one in names) for line in metrics))
-
-    lost = sum(sum(one["lost_tokens"].values()) for one in recoveries)
+    memory = [
+        line["snapshot_memory_bytes"] + line["log_memory_bytes"] for line in metrics if "log_memory_bytes" in line
+    ]
+    sent = [line["replicated_bytes"] for line in metrics if "replicated_bytes" in line]
+    # Two that went back to the same snapshot lost the same tokens.
+    lost = sum({one["until"] - one["replayed"]: sum(one["lost_tokens"].values()) for one in recoveries}.values())
     is_equal = summary["state_digest"]["all"] == free.record.summary()["state_digest"]["all"]
     return Sample(
         strategy, schedule, mtbf_s, seed, job.training_s, len({line["iteration"] for line in metrics}) - 1,
         [(one.at_s, list(one.nodes)) for one in job.kills], _repeated(job, failures), _parts(failures),
-        median("iteration_s"), int((summary.get("checkpointing") or {}).get("window") or 0),
-        median("snapshot_memory_bytes", "log_memory_bytes") / 1e6, median("replicated_bytes") / 1e6, lost,
+        _undisturbed_s(metrics, failures), int((summary.get("checkpointing") or {}).get("window") or 0),
+        statistics.median(memory or [0]) / 1e6, statistics.fmean(sent or [0]) / 1e6, lost,
         max((one["proportion_lost"] for one in recoveries), default=0.0), summary["validation_loss"],
         "equal" if is_equal else "updates lost" if lost else "DIFFERENT", job.progress,
         [(line["iteration"], float(line["loss"])) for line in metrics],
     )  # fmt: skip
+
+
+def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[str, Any]]) -> float:
+    """Mean seconds from the end of an iteration to that of the next, where no failure comes between."""
+    spans = [(one["failed_at"], one["resumed_at"]) for one in failures]
+    steps = [
+        line["time"] - before["time"]
+        for before, line in pairwise(metrics[3:])
+        if line["iteration"] == before["iteration"] + 1
+        and not line.get("recovered")
+        and not any(failed <= line["time"] and before["time"] <= resumed for failed, resumed in spans)
+    ]
+    return statistics.fmean(steps) if steps else float(metrics[-1]["iteration_s"] or 0.0)
 
 
 def _parts(failures: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -182,7 +198,7 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
         ConfigError: it cannot be written.
     """
     killed = [one for one in samples if one.mtbf_s is not None and not one.is_recorded]
-    killed = killed or [one for one in samples if one.mtbf_s is not None]
+    killed = killed or [one for one in samples if one.mtbf_s is not None] or list(samples[1:])
     lowest = min((one for one in killed), key=lambda one: one.mtbf_s or 0.0)
     free, ratios = samples[0], slower(samples)
     with figure(path, 3, (18, 5)) as (over_mtbf, over_time, of_loss):

@@ -20,7 +20,7 @@ class DynamicK:
     most: int
     """E."""
     limit: float
-    """The share of all tokens that may be lost before K is E."""
+    """The share of all tokens that may be lost before K is E; 1: K stays what it is."""
 
     @staticmethod
     def of(experts: int | None, most: int, limit: float) -> DynamicK:
@@ -34,7 +34,7 @@ class DynamicK:
             experts: K until now.
             proportion: of all tokens, that recoveries have lost.
         """
-        while experts < self.most and proportion > self._share_of_limit(experts):
+        while self.limit < 1 and experts < self.most and proportion > self._share_of_limit(experts):
             experts = min(2 * experts, self.most)
         return experts
 

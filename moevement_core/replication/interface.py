@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -20,31 +20,31 @@ def bytes_moved(host: str) -> Callable[[], int] | None:
     Args:
         host: the address, or a name of it.
     """
-    counters = [(path, 1) for path in _of_interface(host)]
-    counters += [
-        (path, _WORD)
+    interface = _interface(host)
+    ports = [
+        path
         for name in ("port_xmit_data", "port_rcv_data")
         for path in sorted(_INFINIBAND.glob(f"*/ports/*/counters/{name}"))
+        if _reads(path)
     ]
-    if not counters or not all(_reads(path) for path, _ in counters):
-        return None
 
     def moved() -> int:
-        return sum(int(path.read_text()) * each for path, each in counters)
+        # Those of the process's own network namespace, which sysfs may not be of.
+        its = psutil.net_io_counters(pernic=True).get(interface) if interface else None
+        by_ports = sum(int(path.read_text()) for path in ports) * _WORD
+        return by_ports + (its.bytes_sent + its.bytes_recv if its is not None else 0)
 
-    return moved
+    is_counted = bool(ports) or interface in psutil.net_io_counters(pernic=True)
+    return moved if is_counted else None
 
 
-def _of_interface(host: str) -> Sequence[Path]:
+def _interface(host: str) -> str | None:
     try:
         addresses = {found[4][0] for found in socket.getaddrinfo(host, None)}
     except OSError:
-        return ()
-    for name, its in psutil.net_if_addrs().items():
-        if any(one.address in addresses for one in its):
-            folder = Path("/sys/class/net") / name / "statistics"
-            return (folder / "tx_bytes", folder / "rx_bytes")
-    return ()
+        return None
+    its = psutil.net_if_addrs().items()
+    return next((name for name, found in its if any(one.address in addresses for one in found)), None)
 
 
 def _reads(path: Path) -> bool:

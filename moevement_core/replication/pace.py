@@ -16,6 +16,8 @@ from moevement_core.policy.idle import IdleSpans, Sample, idle_spans
 
 PROFILED = 8
 """Iterations."""
+PATIENCE = 100
+"""Iterations in which so many have to come; where copies never end, none does, and they are sent at once."""
 LOOK_S = 0.001
 """Between two looks at the counters."""
 STEP_S = 0.01
@@ -39,6 +41,7 @@ class Pace:
         self._began_s = time.perf_counter()
         self._seen: list[tuple[float, list[Sample]]] = []
         self._samples: list[Sample] = []
+        self._begun = 0
         self._looks = threading.Event()
         self._is_over = False
         self._rate = 0.0
@@ -52,10 +55,13 @@ class Pace:
             was_quiet: whether nothing was saved beside the one before, from its beginning to its end.
         """
         now, its = time.perf_counter(), self._samples
+        self._begun += 1
         if was_quiet and self._looks.is_set():
             self._seen.append((now - self._began_s, its))
         self._began_s, self._samples = now, []
-        if len(self._seen) < PROFILED:
+        if self._begun > PATIENCE and not self._is_over:
+            self._is_over = True
+        elif len(self._seen) < PROFILED:
             self._looks.set()
         elif not self._is_over:
             self.spans, self._is_over = idle_spans(self._seen), True

@@ -45,7 +45,7 @@ class SessionConfig:
             raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
         strategy, disk = from_args(StrategyConfig, args, has_experts=has_experts), from_args(DiskConfig, args)
         budget = from_args(BudgetConfig, args)
-        if strategy.name == MoEtion.name and not math.isinf(budget.host_memory_bytes):
+        if strategy.selects and not math.isinf(budget.host_memory_bytes):
             raise ConfigError(
                 f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
                 f"{strategy.name}: which experts a rank saves is not known beforehand; leave it out, and bound it by "

@@ -93,6 +93,7 @@ class Peers:
 
     def disconnect(self, receivers: Sequence[Receiver]) -> None:
         """Everything that talks to other ranks has been aborted: end what did it. Snapshots stay."""
+        self._is_quiet = False
         for sender in self.senders:
             sender.abandon()
         for receiver in receivers:

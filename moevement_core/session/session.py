@@ -184,7 +184,7 @@ class Session:
             "log_bytes": log.bytes_of_last if log is not None else 0,
             "log_memory_bytes": log.memory_bytes if log is not None else 0,
             "on_disk": self.saving.disk.newest,
-            "tokens_owed": self.saving.windows.strategy.tokens_owed,
+            "tokens_owed": self.saving.windows.tokens_owed,
         }
 
     # After a failure

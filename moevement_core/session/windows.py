@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -86,6 +87,8 @@ class WindowDecisions:
         self._counted = NONE
         """The iteration up to which tokens were taken."""
         self._steps: list[_Step] = []
+        self._sent: WeakKeyDictionary[Sender, tuple[int, float]] = WeakKeyDictionary()
+        """Bytes and seconds of each sender when rates were last measured."""
         self._decided_at = 0
         """Steps that came before the window under way."""
         self._counts_again = False
@@ -119,6 +122,11 @@ class WindowDecisions:
         """Tokens of a replay are not counted again, unless all that came after it is forgotten."""
         for one in self._counters:
             one.paused = is_paused and not self._counts_again
+
+    @property
+    def tokens_owed(self) -> int:
+        """Tokens that experts of the stage are to be given room for; 0 where they are given none."""
+        return self.strategy.tokens_owed if self._room is not None else 0
 
     def give_room(self) -> None:
         """Open what room the strategy wants for experts in the next iteration, and close what it wants no more."""
@@ -336,7 +344,12 @@ class WindowDecisions:
         return iteration_s, max(0.0, sum(one.train_s + one.stall_s - iteration_s for one in saving))
 
     def _measured_bandwidths(self, checkpointer: Checkpointer, senders: Sequence[Sender]) -> tuple[float, float]:
-        rates = [sender.sent_bytes / sender.send_s for sender in senders if sender.send_s > 0]
+        rates = []
+        for sender in senders:
+            nbytes, seconds = self._sent.get(sender, (0, 0.0))
+            if sender.send_s > seconds:
+                rates.append((sender.sent_bytes - nbytes) / (sender.send_s - seconds))
+            self._sent[sender] = (sender.sent_bytes, sender.send_s)
         # Without a measurement (peers that have acknowledged nothing yet) the network does not limit.
         network = self._budget.network_bytes_per_s or (sum(rates) or float("inf"))
         return self._budget.d2h_bytes_per_s or checkpointer.capturer.copy_rate(), network

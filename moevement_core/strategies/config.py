@@ -92,8 +92,8 @@ class StrategyConfig:
     )  # fmt: skip
     plt_limit: float | None = flag(
         "--moevement-plt-limit", type=float, metavar="F",
-        help="share of tokens that failures may cost before more experts are saved, for --moevement-strategy moc "
-        f"(default: {PLT_LIMIT})",
+        help="share of tokens that failures may cost before more experts are saved, for --moevement-strategy moc; 1: "
+        f"as many stay (default: {PLT_LIMIT})",
     )  # fmt: skip
     capacity_boost: float | None = flag(
         "--moevement-capacity-boost", type=float, metavar="F",
@@ -191,6 +191,11 @@ class StrategyConfig:
         """K of a strategy that saves everything at once, iterations; None: as measured."""
         default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
+
+    @property
+    def selects(self) -> bool:
+        """Whether tokens decide which experts a rank saves."""
+        return self.name == MoEtion.name or self.selection is Selection.LOAD
 
     @property
     def cap(self) -> float:

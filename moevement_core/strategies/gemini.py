@@ -41,16 +41,20 @@ class Gemini(Dense):
         """Windows that were measured."""
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """The shortest interval in which a checkpoint is copied, and sent to every peer."""
+        """The shortest interval in which a checkpoint is copied, and sent to every peer; and the window it is.
+
+        Which window: ranks that are new, and stages of which nobody is left, learn it from the others.
+        """
         full = self.heaviest_bytes
         checkpoint_s = full / measured.d2h_bytes_per_s
         if measured.replicas:
             checkpoint_s += full * measured.replicas / measured.replication_bytes_per_s
-        return (hidden_interval(checkpoint_s, measured.delay_s, measured.iteration_s),)
+        return hidden_interval(checkpoint_s, measured.delay_s, measured.iteration_s), self._profiled + 1
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """The interval, once all is measured that it depends on."""
-        self._profiled += sizes is not None
+        if sizes is not None:
+            self._profiled = sizes[1]
         self.settled = self.settled or self._profiled >= PROFILED_WINDOWS
         return super().propose(now, sizes if self.settled else None)
 

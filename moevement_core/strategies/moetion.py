@@ -112,7 +112,7 @@ class MoEtion(Selecting):
         if not self._is_given:
             self.experts, self.settled = then["experts"], then["settled"]
         lost = super().restored(run, learned)
-        self._owed = then["owed"].copy()
+        self._owed = _owed(then, len(self.table))
         for name, tokens in lost.by_expert.items():
             self._owed[self.table.index_of[name]] += tokens
         return lost
@@ -124,4 +124,10 @@ class MoEtion(Selecting):
     def adopt(self, learned: Any) -> None:
         """Likewise."""
         super().adopt(learned)
-        self._owed = learned["owed"].copy()
+        self._owed = _owed(learned, len(self.table))
+
+
+def _owed(learned: Mapping[str, Any], operators: int) -> Tokens:
+    """Nothing in windows on disk from before there was anything to be owed."""
+    owed: Tokens = learned["owed"].copy() if "owed" in learned else np.zeros(operators, dtype=np.int64)
+    return owed

@@ -93,12 +93,13 @@ def test_checkfreq_tunes_its_interval(tmp_path: Path) -> None:
 def test_gemini_sends_while_training_is_silent(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "train_iters": 50}
     its: dict[str, Any] = {"moevement_window": False, "moevement_strategy": "gemini"}
-    fault = "rank=1,iteration=46,phase=backward"
-    survived = survive(2, 1, tmp_path / "run", inject=(fault,), **flags_ | its)
+    # A stage of which nobody is left knows nothing of what was measured; the other one does.
+    faults = tuple(f"rank=1,iteration={at},phase=backward" for at in (15, 46))
+    survived = survive(2, 2, tmp_path / "run", inject=faults, **flags_ | its)
     survived.check_metrics(50)
     windows = [line["window"] for line in survived.record.metrics()]
-    assert set(windows[:30]) == {10}, "until all is measured"
-    assert len(set(windows[30:])) <= 2, "and chosen once"
+    assert set(windows[:25]) == {10}, "until all is measured"
+    assert len(set(windows)) <= 2, "and chosen once"
     assert any("copies are sent there" in path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
     wanted = train(2, tmp_path / "failure_free", **flags_ | {"moevement_replicas": 1})
     assert survived.digest == wanted.summary()["state_digest"]["all"]

@@ -100,7 +100,7 @@ def _room(args: Namespace) -> Iterator[str]:
     if args.moevement_capacity_boost is None:
         return
     asked = f"--moevement-capacity-boost {args.moevement_capacity_boost:g}"
-    if args.moe_expert_capacity_factor is None:
+    if args.moe_expert_capacity_factor is None or args.moe_expert_capacity_factor < 0:  # which means none
         yield f"{asked}: experts take every token; give --moe-expert-capacity-factor, or leave it out"
     if args.moe_pad_expert_input_to_capacity:
         yield f"{asked} with --moe-pad-expert-input-to-capacity: all experts have one size; leave one of them out"

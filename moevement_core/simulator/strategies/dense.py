@@ -143,6 +143,8 @@ class Gemini(Dense):
             interval = self._best(costs, mtbf_s)
         elif interval is None:
             interval = young_daly(costs, self._all_s, mtbf_s)
+        else:  # sent all the time until the next one, where training leaves room
+            self._all_s = max(0.0, busy_s - interval * costs.iteration_s)
         super().__init__(costs, interval, self._all_s, self._lag, costs.fetch_s(costs.full_bytes), in_memory=True)
         if not is_oracle:
             self.name = "gemini-young-daly"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from moevement_cli.ettr_prediction import SIMULATED, predicted
 from moevement_cli.ettr_samples import FREE, NEVER, Sample, rows_of
 from moevement_cli.simulate import SCENARIOS
-from moevement_core.errors import ConfigError
 from moevement_core.simulator.scenario import load
 
 
@@ -44,6 +45,17 @@ def test_the_failure_free_job_is_the_measure_and_is_not_predicted() -> None:
     assert rows_of([free])[0][:2] == [NEVER, FREE]
 
 
-def test_a_scenario_of_another_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--scenario of 4 ranks: the jobs had 8 or more"):
-        predicted(load(SCENARIOS / "laptop.yaml"), [_sample("moevement", (1.0, [7]))])
+def test_a_slower_machine_is_the_same_job_in_longer_seconds() -> None:
+    def jobs(scale: float) -> list[Sample]:
+        its = [_sample(FREE), _sample("gemini", (10.0, [1]), (31.0, [2]))]
+        return [
+            replace(
+                one, iteration_s=one.iteration_s * scale, training_s=one.training_s * scale,
+                parts={name: seconds * scale for name, seconds in one.parts.items()},
+                kills=[(at_s * scale, ranks) for at_s, ranks in one.kills],
+            )
+            for one in its
+        ]  # fmt: skip
+
+    (_, as_profiled), (_, twice) = (_predicted(jobs(scale)) for scale in (1.0, 2.0))
+    assert twice == pytest.approx(as_profiled, abs=0.02)

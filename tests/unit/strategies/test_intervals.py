@@ -59,19 +59,23 @@ def test_checkfreq_profiles_and_then_monitors() -> None:
 def test_gemini_counts_what_is_sent() -> None:
     strategy = Gemini(TABLE, None)
     measured = Measured(1.0, BYTES / 1.0, BYTES / 2.0, 2)
-    assert strategy.wanted_sizes(strategy.first(0, most=6), measured) == (5,), "one second to copy, four to send"
+    assert strategy.wanted_sizes(strategy.first(0, most=6), measured) == (5, 1), "one second to copy, four to send"
 
 
 def test_gemini_chooses_when_it_knows_how_long_sending_has_to_wait() -> None:
     strategy = Gemini(TABLE, None)
     now = strategy.first(0, most=6)
     assert not strategy.propose(now, None).is_change
-    assert [strategy.propose(now, (size,)).is_change for size in (1, 2)] == [False, False]
+    assert [strategy.propose(now, (size, window)).is_change for size, window in ((1, 1), (2, 2))] == [False, False]
+    new = Gemini(TABLE, None)
+    measured = Measured(1.0, BYTES / 1.0, BYTES / 2.0, 2)
+    everyones = [one.wanted_sizes(now, measured) for one in (strategy, new)]
+    assert everyones == [(5, 3), (5, 1)], "the largest of each counts on all"
     heir = Gemini(TABLE, None)
     heir.adopt(strategy.learned())
-    for one in (strategy, heir):
+    for one in (strategy, heir, new):
         assert not one.settled
-        assert one.propose(now, (7,)).schedules[0].size == 7
+        assert one.propose(now, (7, 3)).schedules[0].size == 7
         assert one.settled
 
 
