@@ -139,19 +139,8 @@ def _outcomes(wanted: Sequence[Run], folder: Path, data: Path, iterations: int) 
 
 def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
     """What is in the folder of a training, which is run if it is not there."""
-    run_dir = folder / run.id
-    kept = run_dir.with_suffix(".json")
-    words = ["--config", str(CONFIG), "--train-iters", str(iterations), "--seed", str(1000 + run.seed)]
-    words += ["--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "1", "--eval-interval", "20"]
-    words += ["--eval-iters", "8", "--split", "80,10,10", "--data-path", str(data), "--tokenizer-type", "NullTokenizer"]
-    words += ["--vocab-size", str(VOCABULARY), *(run.flags or OTHERS)]
-    if run.wiped_at:
-        words += ["--moevement-wipe-at", *map(str, run.wiped_at)]
-    if run.dropped:  # room for all tokens; and the dispatcher counts on no number of them
-        words += ["--moe-expert-capacity-factor", "8"]
-    # Wherever the folder and the project are.
-    words_ = " ".join(words).replace(str(folder), "").replace(str(CONFIG.parent), "")
-    made_of = hashlib.sha256(words_.encode()).hexdigest()
+    run_dir, words = folder / run.id, _words(run, data, iterations)
+    kept, made_of = run_dir.with_suffix(".json"), _made_of(words, folder)
     if kept.exists() and (found := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == made_of:
         return Outcome(**found)
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -173,6 +162,23 @@ def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
     )
     kept.write_text(json.dumps({"made_of": made_of, **asdict(outcome)}), encoding="utf-8")
     return outcome
+
+
+def _words(run: Run, data: Path, iterations: int) -> list[str]:
+    words = ["--config", str(CONFIG), "--train-iters", str(iterations), "--seed", str(1000 + run.seed)]
+    words += ["--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "1", "--eval-interval", "20"]
+    words += ["--eval-iters", "8", "--split", "80,10,10", "--data-path", str(data), "--tokenizer-type", "NullTokenizer"]
+    words += ["--vocab-size", str(VOCABULARY), *(run.flags or OTHERS)]
+    if run.wiped_at:
+        words += ["--moevement-wipe-at", *map(str, run.wiped_at)]
+    if run.dropped:  # room for all tokens; and the dispatcher counts on no number of them
+        words += ["--moe-expert-capacity-factor", "8"]
+    return words
+
+
+def _made_of(words: Sequence[str], folder: Path) -> str:
+    """A name of a training, wherever the folder and the project are."""
+    return hashlib.sha256(" ".join(words).replace(str(folder), "").replace(str(CONFIG.parent), "").encode()).hexdigest()
 
 
 Outcomes = dict[Run, Outcome]
