@@ -71,10 +71,6 @@ class SelectedSchedule(VersionSchedule):
         turn, rest = divmod(slot, self.interval)
         return None if rest else self.rounds[turn]
 
-    def next_boundary(self, iteration: int) -> int:
-        """Every snapshot may be of another selection."""
-        return max(self.start, iteration + (self.start - iteration) % self.interval)
-
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
         """As often. What was chosen nobody of this stage knows any more; its snapshots say it."""
         assert isinstance(other, SelectedSchedule)

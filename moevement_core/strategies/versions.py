@@ -24,6 +24,10 @@ class VersionSchedule(Schedule):
         """All that a run has, and none beyond."""
         return self.snapshots * self.interval
 
+    def next_boundary(self, iteration: int) -> int:
+        """Every snapshot may be of other experts."""
+        return max(self.start, iteration + (self.start - iteration) % self.interval)
+
     def last_of_run(self, first: int) -> int:
         """When every operator's full state is in one."""
         return first + (self.snapshots - 1) * self.interval

@@ -13,7 +13,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name, gate_name
 from moevement_core.policy.partial_experts import TokenAccount, chosen, most_experts, turns
 from moevement_core.policy.runs import open_starts, restore_points
-from moevement_core.policy.schedule import Contents, Saved
+from moevement_core.policy.schedule import Contents, Saved, ScheduleHistory
 from moevement_core.policy.versions import version_runs
 from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
 from moevement_core.strategies.moc import MoC, PartialSchedule
@@ -240,6 +240,17 @@ def test_more_experts_are_saved_when_too_many_tokens_were_lost() -> None:
     assert proposal.is_change
     assert isinstance(proposal.schedules[0], PartialSchedule)
     assert proposal.schedules[0].experts == wanted[-1]
+
+
+def test_another_k_is_in_force_with_the_next_snapshot() -> None:
+    """And not when every expert has had its turn: failures come sooner."""
+    strategy = MoC(table(layers=1, experts=8, expert_parallel=1), 10, 1)
+    history = ScheduleHistory(strategy.first(0, 0))
+    changed = history.change(40, strategy.propose(history.newest, (4,)).schedules[0])
+    assert changed.start <= 50
+    contents = history.at(50).contents(50)
+    assert contents is not None
+    assert (contents[strategy.table.is_expert] == Saved.FULL).sum() == 4
 
 
 def test_turns_go_on_after_a_recovery_and_what_was_saved_later_is_of_another_history() -> None:
