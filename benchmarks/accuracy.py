@@ -76,7 +76,7 @@ class Run:
     def id(self) -> str:
         """Names its folder."""
         words = "".join(one if one.isalnum() else "_" for one in self.name)
-        return f"{words}_{len(self.wiped_at)}_{self.dropped:g}_{self.seed}"
+        return f"{words}_{len(self.wiped_at)}_{1000 * self.dropped:.0f}_{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def _outcomes(wanted: Sequence[Run], folder: Path, data: Path, iterations: int) 
 def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
     """What is in the folder of a training, which is run if it is not there."""
     run_dir, words = folder / run.id, _words(run, data, iterations)
-    kept, made_of = run_dir.with_suffix(".json"), _made_of(words, folder)
+    kept, made_of = run_dir.with_suffix(".json"), _made_of([*words, str(run.dropped)], folder)
     if kept.exists() and (found := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == made_of:
         return Outcome(**found)
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -263,8 +263,9 @@ def report(outcomes: Outcomes, iterations: int) -> str:
 The laptop preset's model (4 layers, 8 experts each, top-2) on one rank, {iterations} iterations of 2,048 bytes of WikiText-2 (80% of
 the lines to train on, 10% to validate, 10% to test), seeds {", ".join(map(str, SEEDS))}. A failure overwrites model and optimizer with NaN;
 they are restored from the rank's snapshots, as the strategy does it after a kill. ± is half of a 95% confidence interval over seeds
-(Student) of the difference to the same seed without failures. Seeds without failures differ by a standard deviation of
-{_noise(outcomes):.4f}: a difference below that means nothing by itself, a difference of one seed to itself does.
+(Student) of the difference to the same seed without failures. Validation losses of different seeds without failures have a standard
+deviation of {_noise(outcomes):.4f}; the difference to the same seed is smaller than that and still means something, as all else is equal in
+both runs.
 
 ![validation loss over time, over lost tokens, over dropped tokens](accuracy.png)
 
