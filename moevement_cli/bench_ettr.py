@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -123,9 +122,11 @@ def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
         ]
     if arguments.trace is not None:
         found = recorded(arguments.trace, arguments.nproc, arguments.speedup)
-        if not found:
-            raise ConfigError(f"--trace {arguments.trace}: nothing is removed; needs one failure at least")
-        mtbf_s = mean_time_between(found, found[-1].at_s - found[0].at_s or math.inf)
+        if len(found) < 2:
+            raise ConfigError(
+                f"--trace {arguments.trace}: {len(found)} moments at which something is removed; needs two at least"
+            )
+        mtbf_s = mean_time_between(found[1:], found[-1].at_s - found[0].at_s)
         name = f"{mtbf_s:.0f} s ({arguments.trace.stem} x {arguments.speedup:g})"
         shifted = [Failure(one.at_s - found[0].at_s + mtbf_s, one.nodes) for one in found]
         made.append(Schedule(name, mtbf_s, 0, shifted))

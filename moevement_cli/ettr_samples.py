@@ -79,11 +79,6 @@ class Sample:
         """Whether the kills are a trace's."""
         return "(" in self.schedule
 
-    @property
-    def recovery_s(self) -> float | None:
-        """From a kill until training went on."""
-        return sum(self.parts.values()) if self.parts else None
-
 
 def slower(samples: Sequence[Sample]) -> dict[str, float]:
     """Returns by strategy how many times as long an iteration takes as without checkpoints: the median over rounds.

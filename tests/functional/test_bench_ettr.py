@@ -39,3 +39,12 @@ def test_values_that_cannot_be_are_refused(words: list[str], found: str, capsys:
         main(["bench", "ettr", *words])
     assert caught.value.code == 2
     assert found in capsys.readouterr().err
+
+
+def test_a_trace_with_one_failure_has_no_mean_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("0,add,node1\n9000,remove,node1\n")
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "ettr", "--trace", str(trace)])
+    assert caught.value.code == 2
+    assert "trace.csv: 1 moments at which something is removed; needs two" in capsys.readouterr().err
