@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported, norm_spans_job
 from megatron.moevement.optimizer.restore import Restore
+from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.optimizer.views import OperatorViews, operator_views, operators_of
 from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
 from megatron.moevement.restart import leftovers, places
@@ -180,8 +181,13 @@ class MegatronBinding(Binding):
     @override
     def commit_point(self, vote: Vote) -> CommittedOptimizer:
         commit = CommittedOptimizer(
-            self.live.optimizer, lambda: boundary_after(self.live), advanced, vote, lambda: self.on_step()
-        )  # fmt: skip
+            self.live.optimizer,
+            lambda: boundary_after(self.live),
+            advanced,
+            vote,
+            lambda: self.on_step(),
+            Scales(self.live.model or []),
+        )
         self._commit = commit
         places.watch(self.live)
         return commit
@@ -272,6 +278,9 @@ class MegatronBinding(Binding):
 
     @override
     def complete(self) -> None:
+        assert self._commit is not None
+        assert self._commit.mark is not None
+        Scales(self.live.model or []).put(self._commit.mark.boundary)
         Restore(self.live.model or [], self.live.optimizer, self.views).complete()
 
     def forget_loop(self) -> None:

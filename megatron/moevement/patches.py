@@ -43,6 +43,7 @@ class Declared:
 
 
 _CHAINED = "megatron.core.optimizer.optimizer:ChainedOptimizer"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 _MIXED = "megatron.core.optimizer.optimizer:MixedPrecisionOptimizer"
 _RANKS_ALONE = "a rank that is new in a running job builds itself alone: others do not build theirs"
 DECLARED = (
@@ -51,6 +52,11 @@ DECLARED = (
     Declared(_CHAINED, "get_grad_norm", "the last reduction of a step; recorded, replayed, or followed"),
     Declared(_CHAINED, "_compute_grad_norms_by_group", "likewise, where gradients are clipped by group"),
     Declared(_CHAINED, "step_with_ready_grads", "an update that is made again is made from logged gradients"),
+    *(
+        Declared(_DISTRIBUTED, name, "weights in FP8 need all replicas, for whom an update does not wait")
+        for name in ("_copy_main_params_to_model_params", "_copy_main_params_to_param_buffer")
+    ),
+    Declared(_CHAINED, "_should_defer_mxfp8_param_sync", "gathers MXFP8 weights within the update"),
     Declared(
         _MIXED, "_unscale_main_grads_and_check_for_nan", "in a replay the recorded verdict counts, seen elsewhere maybe"
     ),

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.moevement.optimizer.quantised import quantised_buffers
+from megatron.moevement.optimizer.scales import fp8_scales
 from megatron.moevement.optimizer.torch_adam import make_adam_state
 from megatron.moevement.runtime.live import Live
 from moevement_core.digest import digest
@@ -30,7 +32,7 @@ def rank_digests(live: Live) -> dict[str, str]:
         "master_weights": lambda: [_master_weights(member) for member in members(live.optimizer)],
         "optimizer_state": lambda: [_optimizer_state(member) for member in members(live.optimizer)],
         "router_buffers": lambda: named_tensors(live, "named_buffers", _is_router),
-        "other_buffers": lambda: named_tensors(live, "named_buffers", lambda name: not _is_router(name)),
+        "other_buffers": lambda: _other_buffers(live),
         "loss_scalers": lambda: [loss_scaler(member) for member in members(live.optimizer)],
         "scheduler": lambda: live.scheduler.state_dict() if live.scheduler is not None else None,
         "rng": random_states,
@@ -69,10 +71,15 @@ def named_tensors(live: Live, kind: str, wanted: Callable[[str], bool]) -> list[
     ]
 
 
+def _other_buffers(live: Live) -> list[dict[str, Any]]:
+    """Of each model chunk; scales of FP8, which are no buffers in Transformer Engine's layers, count as such."""
+    buffers = named_tensors(live, "named_buffers", lambda name: not _is_router(name))
+    return [{**its, **scales} for its, scales in zip(buffers, fp8_scales(live.model or []), strict=True)]
+
+
 def _raw(tensor: torch.Tensor) -> Any:
-    stored = {name: getattr(tensor, name, None) for name in ("_data", "_rowwise_data", "_scale_inv")}
-    found = {name: value for name, value in stored.items() if isinstance(value, torch.Tensor)}
-    return found or tensor.data
+    quantised = quantised_buffers(tensor)
+    return tensor.data if quantised is None else quantised.all
 
 
 def _groups(member: Any) -> list[dict[str, Any]]:

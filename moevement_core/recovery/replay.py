@@ -57,6 +57,9 @@ class Trainer(ABC):
         """After updates that ranks made again by themselves: see ``Binding.complete``."""
         raise NotImplementedError
 
+    def before_load(self, boundary: Any) -> None:
+        """What state that is loaded next has to find: the boundary it belongs to, which is put when it is loaded."""
+
     @abstractmethod
     def put_boundary(self, boundary: Any) -> None:
         """Set everything that stands between two iterations: random states, router buffers, loss scalers, ..."""
@@ -122,6 +125,8 @@ def replay(
     updated: frozenset[str] = frozenset()
     for iteration in range(plan.first, plan.until + 1):
         snapshot = snapshots.get(iteration)
+        if snapshot is not None:
+            trainer.before_load(snapshot.record()[BOUNDARY])
         if iteration <= run.last and (snapshot is not None or not run.is_stale):
             trainer.load(snapshots[iteration], _by_name(names, run.loads(iteration)), is_shared=not run.is_redone)
         if run.is_redone and iteration == run.last:

@@ -41,7 +41,9 @@ MEGATRONS: dict[str, Any] = {
     "defer_embedding_wgrad_compute": False, "overlap_param_gather_with_optimizer_step": False,
     "pipeline_model_parallel_size": 2,
     "moe_expert_rank_capacity_factor": None, "perform_rl_step": False, "dataloader_type": "single", "fp8": None,
-    "fp8_recipe": "delayed", "fp8_param_gather": False, "world_size": 4, "log_num_zeros_in_grad": False,
+    "fp8_recipe": "delayed", "fp8_param_gather": False, "fp4_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False, "overlap_param_gather": False, "world_size": 4,
+    "log_num_zeros_in_grad": False,
     "inprocess_restart": False, "moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False,
 }  # fmt: skip
 
@@ -150,7 +152,7 @@ def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None
      {"cuda_graph_impl": "local"}, {"overlap_moe_expert_parallel_comm": True}, {"delay_wgrad_compute": True},
      {"defer_embedding_wgrad_compute": True}, {"overlap_param_gather_with_optimizer_step": True},
      {"moe_expert_rank_capacity_factor": 1.5}, {"perform_rl_step": True}, {"dataloader_type": "external"},
-     {"fp8_recipe": "delayed", "fp8": "hybrid"}, {"fp8_recipe": "mxfp8", "fp8": "e4m3", "fp8_param_gather": True}],
+     {"fp4_param_gather": True}, {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True}],
 )  # fmt: skip
 def test_what_snapshots_cannot_see_or_a_replay_cannot_repeat_is_refused(megatrons: dict[str, Any]) -> None:
     assert not list(sparse_checkpoints(parsed()))

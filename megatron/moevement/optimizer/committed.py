@@ -12,13 +12,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, override
 
 import torch
 import torch.distributed as dist
 
+from megatron.moevement.optimizer import weights
 from megatron.moevement.optimizer.modes import Follow, Redo, Train
 from megatron.moevement.optimizer.outcome import Reduced, outcome_of, step_counts
+from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.patches import replace_on
 from megatron.moevement.state_digest import loss_scaler, members
 from moevement_core.errors import ConfigError
@@ -29,6 +32,8 @@ from moevement_core.session.commit import Commit, Mark, Vote
 
 REDUCTIONS = ("prepare_grads", "get_grad_norm", "_compute_grad_norms_by_group")
 UPDATE = "step_with_ready_grads"
+COPIES = ("_copy_main_params_to_model_params", "_copy_main_params_to_param_buffer")
+TOGETHER = "_should_defer_mxfp8_param_sync"
 UNSCALE = "_unscale_main_grads_and_check_for_nan"
 
 
@@ -55,6 +60,7 @@ class CommittedOptimizer(Commit):
         advance: gives the schedule's state from it, where the update was made.
         vote: returns when every rank of the job has come here, if no reduction of the step has made sure of that.
         step: what the trainer's ``optimizer.step()`` is to be in training; it calls :meth:`step`.
+        scales: of FP8 on this rank, where weights are kept in it.
     """
 
     def __init__(
@@ -64,8 +70,10 @@ class CommittedOptimizer(Commit):
         advance: Callable[[Any], Any],
         vote: Vote,
         step: Callable[[], Any],
+        scales: Scales | None = None,
     ) -> None:
         super().__init__()
+        self._scales = scales
         self._optimizer, self._boundary, self._advance, self._vote = optimizer, boundary, advance, vote
         self._step = type(optimizer).step.__get__(optimizer)
         self.mode = Train(optimizer)
@@ -75,6 +83,7 @@ class CommittedOptimizer(Commit):
         self._prepared: Mapping[str, Any] = {}
         self._reduced = Reduced()
         self._section: ExitStack | None = None
+        self._is_deferring = False
         clips = any(member.config.clip_grad > 0.0 for member in members(optimizer) if hasattr(member, "config"))
         for member in members(optimizer):
             if hasattr(member, "config"):  # a barrier of the timers would wait for others inside the update
@@ -99,6 +108,7 @@ class CommittedOptimizer(Commit):
         for name in REDUCTIONS:
             replace_on(self._optimizer, name, functools.partial(self._around, name=name, is_last=name == last))
         replace_on(self._optimizer, UPDATE, self._in_mode_update)
+        self._replace_copies()
         for number, member in enumerate(members(self._optimizer)):
             if hasattr(type(member), UNSCALE):  # an optimizer of FP32 weights has no scale
                 replace_on(member, UNSCALE, functools.partial(self._verdict, number=number))
@@ -126,6 +136,24 @@ class CommittedOptimizer(Commit):
 
     def _verdict(self, original: Callable[[], bool], number: int) -> Callable[[], bool]:
         return functools.wraps(original)(lambda: self.mode.verdict(original, number))
+
+    def _replace_copies(self) -> None:
+        """Weights in FP8 are made where they are gathered, as others have to take part."""
+        for member in self._gathering():
+            if weights.is_quantised(member):
+                for name in COPIES:
+                    replace_on(member, name, functools.partial(self._unless_deferred, member=member))
+        if hasattr(self._optimizer, TOGETHER):
+            replace_on(self._optimizer, TOGETHER, lambda original: lambda: not self._is_deferring and original())
+
+    def _unless_deferred(self, original: Callable[[], None], member: Any) -> Callable[[], None]:
+        @functools.wraps(original)
+        def copy() -> None:
+            if not self._is_deferring:
+                original()
+                weights.round_masters(member)
+
+        return copy
 
     # A step in training
 
@@ -168,17 +196,27 @@ class CommittedOptimizer(Commit):
             self._defer_gathers(False)
 
     def _defer_gathers(self, is_deferred: bool) -> None:
+        self._is_deferring = is_deferred
         for member in self._gathering():
             member._defer_param_sync = is_deferred
 
     @override
     def gather(self, *, now: bool = False) -> None:
-        for member in self._gathering():
-            if not member.ddp_config.overlap_param_gather:
-                member.start_param_sync_for_bucket_group_subset()
-            elif now:
-                for chunk in member.model_chunks:
-                    chunk.start_param_sync(force_sync=True)
+        quantised = [member for member in self._gathering() if weights.is_quantised(member)]
+        for member in quantised:
+            self._make_weights(member)
+        weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)
+
+    def _make_weights(self, member: Any) -> None:
+        """With the scales of the mark, which an iteration that was interrupted has moved on; what making them leaves in
+        the histories of amaxes belongs to the mark.
+        """
+        if self.mark is None or self._scales is None:
+            weights.copy_masters(member)
+            return
+        self._scales.put(self.mark.boundary)
+        weights.copy_masters(member)
+        self.mark = replace(self.mark, boundary={**self.mark.boundary, **self._scales.copies()})
 
     # After a failure
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.moevement.optimizer import weights
 from megatron.moevement.optimizer.views import OperatorViews, Replicated, range_of
 from megatron.moevement.state_digest import members
 from moevement_core.errors import RecoveryError
@@ -53,7 +54,7 @@ class Restore:
                 )
             live.copy_(tensor)
         if not is_shared:
-            self._compute_weights_from_masters()
+            self._compute_weights_from_masters(is_alone=True)
             return
         _complete([one for one in self._views.replicated if loads.get(one.operator) is one.saved])
         self._masters_of_frozen([name for name, saved in loads.items() if saved is Saved.COMPUTE])
@@ -80,16 +81,13 @@ class Restore:
                 if trained.master is not None and trained.weights is not None:
                     trained.master.detach().view(-1).copy_(trained.weights)
 
-    def _compute_weights_from_masters(self) -> None:
+    def _compute_weights_from_masters(self, *, is_alone: bool = False) -> None:
         for member in self._members:
-            if hasattr(member, "_copy_main_params_to_model_params"):
-                member._copy_main_params_to_model_params()
+            if not (is_alone and weights.is_quantised(member)):
+                weights.copy_masters(member)
 
     def _gather(self) -> None:
-        """Every replica's shard of the compute weights to all of them."""
-        for chunk in self._chunks:
-            if chunk.ddp_config.use_distributed_optimizer:
-                chunk.start_param_sync(force_sync=True)
+        weights.gather(self._chunks, force=True)
 
 
 def _complete(tensors: Sequence[Replicated]) -> None:

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 
 from megatron.moevement.operators import OperatorId, operators_of_chunk
+from megatron.moevement.optimizer.quantised import quantised_buffers
 from megatron.moevement.optimizer.torch_adam import make_adam_state
+from megatron.moevement.optimizer.weights import HALF
 from megatron.moevement.state_digest import members
 from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import OperatorError
 from moevement_core.operators import Operator, StateBytes
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
-
-_QUANTISED = ("_data", "_rowwise_data")
-_SCALES = ("_scale_inv", "_rowwise_scale_inv")
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,12 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
             weights, states = compute.setdefault(operator, []), full.setdefault(operator, [])
             part = part_of(parameter)
             trained.setdefault(operator.name, []).append(_trained(parameter, part))
-            if part is None:  # another rank's
+            if part is None:  # another rank's; codes are gathered from it, scales are not
+                weights += [
+                    StateTensor(operator.name, Saved.COMPUTE, f"{number}.{name}[0:0]/{what}", tensor)
+                    for what, tensor in _stored(parameter, 0, 0)
+                    if what == "scale"
+                ]
                 continue
             replicated += _replicas(operator.name, parameter, part)
             key = f"{number}.{name}[{part.start}:{part.end}]"
@@ -128,8 +132,8 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
 
 def _trained(parameter: torch.nn.Parameter, part: _Part | None) -> Trained:
     master = part.master if part is not None else None
-    if _quantised(parameter) is not None:
-        return Trained(parameter, master, None)
+    if quantised_buffers(parameter) is not None:
+        return Trained(parameter, master, getattr(parameter, HALF, None))
     weights = parameter.data.view(-1)
     if part is not None and master is not None and master.numel() != parameter.numel():
         weights = weights[part.start : part.end]
@@ -145,11 +149,6 @@ def _gradient(operator: str, parameter: torch.nn.Parameter, part: _Part, key: st
     if buffer is not None:
         flat = buffer.detach().view(-1)[part.start : part.end]
         yield StateTensor(operator, Saved.GRADIENT, f"{key}/gradient", flat)
-
-
-def _quantised(parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """The raw bytes of a quantised parameter."""
-    return next((value for name in _QUANTISED if torch.is_tensor(value := getattr(parameter, name, None))), None)
 
 
 def _replicas(operator: str, parameter: torch.nn.Parameter, part: _Part) -> Iterator[Replicated]:
@@ -210,6 +209,9 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
         owned = member._get_model_param_range_map(parameter)["param"]
         tensors = dict(member._get_main_param_and_optimizer_states(parameter))
         master = tensors.pop("param")
+        buffers = quantised_buffers(parameter)
+        if buffers is not None and not buffers.is_one_form:
+            setattr(parameter, HALF, master.detach().view(-1).to(parameter.dtype))
         yield parameter, _Part(owned.start, owned.end, {"master": master, **tensors}, master)
 
 
@@ -253,13 +255,15 @@ def _replicas_of(parameter: torch.nn.Parameter) -> Any:
 
 def _stored(parameter: torch.nn.Parameter, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:
     """Compute weights of a range as they are stored: quantised ones by their raw bytes and scales, never converted."""
-    raw = _quantised(parameter)
-    if raw is None:
+    quantised = quantised_buffers(parameter)
+    if quantised is None:
         if not parameter.data.is_contiguous():
             raise OperatorError(f"a parameter of shape {list(parameter.shape)} is not contiguous; it has no flat range")
         yield "weight", parameter.data.view(-1)[start:end]
         return
-    yield "weight", raw.view(-1)[start:end]
-    for name in _SCALES:
-        if torch.is_tensor(scale := getattr(parameter, name, None)):
-            yield "scale", scale.view(-1)
+    if (half := getattr(parameter, HALF, None)) is not None:
+        yield "half", half
+        return
+    yield "weight", quantised.codes.view(-1)[start:end]
+    for scale in quantised.scales.values():
+        yield "scale", scale.view(-1)

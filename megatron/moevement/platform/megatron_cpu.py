@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megatron.moevement.fp8 import install as fp8
 from megatron.moevement.patches import replace, wrap
 
 
@@ -66,6 +67,7 @@ def install() -> None:
         _one_by_one,
         "coalesces, which over gloo corrupts the heap (torch 2.13.0; scripts/coalesced_gloo.py crashes in a minute)",
     )
+    fp8.install()
 
 
 @contextmanager

@@ -10,8 +10,10 @@ from megatron.moevement import platform
 from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
 
 _KERNELS = "its kernels or its communication"
+_FP8 = "Transformer Engine's own"
 NEEDS_GPU = (
-    Refusal("--fp8-format", beside("fp8", None), _KERNELS),
+    Refusal("--fp8-recipe", lambda args: args.fp8_recipe if args.fp8 and args.fp8_recipe == "custom" else None, _FP8),
+    Refusal("--fp8-output-proj", given("fp8_output_proj"), _FP8),
     Refusal("--fp4-format", beside("fp4", None), _KERNELS),
     Refusal("--cuda-graph-impl", beside("cuda_graph_impl", "none"), _KERNELS),
     Refusal("--tp-comm-overlap", given("tp_comm_overlap"), _KERNELS),
@@ -41,6 +43,16 @@ def optimizer(args: Namespace) -> Iterator[str]:
         and any(coefficients if isinstance(coefficients, list) else [coefficients])
     ):
         yield "--moe-router-load-balancing-type sinkhorn: takes no auxiliary loss; give --moe-aux-loss-coeff 0"
+
+
+def fp8(args: Namespace) -> Iterator[str]:
+    """MXFP8 weights are gathered in BF16, and the only buffer for that is the gradients'."""
+    keeps_weights = args.fp8 and args.fp8_recipe == "mxfp8" and args.fp8_param_gather
+    if keeps_weights and not args.reuse_grad_buf_for_mxfp8_param_ag:
+        yield (
+            "--fp8-recipe mxfp8 --fp8-param-gather: Megatron cannot gather weights in two forms; "
+            "add --reuse-grad-buf-for-mxfp8-param-ag"
+        )
 
 
 def without_gpu(args: Namespace) -> Iterator[str]:

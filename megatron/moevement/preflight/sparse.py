@@ -38,22 +38,11 @@ REFUSED = (
     ),
     Refusal("--perform-rl-step", given("perform_rl_step"), _BATCHES),
     Refusal("--dataloader-type external", lambda args: args.dataloader_type == "external", _BATCHES),
+    Refusal("--fp4-param-gather", given("fp4_param_gather"), "FP4 weights are not in a snapshot as they are stored"),
     Refusal(
-        "--fp8-recipe delayed", lambda args: args.fp8 is not None and args.fp8_recipe == "delayed",
-        "the history of its scales is not in a snapshot",
-    ),
-    Refusal(
-        "--fp8-recipe mxfp8",
-        lambda args: args.fp8 is not None and args.fp8_recipe == "mxfp8" and bool(args.fp8_param_gather),
-        "with --fp8-param-gather the column-wise copy of the weights is not in a snapshot",
-    ),
-    *(
-        Refusal(
-            f"--{name.replace('_', '-')} and --moevement-recovery other than replay",
-            lambda args, name=name: bool(getattr(args, name, False)) and args.moevement_recovery != "replay",  # type: ignore[misc]
-            "an update reduces the largest weights over replicas, and a rank that makes it again is alone",
-        )
-        for name in ("fp8_param_gather", "fp4_param_gather")
+        "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather",
+        lambda args: bool(args.reuse_grad_buf_for_mxfp8_param_ag and args.overlap_param_gather),
+        "the next forward pass gathers weights by way of gradient buffers",
     ),
 )  # fmt: skip
 

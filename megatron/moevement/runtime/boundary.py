@@ -10,19 +10,21 @@ import numpy as np
 import torch
 
 from megatron.moevement.optimizer.outcome import put_step_counts, step_counts
+from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import loss_scaler, members, named_tensors, progress, random_states
 from moevement_core.errors import RecoveryError
 
 
 def boundary_state(live: Live) -> dict[str, Any]:
-    """Plain data and live tensors: random states, router buffers, loss scalers, scheduler, consumed samples.
+    """Plain data and live tensors: random states, router buffers, FP8 scales, loss scalers, schedule, consumed samples.
 
-    The tensors are to be copied before the next iteration begins; router buffers move in its forward pass already.
+    The tensors are to be copied before the next iteration begins; buffers and scales move in its forward pass already.
     """
     return {
         "rng": _compact(random_states()),
         "router_buffers": _router_buffers(live),
+        **Scales(live.model or []).state(),
         "loss_scalers": [loss_scaler(member) for member in members(live.optimizer)],
         "scheduler": live.scheduler.state_dict() if live.scheduler is not None else None,
         "group_steps": step_counts(live.optimizer),
@@ -36,7 +38,7 @@ def boundary_copy(live: Live) -> dict[str, Any]:
     state["router_buffers"] = [
         {name: tensor.clone() for name, tensor in chunk.items()} for chunk in state["router_buffers"]
     ]
-    return state
+    return {**state, **Scales(live.model or []).copies()}
 
 
 def boundary_after(live: Live) -> dict[str, Any]:
@@ -83,6 +85,7 @@ def put_boundary_state(live: Live, boundary: Mapping[str, Any]) -> None:
         RecoveryError: it is the boundary of another job.
     """
     _put_buffers(_router_buffers(live), boundary["router_buffers"])
+    Scales(live.model or []).put(boundary)
     for member, state in zip(members(live.optimizer), boundary["loss_scalers"], strict=True):
         if state:
             copied = {name: value.clone() if torch.is_tensor(value) else value for name, value in state.items()}

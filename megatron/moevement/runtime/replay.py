@@ -13,6 +13,7 @@ from megatron.moevement.data.batches import train_batches_from
 from megatron.moevement.optimizer.committed import CommittedOptimizer
 from megatron.moevement.optimizer.modes import Redo, Replay
 from megatron.moevement.optimizer.restore import Restore
+from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
 from megatron.moevement.runtime.ledger import Ledger
@@ -76,6 +77,10 @@ class MegatronTrainer(Trainer):
     @override
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
         self._restore.load(snapshot, loads, is_shared=is_shared)
+
+    @override
+    def before_load(self, boundary: Any) -> None:
+        Scales(self._live.model or []).put(boundary)
 
     @override
     def put_boundary(self, boundary: Any) -> None:

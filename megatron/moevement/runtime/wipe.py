@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron.moevement.optimizer.scales import fp8_scales
 from megatron.moevement.optimizer.views import OperatorViews
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members, named_tensors
@@ -39,7 +40,8 @@ def wipe(live: Live, views: OperatorViews) -> None:
         if hasattr(getattr(member, "grad_scaler", None), "_growth_tracker"):
             member.grad_scaler._scale = torch.full_like(member.grad_scaler._scale, float("nan"))
             member.grad_scaler._growth_tracker = member.grad_scaler._hysteresis_tracker = -1
-    for buffers in named_tensors(live, "named_buffers", lambda name: ".router." in name):
+    routers = named_tensors(live, "named_buffers", lambda name: ".router." in name)
+    for buffers in (*routers, *fp8_scales(live.model or [])):
         for tensor in buffers.values():
             _spoil(tensor)
     live.scheduler.num_steps = -1

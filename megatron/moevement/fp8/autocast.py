@@ -1,0 +1,142 @@
+"""The part of a forward pass that runs in FP8, and what its recomputation in the backward pass has to know.
+
+Delayed scaling looks back: a forward pass that is run again during the backward pass has to have the scales of its
+first run, and must neither count its amaxes twice nor set scales. So the first run's calls are kept, in order, and
+handed out again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.moevement.fp8.delayed import DelayedScales, set_scales
+from megatron.moevement.fp8.formats import Quantised, by_scale
+from megatron.moevement.fp8.recipe import Recipe, Role
+
+
+class Call:
+    """One linear layer's product in a forward pass: the scales that it has, whenever it runs."""
+
+    def __init__(self, region: Region, scales: DelayedScales | None) -> None:
+        self._region = region
+        self._scales = scales
+        self._then = scales.scale.clone() if scales is not None else None
+        self._sets_scales = scales is not None and region.trains and not region.layers
+
+    def quantise(self, matrix: torch.Tensor, role: Role) -> Quantised:
+        """``[M, N]``; a gradient by the scale of now, all else by that of the first run."""
+        recipe, scales = self._region.recipe, self._scales
+        if scales is None:
+            return recipe.quantise(matrix, role)
+        assert self._then is not None
+        if self._region.trains and not (self._region.is_again and role is not Role.GRADIENT):
+            scales.record(role, matrix)
+        scale = scales.scale if role is Role.GRADIENT else self._then
+        return by_scale(matrix, scale[role].clone(), recipe.dtype(role))
+
+    def after_backward(self) -> None:
+        """The first layer of a forward pass is the last of its backward pass: then gradients' scales are set."""
+        if self._sets_scales:
+            set_scales(self._region.layers, (Role.GRADIENT,), self._region.group)
+
+
+class Region:
+    """What runs in FP8 between entering it and leaving it; one microbatch of a stage, or one layer of it.
+
+    Attributes:
+        trains: gradients will be asked for.
+        layers: scales of the linear layers that ran, in order.
+        is_again: it is being run again, in a backward pass.
+    """
+
+    def __init__(self, recipe: Recipe, group: Any) -> None:
+        self.recipe = recipe
+        self.group = group
+        self.trains = torch.is_grad_enabled()
+        self.layers: list[DelayedScales] = []
+        self.is_again = False
+        self._tapes: list[deque[Call]] = []
+
+    def call(self, scales: DelayedScales | None) -> Call:
+        """The next product; of a run that is repeated, the one that it was."""
+        if self.is_again:
+            return self._tapes[-1].popleft()
+        call = Call(self, scales)
+        if scales is not None:
+            self.layers.append(scales)
+        for tape in self._tapes:
+            tape.append(call)
+        return call
+
+    @contextmanager
+    def first_run(self, tape: deque[Call]) -> Iterator[None]:
+        """What runs in here will run again."""
+        self._tapes.append(tape)
+        try:
+            yield
+        finally:
+            self._tapes.remove(tape)
+
+    @contextmanager
+    def second_run(self, tape: deque[Call]) -> Iterator[None]:
+        """What ran in :meth:`first_run` runs again."""
+        was, self.is_again = (_regions[:], self.is_again), True
+        _regions.append(self)
+        self._tapes.append(tape)
+        try:
+            yield
+        finally:
+            self._tapes.pop()
+            _regions[:], self.is_again = was
+
+
+_regions: list[Region] = []
+"""Entered and not left, the innermost last. Forward passes, and what a backward pass runs again, are on one thread."""
+
+
+def current() -> Region | None:
+    """The region that runs; nothing where products are not in FP8."""
+    return _regions[-1] if _regions else None
+
+
+@contextmanager
+def autocast(recipe: Recipe, group: Any) -> Iterator[None]:
+    """Linear layers in here run in FP8; with delayed scaling, scales are set when it is left.
+
+    Called by every rank of ``group``, which amaxes are reduced over.
+    """
+    region = Region(recipe, group)
+    _regions.append(region)
+    try:
+        yield
+    finally:
+        _regions.pop()
+    if region.trains:
+        set_scales(region.layers, (Role.INPUT, Role.WEIGHT), group)
+
+
+def checkpoint(
+    function: Callable[..., Any], distribute: bool, tracker: Any, tp_group: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Megatron's activation checkpointing of a part of a region; called as Transformer Engine's is."""
+    from megatron.core import tensor_parallel
+
+    region = current()
+    if region is None:
+        return tensor_parallel.checkpoint(functools.partial(function, **kwargs), distribute, *args)
+    tape: deque[Call] = deque()
+    runs = 0
+
+    def in_region(*its: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        with region.first_run(tape) if runs == 1 else region.second_run(tape):
+            return function(*its, **kwargs)
+
+    return tensor_parallel.checkpoint(in_region, distribute, *args)

@@ -1,0 +1,145 @@
+"""Matrices in FP8: codes, and the scales that each recipe gives them.
+
+Sources of the formulas: OCP's Microscaling Formats (MX) v1.0 for MXFP8's layout, Transformer Engine's documentation
+of its recipes for how scales are chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCK = 128
+"""Elements along a side of a block of the blockwise recipe."""
+MX_BLOCK = 32
+"""Elements of an MXFP8 block."""
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A matrix in FP8 with its inverse scales.
+
+    Attributes:
+        codes: ``[M, N]`` in an FP8 dtype.
+        scale_inv: what codes are multiplied with; FP32, or E8M0 exponents as ``uint8``, one for each block, ``[1,
+            1]`` for one scale.
+        block: rows and columns that share a scale.
+    """
+
+    codes: torch.Tensor
+    scale_inv: torch.Tensor
+    block: tuple[int, int]
+
+    def dequantised(self) -> torch.Tensor:
+        """FP32 ``[M, N]``."""
+        scales = exponents_to_scales(self.scale_inv) if self.scale_inv.dtype == torch.uint8 else self.scale_inv
+        return self.codes.float() * spread(scales, self.block, self.codes.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix as products need it: with blocks along its rows, and with blocks along its columns.
+
+    Where blocks are square, or there is one scale, both are the same form.
+    """
+
+    row: Form
+    column: Form
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To the nearest code, ties to even; what is beyond the largest number becomes it (torch's own casts overflow)."""
+    largest = torch.finfo(dtype).max
+    return values.float().clamp(-largest, largest).to(dtype)
+
+
+def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
+    """What brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale.
+
+    Args:
+        amax: FP32, any shape.
+        dtype: of the codes.
+        power_of_two: rounded down to one, so that scaling is exact.
+    """
+    scale = torch.finfo(dtype).max / amax
+    scale = torch.where(torch.isinf(scale), _FLOAT_MAX, scale)
+    scale = torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
+    if power_of_two:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return scale
+
+
+def by_scale(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """One given scale for all of ``[M, N]`` (delayed scaling); ``scale`` has one element."""
+    form = Form(cast(matrix.float() * scale, dtype), scale.reciprocal().view(1, 1), (matrix.shape[0], matrix.shape[1]))
+    return Quantised(form, form)
+
+
+def by_tensor(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """One scale, from the matrix's own amax (current scaling)."""
+    return by_scale(matrix, scale_of(amax_of(matrix), dtype), dtype)
+
+
+def by_rows_and_columns(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """A power of two for every 128 elements of a row, and again of a column (blockwise, inputs and gradients)."""
+    return Quantised(_in_blocks(matrix, dtype, (1, BLOCK)), _in_blocks(matrix, dtype, (BLOCK, 1)))
+
+
+def by_squares(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """A power of two for every 128 x 128 elements (blockwise, weights)."""
+    form = _in_blocks(matrix, dtype, (BLOCK, BLOCK))
+    return Quantised(form, form)
+
+
+def by_exponents(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
+    """An E8M0 exponent for every 32 elements of a row, and again of a column (MXFP8)."""
+    return Quantised(_in_mx_blocks(matrix, dtype, (1, MX_BLOCK)), _in_mx_blocks(matrix, dtype, (MX_BLOCK, 1)))
+
+
+def amax_of(matrix: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude, FP32, 0 of an empty matrix."""
+    return matrix.abs().max().float() if matrix.numel() else torch.zeros((), device=matrix.device)
+
+
+def exponents_to_scales(exponents: torch.Tensor) -> torch.Tensor:
+    """E8M0 exponents, ``uint8``, as FP32."""
+    return exponents.view(torch.float8_e8m0fnu).float()
+
+
+def exponents_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The E8M0 exponents of the smallest powers of two by which blocks fit into ``dtype`` when divided, ``uint8``."""
+    bits = (amax * (1.0 / torch.finfo(dtype).max)).view(torch.int32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    rounds_up = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
+    return (exponent + rounds_up).to(torch.uint8)
+
+
+def _in_blocks(matrix: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Form:
+    scale = scale_of(amax_of_blocks(matrix, block), dtype, power_of_two=True)
+    codes = cast(matrix.float() * spread(scale, block, matrix.shape), dtype)
+    return Form(codes, scale.reciprocal(), block)
+
+
+def _in_mx_blocks(matrix: torch.Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Form:
+    exponents = exponents_of(amax_of_blocks(matrix, block), dtype)
+    divisor = spread(exponents_to_scales(exponents), block, matrix.shape)
+    return Form(cast(matrix.float() / divisor, dtype), exponents, block)
+
+
+def amax_of_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """FP32 ``[blocks of rows, blocks of columns]``; what is missing of the last ones counts as 0."""
+    rows, columns = matrix.shape
+    down, across = -(-rows // block[0]), -(-columns // block[1])
+    padded = torch.nn.functional.pad(matrix.abs().float(), (0, across * block[1] - columns, 0, down * block[0] - rows))
+    return padded.view(down, block[0], across, block[1]).amax(dim=(1, 3))
+
+
+def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    """Each block's scale at all of its elements."""
+    if scales.numel() == 1:
+        return scales
+    rows = scales.repeat_interleave(block[0], 0)[: shape[0]]
+    return rows.repeat_interleave(block[1], 1)[:, : shape[1]]

@@ -1,0 +1,94 @@
+"""Megatron's names for Transformer Engine's FP8, bound to ours where Transformer Engine is not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+from megatron.moevement.fp8 import autocast, linear, shards, tensor
+from megatron.moevement.fp8.recipe import Recipe
+from megatron.moevement.patches import replace, wrap
+
+_CHECKED_FOR_FP8 = {"1.7.0.dev0", "1.11.0", "2.6.0dev0"}
+"""Versions of Transformer Engine that Megatron's configuration asks for when it is to train in FP8."""
+_NO_TE = "is Transformer Engine's"
+
+
+def install() -> None:
+    """Bind the names; idempotent. Imports Megatron's models."""
+    from megatron.core import fp8_utils, recompute
+    from megatron.core.extensions import transformer_engine as extensions
+    from megatron.core.tensor_parallel import layers, random
+    from megatron.core.transformer import transformer_config
+    from megatron.core.transformer.moe import moe_layer
+
+    if fp8_utils.HAVE_TE:
+        return
+    for module in (
+        "fp8_utils", "recompute", "transformer.transformer_block", "transformer.multi_token_prediction",
+        "pipeline_parallel.combined_1f1b",
+    ):  # fmt: skip
+        replace(import_module(f"megatron.core.{module}"), "get_fp8_context", get_fp8_context, _NO_TE)
+    wrap(transformer_config, "is_te_min_version", _as_if_new_enough, "asks for Transformer Engine before FP8")
+    for kind in (layers.ColumnParallelLinear, layers.RowParallelLinear):
+        wrap(kind, "_forward_impl", linear.forward_in_fp8, "has no product in FP8")
+        wrap(kind, "__init__", linear.remembered, "does not say which layers were built to run in FP8")
+    for owner in (recompute, moe_layer, extensions):
+        replace(owner, "te_checkpoint", autocast.checkpoint, _NO_TE)
+    replace(fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True, _NO_TE)
+    replace(fp8_utils, "FP8_TENSOR_CLASS", tensor.QuantisedTensor, _NO_TE)
+    replace(fp8_utils, "HAVE_TE_MXFP8TENSOR", True, _NO_TE)
+    replace(fp8_utils, "MXFP8Tensor", tensor.MXQuantisedTensor, _NO_TE)
+    replace(fp8_utils, "_modify_underlying_storage_impl", shards.modify_underlying_storage, _NO_TE)
+    replace(fp8_utils, "_quantize_param_shard_impl", shards.quantize_param_shard, _NO_TE)
+    replace(random, "FP8GlobalStateManager", _Manager, _NO_TE)
+    replace(random, "activation_recompute_forward", _recompute_phase, _NO_TE)
+    replace(random, "fp8_autocast", _again, _NO_TE)
+
+
+def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
+    """What a layer is built in (``is_init``), or runs in; signature and meaning are Megatron's."""
+    from megatron.core import fp8_utils, parallel_state
+
+    if not config.fp8 or fp8_utils.is_first_last_bf16_layer(config, layer_no):
+        return nullcontext()
+    recipe = Recipe.of(config)
+    if is_init:
+        return linear.building(recipe, keeps_weights=config.fp8_param)
+    group = None
+    if parallel_state.model_parallel_is_initialized():
+        group = parallel_state.get_amax_reduction_group(
+            with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
+        )
+    return autocast.autocast(recipe, group)
+
+
+def _as_if_new_enough(original: Callable[..., bool]) -> Callable[..., bool]:
+    def is_te_min_version(version: str, check_equality: bool = True) -> bool:
+        return version in _CHECKED_FOR_FP8 or original(version, check_equality)
+
+    return is_te_min_version
+
+
+class _Manager:
+    """What activations that are made again ask before they are."""
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return autocast.current() is not None
+
+    @staticmethod
+    def get_fp8_recipe() -> Recipe | None:
+        region = autocast.current()
+        return region.recipe if region is not None else None
+
+
+def _recompute_phase(activation_recompute: bool, recompute_phase: bool) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _again(enabled: bool, fp8_recipe: Recipe | None) -> AbstractContextManager[None]:
+    """Only where scales do not look back: Megatron refuses this with delayed scaling."""
+    return autocast.autocast(fp8_recipe, None) if enabled and fp8_recipe is not None else nullcontext()

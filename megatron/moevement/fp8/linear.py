@@ -1,0 +1,126 @@
+"""The product of a linear layer in FP8, and Megatron's linear layers that run it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.moevement.fp8 import autocast
+from megatron.moevement.fp8.autocast import Call
+from megatron.moevement.fp8.delayed import DelayedScales
+from megatron.moevement.fp8.formats import Quantised
+from megatron.moevement.fp8.recipe import Recipe, Role
+from megatron.moevement.fp8.tensor import QuantisedTensor, keep_in_fp8
+
+
+class _Product(torch.autograd.Function):
+    """``input @ weight.T`` of quantised matrices, and its two gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, quantised: Quantised, call: Call) -> torch.Tensor:
+        """``[..., K]`` and ``[N, K]`` to ``[..., N]``, in the dtype of the tokens."""
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        its = call.quantise(flat, Role.INPUT)
+        ctx.tokens, ctx.weight, ctx.call = its.column, quantised.column, call
+        ctx.dtypes = tokens.dtype, weight.dtype
+        product = its.row.dequantised() @ quantised.row.dequantised().T
+        return product.to(tokens.dtype).view(*tokens.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+        """Of the input, and of the weight unless it is frozen."""
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        its = ctx.call.quantise(flat, Role.GRADIENT)
+        of_tokens = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_tokens = (its.row.dequantised() @ ctx.weight.dequantised()).to(ctx.dtypes[0])
+            of_tokens = of_tokens.view(*gradient.shape[:-1], of_tokens.shape[-1])
+        if ctx.needs_input_grad[1]:
+            of_weight = (its.column.dequantised().T @ ctx.tokens.dequantised()).to(ctx.dtypes[1])
+        ctx.call.after_backward()
+        return of_tokens, of_weight, None, None
+
+
+def forward_in_fp8(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``_forward_impl`` of Megatron's linear layers, within a region in FP8."""
+
+    @functools.wraps(original)
+    def _forward_impl(self: Any, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        region = autocast.current()
+        if region is None or getattr(self, "fp8_recipe", None) is None:
+            return original(self, input, weight, *args, **kwargs)
+        return _linear(self, region.call(getattr(self, "fp8", None)), input, weight, **kwargs)
+
+    return _forward_impl
+
+
+def _linear(
+    layer: Any,
+    call: Call,
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    allreduce_dgrad: bool,
+    sequence_parallel: bool,
+    tp_group: Any,
+    **others: Any,
+) -> torch.Tensor:
+    """Megatron's ``linear_with_grad_accumulation_and_async_allreduce``; the other arguments speed it up on a GPU."""
+    from megatron.core.tensor_parallel import mappings
+
+    if sequence_parallel:
+        tokens = mappings.gather_from_sequence_parallel_region(tokens, tensor_parallel_output_grad=True, group=tp_group)
+    elif allreduce_dgrad:
+        tokens = mappings.copy_to_tensor_model_parallel_region(tokens, group=tp_group)
+    product = _Product.apply(tokens, weight, _quantised_weight(layer, call, weight), call)
+    return product if bias is None else product + bias
+
+
+def _quantised_weight(layer: Any, call: Call, weight: torch.Tensor) -> Quantised:
+    """Of this iteration: it does not change between microbatches, and is quantised in the first."""
+    if isinstance(weight, QuantisedTensor):
+        return weight.quantised()
+    if layer.is_first_microbatch or layer.fp8_weight is None:
+        layer.fp8_weight = call.quantise(weight.detach(), Role.WEIGHT)
+        layer.is_first_microbatch = False
+    return layer.fp8_weight
+
+
+_building: list[list[Any]] = []
+"""Linear layers that are built inside :func:`building`, for each that is entered."""
+
+
+def remembered(original: Callable[..., None]) -> Callable[..., None]:
+    """``__init__`` of a linear layer."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for layers in _building[-1:]:
+            layers.append(self)
+
+    return __init__
+
+
+@contextmanager
+def building(recipe: Recipe, *, keeps_weights: bool) -> Iterator[None]:
+    """Linear layers that are built in here run in FP8 within a region, and keep their weights in it if asked to."""
+    layers: list[Any] = []
+    _building.append(layers)
+    try:
+        yield
+    finally:
+        _building.pop()
+    for layer in layers:
+        layer.fp8_recipe = recipe
+        layer.fp8_weight = None
+        layer.is_first_microbatch = True
+        if recipe.is_delayed:
+            layer.fp8 = DelayedScales(recipe)
+        if keeps_weights:
+            keep_in_fp8(layer, recipe)

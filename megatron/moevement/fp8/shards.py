@@ -1,0 +1,79 @@
+"""What Megatron's distributed optimizer and data-parallel buffers do with weights in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.moevement.fp8.formats import BLOCK, amax_of, amax_of_blocks, cast, scale_of, spread
+from megatron.moevement.fp8.recipe import Role
+from megatron.moevement.fp8.tensor import BlockQuantisedTensor, QuantisedTensor
+
+
+def modify_underlying_storage(tensor: QuantisedTensor, raw: torch.Tensor) -> None:
+    """Keep the codes in ``raw`` (``uint8``, as many) from now on: a range of the buffer that is gathered."""
+    tensor = tensor.data if not isinstance(tensor, QuantisedTensor) else tensor
+    old = tensor.buffers[tensor.codes_name]
+    raw.detach().copy_(old)
+    tensor.buffers[tensor.codes_name] = raw.detach()
+
+
+@torch.no_grad()
+def quantize_param_shard(
+    model_params: Sequence[QuantisedTensor],
+    main_params: Sequence[torch.Tensor | None],
+    start_offsets: Sequence[int | None],
+    data_parallel_group: Any,
+    fsdp_shard_model_params: None = None,
+) -> None:
+    """Codes of this rank's range of each weight, from its master weights; scales of all of them.
+
+    Called by every rank of the group, with the same weights in the same order. Masters are rounded to the dtype that
+    the weights look like first: with and without this flag a weight has the same codes.
+    """
+    if not model_params:
+        return
+    shards = [
+        None if main is None else main.detach().to(weight.dtype).view(-1)
+        for weight, main in zip(model_params, main_params, strict=True)
+    ]
+    amaxes = [
+        _amaxes(weight, shard, offset or 0)
+        for weight, shard, offset in zip(model_params, shards, start_offsets, strict=True)
+    ]
+    packed = torch.cat([one.view(-1) for one in amaxes])
+    if data_parallel_group.size() > 1:
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=data_parallel_group)
+    parts = packed.split([one.numel() for one in amaxes])
+    for weight, shard, offset, part, own in zip(model_params, shards, start_offsets, parts, amaxes, strict=True):
+        _write(weight, shard, offset or 0, part.view(own.shape))
+
+
+def _amaxes(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int) -> torch.Tensor:
+    """Of the range alone: ``[1, 1]``, or one for each block."""
+    if not isinstance(weight, BlockQuantisedTensor):
+        return amax_of(shard).view(1, 1) if shard is not None else torch.zeros(1, 1)
+    whole = torch.zeros(weight.numel(), dtype=weight.dtype)
+    if shard is not None:
+        whole[offset : offset + shard.numel()] = shard
+    return amax_of_blocks(whole.view(weight.shape), (BLOCK, BLOCK))
+
+
+def _write(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int, amax: torch.Tensor) -> None:
+    dtype = weight.recipe.dtype(Role.WEIGHT)
+    if weight.scales is not None:  # the scale is that of earlier amaxes, and this one will count for the next
+        history = weight.scales.amax_history[0, Role.WEIGHT]
+        history.copy_(torch.maximum(history, amax.view(())))
+        scale = weight.scales.scale[Role.WEIGHT].view(1, 1)
+    else:
+        scale = scale_of(amax, dtype, power_of_two=isinstance(weight, BlockQuantisedTensor))
+    weight.buffers[weight.scales_name].copy_(scale.reciprocal())
+    if shard is None:
+        return
+    end = offset + shard.numel()
+    everywhere = spread(scale, (BLOCK, BLOCK), weight.shape).expand(weight.shape).reshape(-1)
+    codes = cast(shard.float() * everywhere[offset:end], dtype).view(torch.uint8)
+    weight.buffers[weight.codes_name].view(-1)[offset:end] = codes

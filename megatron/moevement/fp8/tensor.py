@@ -1,0 +1,163 @@
+"""Weights that are kept in FP8 (``--fp8-param-gather``): tensors that look like BF16 and are codes and scales.
+
+Their buffers have the names of Transformer Engine's tensors, which Megatron's data-parallel buffers, distributed
+optimizer and checkpoints handle through :mod:`megatron.core.fp8_utils`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron.moevement.fp8.delayed import DelayedScales
+from megatron.moevement.fp8.formats import BLOCK, E4M3, MX_BLOCK, Form, Quantised, by_scale
+from megatron.moevement.fp8.recipe import Recipe, Role
+
+_ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
+
+
+class QuantisedTensor(torch.Tensor):
+    """A weight ``[N, K]`` in E4M3 with one scale, or one for each 128 x 128 elements.
+
+    Whatever reads it as a number gets what it stands for, in the dtype that it looks like. ``copy_`` quantises.
+    Nothing else changes it in place.
+
+    Attributes:
+        buffers: raw, by the names of Transformer Engine's tensors; ``uint8`` codes, and inverse scales.
+        recipe: by which it is quantised.
+        scales: of delayed scaling, those of its layer.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    recipe: Recipe
+    scales: DelayedScales | None
+    codes_name, scales_name = "_data", "_scale_inv"
+
+    @staticmethod
+    def __new__(
+        cls, like: torch.Tensor, recipe: Recipe, scales: DelayedScales | None, buffers: dict[str, torch.Tensor]
+    ) -> QuantisedTensor:
+        """Of the shape, dtype and device of ``like``."""
+        self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
+        self.buffers, self.recipe, self.scales = buffers, recipe, scales
+        return self
+
+    @classmethod
+    def of(cls, values: torch.Tensor, recipe: Recipe, scales: DelayedScales | None) -> QuantisedTensor:
+        """Quantise ``values``, ``[N, K]`` in the dtype that it will look like."""
+        kind = (
+            MXQuantisedTensor if recipe.name == "mxfp8" else BlockQuantisedTensor if recipe.name == "blockwise" else cls
+        )
+        self = kind(values, recipe, scales, {})
+        self.buffers.update({name: tensor.clone() for name, tensor in self._quantise(values).items()})
+        return self
+
+    def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What its buffers are when it stands for ``values``."""
+        if self.scales is not None:
+            self.scales.record(Role.WEIGHT, values)
+            its = by_scale(values, self.scales.scale[Role.WEIGHT], self.recipe.dtype(Role.WEIGHT))
+        else:
+            its = self.recipe.quantise(values, Role.WEIGHT)
+        return {self.codes_name: its.row.codes.view(torch.uint8), self.scales_name: its.row.scale_inv}
+
+    def quantised(self) -> Quantised:
+        """As products take it; the buffers, not copies."""
+        form = self._form(self.codes_name, self.scales_name, (self.shape[0], self.shape[1]))
+        return Quantised(form, form)
+
+    def _form(self, codes: str, scales: str, block: tuple[int, int]) -> Form:
+        return Form(self.buffers[codes].view(E4M3), self.buffers[scales], block)
+
+    def dequantised(self) -> torch.Tensor:
+        """What it stands for, ``[N, K]``, in the dtype that it looks like."""
+        return self.quantised().row.dequantised().to(self.dtype)
+
+    def from_float8(self) -> torch.Tensor:
+        """Megatron's name for :meth:`dequantised`."""
+        return self.dequantised()
+
+    @torch.no_grad()
+    def update(self, values: torch.Tensor) -> None:
+        """Stand for ``values`` from now on."""
+        for name, tensor in self._quantise(values.to(self.dtype).view(self.shape)).items():
+            self.buffers[name].copy_(tensor)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name.startswith("_") and "buffers" in self.__dict__ and name in self.__dict__["buffers"]:
+            return self.buffers[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.recipe.name}, {list(self.shape)}, looks like {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """See the class."""
+        first: Any = args[0] if args else None
+        if func in _ALIASES:
+            return type(first)(first, first.recipe, first.scales, first.buffers)
+        if isinstance(first, QuantisedTensor) and func is torch.ops.aten.copy_.default:
+            source = args[1]
+            first.update(source.dequantised() if isinstance(source, QuantisedTensor) else source)
+            return first
+        if isinstance(first, QuantisedTensor) and func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
+            first.update(torch.full(first.shape, args[1] if len(args) > 1 else 0.0, dtype=first.dtype))
+            return first
+        if isinstance(first, QuantisedTensor) and func._schema.is_mutable:
+            raise NotImplementedError(f"{func} on a weight in FP8; copy_ quantises, and nothing else changes it")
+        plain = torch.utils._pytree.tree_map_only(
+            QuantisedTensor, QuantisedTensor.dequantised, (args, dict(kwargs or {}))
+        )
+        return func(*plain[0], **plain[1])
+
+
+class BlockQuantisedTensor(QuantisedTensor):
+    """With a power of two for every 128 x 128 elements."""
+
+    codes_name, scales_name = "_rowwise_data", "_rowwise_scale_inv"
+
+    def quantised(self) -> Quantised:
+        """As products take it; the buffers, not copies."""
+        form = self._form(self.codes_name, self.scales_name, (BLOCK, BLOCK))
+        return Quantised(form, form)
+
+
+class MXQuantisedTensor(BlockQuantisedTensor):
+    """With an exponent for every 32 elements of a row, and codes of their own for those of a column."""
+
+    def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+        its = self.recipe.quantise(values, Role.WEIGHT)
+        return {
+            "_rowwise_data": its.row.codes.view(torch.uint8),
+            "_rowwise_scale_inv": its.row.scale_inv,
+            "_columnwise_data": its.column.codes.view(torch.uint8),
+            "_columnwise_scale_inv": its.column.scale_inv,
+        }
+
+    def quantised(self) -> Quantised:
+        """As products take it; the buffers, not copies."""
+        return Quantised(
+            self._form("_rowwise_data", "_rowwise_scale_inv", (1, MX_BLOCK)),
+            self._form("_columnwise_data", "_columnwise_scale_inv", (MX_BLOCK, 1)),
+        )
+
+
+def keep_in_fp8(layer: Any, recipe: Recipe) -> None:
+    """Put a weight in FP8 in the place of a linear layer's.
+
+    The distributed optimizer makes its master weights from what the weight was before
+    (``get_high_precision_init_val``), once.
+    """
+    values = layer.weight.detach()
+    weight = torch.nn.Parameter(QuantisedTensor.of(values, recipe, getattr(layer, "fp8", None)))
+    kept = [values]
+    weight.get_high_precision_init_val = lambda: kept[0]  # type: ignore[attr-defined]
+    weight.clear_high_precision_init_val = kept.clear  # type: ignore[attr-defined]
+    for name, value in vars(layer.weight).items():
+        setattr(weight, name, value)
+    layer.weight = weight

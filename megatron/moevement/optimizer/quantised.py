@@ -1,0 +1,30 @@
+"""Parameters in FP8: Transformer Engine's tensors, and ours without it, by the raw buffers that both keep."""
+
+from __future__ import annotations
+
+import torch
+
+from moevement_core.quantised import QuantisedBuffers
+
+_FORMS = (("_data", "_scale_inv"), ("_rowwise_data", "_rowwise_scale_inv"))
+_COLUMNS = ("_columnwise_data", "_columnwise_scale_inv")
+
+
+def quantised_buffers(parameter: torch.Tensor) -> QuantisedBuffers[torch.Tensor] | None:
+    """The live buffers of a parameter that is kept in FP8, nothing for any other.
+
+    Column-wise codes are a form of their own only where blocks are not square (MXFP8): everywhere else Transformer
+    Engine makes them from the row-wise ones after every gather.
+    """
+    for codes_name, scales_name in _FORMS:
+        codes, scale = getattr(parameter, codes_name, None), getattr(parameter, scales_name, None)
+        if torch.is_tensor(codes):
+            scales = {scales_name: scale} if torch.is_tensor(scale) else {}
+            columns = {name: getattr(parameter, name, None) for name in _COLUMNS} if _is_mx(scale) else {}
+            return QuantisedBuffers(codes, scales, {name: one for name, one in columns.items() if torch.is_tensor(one)})
+    return None
+
+
+def _is_mx(scale: object) -> bool:
+    """Scales that are exponents (E8M0), one for 32 elements of a row or of a column."""
+    return torch.is_tensor(scale) and scale.dtype == torch.uint8

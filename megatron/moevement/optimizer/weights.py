@@ -1,0 +1,58 @@
+"""Compute weights from master weights, and to all replicas: the end of an update, and of a restore.
+
+Weights in FP8 (``--fp8-param-gather``) need the largest master weights of all replicas for their scales. So they are
+made where parameters are gathered, which may be interrupted and done again, and not where the update is made, which
+waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+HALF = "moevement_half"
+"""Attribute of an MXFP8 parameter: its range in BF16, rounded from the master weights (``optimizer/views.py``)."""
+
+
+def is_quantised(member: Any) -> bool:
+    """Whether an optimizer's compute weights are in FP8 and their scales reduced over replicas."""
+    return bool(getattr(getattr(member, "ddp_config", None), "fp8_param_gather", False))
+
+
+@torch.no_grad()
+def copy_masters(member: Any) -> None:
+    """Master weights over this rank's range of the compute weights, as Megatron does after a step.
+
+    Where :func:`is_quantised`, called by every replica.
+    """
+    if getattr(member.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        member._copy_main_params_to_param_buffer()
+    elif hasattr(member, "_copy_main_params_to_model_params"):
+        member._copy_main_params_to_model_params()
+
+
+@torch.no_grad()
+def round_masters(member: Any) -> None:
+    """What MXFP8 weights are made from, as snapshots save it; neither of their two forms can be made from the other."""
+    for parameter in getattr(member, "model_param_gbuf_map", ()):
+        if (half := getattr(parameter, HALF, None)) is not None:
+            half.copy_(parameter.main_param.view(-1))
+
+
+def gather(chunks: Iterable[Any], *, force: bool = False) -> None:
+    """Every replica's range of the compute weights to all of them.
+
+    Each virtual stage once, though dense weights and experts have optimizers of their own: MXFP8 weights are gathered
+    by way of gradient buffers, which are cleared after it.
+
+    Args:
+        chunks: in their data-parallel wrappers; one may be named several times.
+        force: also where the next forward pass gathers (``--overlap-param-gather``).
+    """
+    for chunk in dict.fromkeys(chunks):
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        if force or not chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)

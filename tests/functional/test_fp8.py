@@ -1,0 +1,77 @@
+"""Training in FP8, killed: every recipe, with weights in BF16 and in FP8, ends with the bits of a failure-free run.
+
+Numbers and state of the recipes are exact here; the order in which products are summed is the CPU's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.test_kills import LAYOUTS, SPARSE, reference
+from tests.launching import survive
+from tests.training import train
+
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "replicas": {"use_distributed_optimizer": False},
+    "shards": {"use_distributed_optimizer": True},
+    "weights in FP8": {"use_distributed_optimizer": True, "fp8_param_gather": True},
+}
+KILLS = (
+    "rank=1,iteration=3,phase=forward", "rank=3,iteration=7,phase=backward", "rank=0,iteration=10,phase=gather",
+    "rank=2,iteration=13,phase=commit", "rank=3,iteration=17,phase=snapshot",
+)  # fmt: skip
+
+
+def recipe(name: str, weights: str, **others: Any) -> dict[str, Any]:
+    """Flags of PP2 x EP2 in FP8."""
+    _, layout = LAYOUTS["PP2xEP2"]
+    chosen = SPARSE | layout | {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": name, **WEIGHTS[weights], **others}
+    if name == "mxfp8" and "fp8_param_gather" in chosen:
+        chosen["reuse_grad_buf_for_mxfp8_param_ag"] = True
+    return chosen
+
+
+CASES = [(name, weights) for name in ("delayed", "tensorwise", "blockwise", "mxfp8") for weights in WEIGHTS]
+QUICK = {("delayed", "weights in FP8"), ("mxfp8", "weights in FP8"), ("tensorwise", "replicas")}
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.full], id="-".join(case)) for case in CASES],
+)
+@pytest.mark.parametrize(
+    "recovery", [pytest.param("replay"), pytest.param("redo", marks=pytest.mark.full)]
+)  # fmt: skip
+def test_killed_in_every_recipe(name: str, weights: str, recovery: str, tmp_path: Path) -> None:
+    flags_ = recipe(name, weights)
+    wanted = reference(4, tmp_path / "failure_free", **flags_)
+    survived = survive(4, 2, tmp_path / "recovered", inject=KILLS, **flags_, moevement_recovery=recovery)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    assert len(survived.failures()) == len(KILLS)
+
+
+def test_scales_look_back_over_several_iterations_and_recompute(tmp_path: Path) -> None:
+    """A history of amaxes, and forward passes that are run again in the backward pass."""
+    history = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max", "moevement_recovery": "redo"}
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    flags_ = recipe("delayed", "weights in FP8", **history)
+    wanted = reference(4, tmp_path / "failure_free", **flags_)
+    survived = survive(4, 2, tmp_path / "recovered", inject=KILLS, **flags_ | again)
+    assert survived.digest == wanted, "activations that are made again have the scales that they had"
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8"])
+def test_weights_in_fp8_train_like_weights_that_are_quantised_in_each_iteration(name: str, tmp_path: Path) -> None:
+    """Megatron says so of Transformer Engine: masters are rounded to BF16 before they are quantised, in both."""
+    runs = [
+        train(2, tmp_path / weights, **recipe(name, weights), train_iters=4, pipeline_model_parallel_size=1,
+              moevement_sparse_ckpt=False, moevement_window=False)
+        for weights in ("shards", "weights in FP8")
+    ]  # fmt: skip
+    lines = [[(line["loss"], line["grad_norm"]) for line in run.metrics()] for run in runs]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 4
