@@ -87,19 +87,21 @@ def _groups(member: Any) -> list[dict[str, Any]]:
     return [] if inner is None else list(inner.param_groups)
 
 
-def _master_weights(member: Any) -> list[list[torch.Tensor]]:
+def _master_weights(member: Any) -> list[list[Any]]:
     """What the inner optimizer steps: FP32 copies, their shards, or the weights themselves in an FP32 run."""
-    return [[param.data for param in group["params"]] for group in _groups(member)]
+    return [[_raw(param) for param in group["params"]] for group in _groups(member)]
 
 
 def _optimizer_state(member: Any) -> list[Any]:
     # Before its first step torch's Adam has no state, or the one it starts from: the same state.
     make_adam_state(getattr(member, "optimizer", None))
     state = getattr(getattr(member, "optimizer", None), "state", {})
+    scales = getattr(getattr(member, "optimizer", None), "_scales", {})
     return [
         {
             "options": {name: value for name, value in group.items() if name != "params" and _is_plain(value)},
             "state": [dict(state.get(param, {})) for param in group["params"]],
+            **({"scales": [dict(scales.get(param, {})) for param in group["params"]]} if scales else {}),
         }
         for group in _groups(member)
     ]

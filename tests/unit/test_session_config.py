@@ -147,7 +147,7 @@ def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None
 
 @pytest.mark.parametrize(
     "megatrons",
-    [{"optimizer": "sgd"}, {"optimizer_cpu_offload": True}, {"use_precision_aware_optimizer": True},
+    [{"optimizer": "sgd"}, {"optimizer_cpu_offload": True},
      {"use_torch_fsdp2": True}, {"use_megatron_fsdp": True}, {"qk_clip": True}, {"skip_train": True},
      {"cuda_graph_impl": "local"}, {"overlap_moe_expert_parallel_comm": True}, {"delay_wgrad_compute": True},
      {"defer_embedding_wgrad_compute": True}, {"overlap_param_gather_with_optimizer_step": True},

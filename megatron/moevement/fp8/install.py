@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
-from megatron.moevement.fp8 import autocast, linear, shards, tensor
+from megatron.moevement.fp8 import adam, autocast, linear, shards, tensor
 from megatron.moevement.fp8.recipe import Recipe
 from megatron.moevement.patches import replace, wrap
 
-_CHECKED_FOR_FP8 = {"1.7.0.dev0", "1.11.0", "2.6.0dev0"}
-"""Versions of Transformer Engine that Megatron's configuration asks for when it is to train in FP8."""
+_CHECKED = {"1.7.0.dev0", "1.11.0", "2.6.0dev0", "2.1.0", "2.1.0.dev0"}
+"""Versions of Transformer Engine that Megatron's configuration asks for where it is to train in FP8, and where its
+optimizer is to keep narrow state."""
+_TE = "transformer_engine"
 _NO_TE = "is Transformer Engine's"
 
 
@@ -43,6 +49,7 @@ def install() -> None:
     replace(fp8_utils, "MXFP8Tensor", tensor.MXQuantisedTensor, _NO_TE)
     replace(fp8_utils, "_modify_underlying_storage_impl", shards.modify_underlying_storage, _NO_TE)
     replace(fp8_utils, "_quantize_param_shard_impl", shards.quantize_param_shard, _NO_TE)
+    _install_adam()
     replace(random, "FP8GlobalStateManager", _Manager, _NO_TE)
     replace(random, "activation_recompute_forward", _recompute_phase, _NO_TE)
     replace(random, "fp8_autocast", _again, _NO_TE)
@@ -67,9 +74,61 @@ def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> A
 
 def _as_if_new_enough(original: Callable[..., bool]) -> Callable[..., bool]:
     def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-        return version in _CHECKED_FOR_FP8 or original(version, check_equality)
+        return version in _CHECKED or original(version, check_equality)
 
     return is_te_min_version
+
+
+def _install_adam() -> None:
+    """The optimizer of ``--use-precision-aware-optimizer``."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import optimizer_config
+
+    wrap(optimizer_config, "is_te_min_version", _as_if_new_enough, "asks for Transformer Engine's optimizer")
+    wrap(optimizer, "is_te_min_version", _as_if_new_enough, "asks for Transformer Engine's optimizer")
+    wrap(optimizer_config.OptimizerConfig, "__post_init__", _with_our_adam, "imports Transformer Engine's optimizer")
+    wrap(
+        optimizer,
+        "_get_megatron_optimizer_based_on_param_groups",
+        _on_our_adam,
+        "makes torch's Adam, which knows no narrow state",
+    )
+
+
+def _with_our_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Where it looks whether the optimizer can do what it is asked to, it finds ours."""
+
+    @functools.wraps(original)
+    def __post_init__(self: Any) -> None:
+        from megatron.core.utils import get_te_version
+
+        if not self.use_precision_aware_optimizer:
+            original(self)
+            return
+        get_te_version()  # remembered from here on: nothing but the optimizer may seem to be there
+        names = [_TE, f"{_TE}.pytorch", f"{_TE}.pytorch.optimizers"]
+        modules = {name: types.ModuleType(name) for name in names}
+        modules[names[-1]].FusedAdam = adam.PrecisionAwareAdam  # type: ignore[attr-defined]
+        with mock.patch.dict(sys.modules, modules):
+            original(self)
+
+    return __post_init__
+
+
+def _on_our_adam(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def make(config: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core import optimizer
+        from megatron.core.optimizer import distrib_optimizer
+
+        if not config.use_precision_aware_optimizer:
+            return original(config, *args, **kwargs)
+        for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER"):  # where it counts steps
+            replace(distrib_optimizer, name, True, "counts steps as torch's Adam does")
+        with mock.patch.multiple(optimizer, USING_PYTORCH_OPTIMIZER=False, Adam=adam.PrecisionAwareAdam):
+            return original(config, *args, **kwargs)
+
+    return make
 
 
 class _Manager:

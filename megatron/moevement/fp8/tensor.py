@@ -15,6 +15,7 @@ from megatron.moevement.fp8.delayed import DelayedScales
 from megatron.moevement.fp8.formats import BLOCK, E4M3, MX_BLOCK, Form, Quantised, by_scale
 from megatron.moevement.fp8.recipe import Recipe, Role
 
+_RANGES = {torch.ops.aten.view.default, torch.ops.aten.slice.Tensor}
 _ALIASES = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
@@ -51,21 +52,30 @@ class QuantisedTensor(torch.Tensor):
             MXQuantisedTensor if recipe.name == "mxfp8" else BlockQuantisedTensor if recipe.name == "blockwise" else cls
         )
         self = kind(values, recipe, scales, {})
-        self.buffers.update({name: tensor.clone() for name, tensor in self._quantise(values).items()})
+        for name, tensor in self._quantise(values).items():
+            self.buffers[name] = (tensor.view(values.shape) if tensor.numel() == values.numel() else tensor).clone()
         return self
 
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """What its buffers are when it stands for ``values``."""
         if self.scales is not None:
             self.scales.record(Role.WEIGHT, values)
-            its = by_scale(values, self.scales.scale[Role.WEIGHT], self.recipe.dtype(Role.WEIGHT))
+            its = by_scale(values.reshape(1, -1), self.scales.scale[Role.WEIGHT], self.recipe.dtype(Role.WEIGHT))
         else:
             its = self.recipe.quantise(values, Role.WEIGHT)
         return {self.codes_name: its.row.codes.view(torch.uint8), self.scales_name: its.row.scale_inv}
 
+    def part(self, codes: torch.Tensor) -> QuantisedTensor:
+        """A weight that is some of this one's codes, and changes it: the shard that an optimizer steps.
+
+        With delayed scaling alone, whose scale does not depend on which part is quantised.
+        """
+        like = torch.empty(codes.shape, dtype=self.dtype, device="meta")
+        return type(self)(like, self.recipe, self.scales, {**self.buffers, self.codes_name: codes})
+
     def quantised(self) -> Quantised:
         """As products take it; the buffers, not copies."""
-        form = self._form(self.codes_name, self.scales_name, (self.shape[0], self.shape[1]))
+        form = self._form(self.codes_name, self.scales_name, (1, 1))
         return Quantised(form, form)
 
     def _form(self, codes: str, scales: str, block: tuple[int, int]) -> Form:
@@ -73,7 +83,7 @@ class QuantisedTensor(torch.Tensor):
 
     def dequantised(self) -> torch.Tensor:
         """What it stands for, ``[N, K]``, in the dtype that it looks like."""
-        return self.quantised().row.dequantised().to(self.dtype)
+        return self.quantised().row.dequantised().to(self.dtype).view(self.shape)
 
     def from_float8(self) -> torch.Tensor:
         """Megatron's name for :meth:`dequantised`."""
@@ -83,7 +93,7 @@ class QuantisedTensor(torch.Tensor):
     def update(self, values: torch.Tensor) -> None:
         """Stand for ``values`` from now on."""
         for name, tensor in self._quantise(values.to(self.dtype).view(self.shape)).items():
-            self.buffers[name].copy_(tensor)
+            self.buffers[name].copy_(tensor.view(self.buffers[name].shape))
 
     def __getattr__(self, name: str) -> torch.Tensor:
         if name.startswith("_") and "buffers" in self.__dict__ and name in self.__dict__["buffers"]:
@@ -99,6 +109,8 @@ class QuantisedTensor(torch.Tensor):
     ) -> Any:
         """See the class."""
         first: Any = args[0] if args else None
+        if func in _RANGES and isinstance(first, QuantisedTensor) and first.scales is not None:
+            return first.part(func(first.buffers[first.codes_name].view(first.shape), *args[1:]))
         if func in _ALIASES:
             return type(first)(first, first.recipe, first.scales, first.buffers)
         if isinstance(first, QuantisedTensor) and func is torch.ops.aten.copy_.default:

@@ -20,6 +20,9 @@ from megatron.moevement.optimizer.outcome import Outcome
 from megatron.moevement.optimizer.views import Trained
 from megatron.moevement.state_digest import members
 
+_DECOUPLED = "decoupled_grad"
+"""Where gradients are that are not of the dtype of what is stepped (``--use-precision-aware-optimizer``)."""
+
 
 class Train:
     """Reductions are Megatron's own.
@@ -107,6 +110,8 @@ class Replay(Train):
             for trained in self._trained.get(name, ()):
                 if trained.master is not None:
                     trained.master.grad = None
+                    if hasattr(trained.master, _DECOUPLED):
+                        setattr(trained.master, _DECOUPLED, None)
                 trained.parameter.grad = None
         # An overflow in the gradient of a frozen operator is not seen again.
         return found if self.outcome is None else bool(self.outcome["overflow"])

@@ -24,6 +24,8 @@ from moevement_core.operators import Operator, StateBytes
 from moevement_core.policy.schedule import Saved
 from moevement_core.snapshot.snapshot import StateTensor
 
+_MASTERS = ("/master", "/upper", "/weight")
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -167,8 +169,8 @@ def operators_of(states: dict[OperatorId, OperatorState]) -> list[Operator]:
 
 
 def _weigh(state: OperatorState) -> StateBytes:
-    masters = [t.tensor for t in state.full if t.key.endswith(("/master", "/weight"))]
-    others = [t.tensor for t in state.full if not t.key.endswith(("/master", "/weight"))]
+    masters = [t.tensor for t in state.full if t.key.endswith(_MASTERS)]
+    others = [t.tensor for t in state.full if not t.key.endswith(_MASTERS)]
     gradients = [t.tensor for t in state.gradient]
     return StateBytes.of_tensors([t.tensor for t in state.compute], masters, others, gradients)
 
@@ -207,12 +209,36 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
     """Shards of the distributed optimizer."""
     for parameter in member.model_param_gbuf_map:
         owned = member._get_model_param_range_map(parameter)["param"]
-        tensors = dict(member._get_main_param_and_optimizer_states(parameter))
-        master = tensors.pop("param")
+        stepped, state = _stepped(member, parameter)
         buffers = quantised_buffers(parameter)
         if buffers is not None and not buffers.is_one_form:
-            setattr(parameter, HALF, master.detach().view(-1).to(parameter.dtype))
-        yield parameter, _Part(owned.start, owned.end, {"master": master, **tensors}, master)
+            setattr(parameter, HALF, stepped.detach().view(-1).to(parameter.dtype))
+        yield parameter, _Part(owned.start, owned.end, state, stepped)
+
+
+def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What the distributed optimizer steps of a parameter, and its state as it is stored.
+
+    ``--use-precision-aware-optimizer`` may leave master weights to the optimizer. Then it steps the parameter's own
+    range, which with remainders is the upper half of them.
+    """
+    group, place = member.model_param_group_index_map[parameter]
+    inner = member.optimizer
+    stepped = inner.param_groups[group]["params"][place]
+    state = {} if "master_param" in inner.state[stepped] else {"master": stepped}
+    for name, value in inner.state[stepped].items():
+        if not torch.is_tensor(value):
+            continue
+        name = "master" if name == "master_param" else name
+        if name == "master" and value.dtype == torch.int16:
+            state["upper"] = stepped
+        quantised = quantised_buffers(value)
+        stored = {name: value} if quantised is None else {f"{name}/{it}": raw for it, raw in quantised.all.items()}
+        state.update(stored)
+    for name, scale in getattr(inner, "_scales", {}).get(stepped, {}).items():
+        if torch.is_tensor(scale):
+            state[f"{'master' if name == 'master_param' else name}/scale"] = scale
+    return stepped, state
 
 
 def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:

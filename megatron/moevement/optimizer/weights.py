@@ -27,10 +27,21 @@ def copy_masters(member: Any) -> None:
 
     Where :func:`is_quantised`, called by every replica.
     """
-    if getattr(member.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+    if getattr(member.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
+        _write_weights(member.optimizer)
+    elif getattr(member.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         member._copy_main_params_to_param_buffer()
     elif hasattr(member, "_copy_main_params_to_model_params"):
         member._copy_main_params_to_model_params()
+
+
+def _write_weights(inner: Any) -> None:
+    """From master weights that the optimizer keeps; a weight that is half of its master is there already."""
+    for group in inner.param_groups:
+        for weight in group["params"]:
+            master = inner.state[weight].get("master_param")
+            if master is not None and master.dtype != torch.int16:
+                weight.detach().copy_(inner.get_unscaled_state(weight, "master_param"))
 
 
 @torch.no_grad()

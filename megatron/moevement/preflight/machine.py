@@ -18,7 +18,6 @@ NEEDS_GPU = (
     Refusal("--cuda-graph-impl", beside("cuda_graph_impl", "none"), _KERNELS),
     Refusal("--tp-comm-overlap", given("tp_comm_overlap"), _KERNELS),
     Refusal("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex", _KERNELS),
-    Refusal("--use-precision-aware-optimizer", given("use_precision_aware_optimizer"), _KERNELS),
     Refusal("--optimizer-cpu-offload", given("optimizer_cpu_offload"), _KERNELS),
     Refusal("--use-torch-fsdp2", given("use_torch_fsdp2"), _KERNELS),
     Refusal("--use-megatron-fsdp", given("use_megatron_fsdp"), _KERNELS),

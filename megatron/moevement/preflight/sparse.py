@@ -16,7 +16,6 @@ _WGRAD = "it computes weight gradients apart from backward, where a replay canno
 _BATCHES = "its batches cannot be asked for again"
 REFUSED = (
     Refusal("--optimizer-cpu-offload", given("optimizer_cpu_offload"), _ELSEWHERE),
-    Refusal("--use-precision-aware-optimizer", given("use_precision_aware_optimizer"), _ELSEWHERE),
     Refusal("--use-torch-fsdp2", given("use_torch_fsdp2"), _ELSEWHERE),
     Refusal("--use-megatron-fsdp", given("use_megatron_fsdp"), _ELSEWHERE),
     Refusal("--qk-clip", given("qk_clip"), "weights change once more after the optimizer step"),

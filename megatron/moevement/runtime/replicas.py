@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron.moevement.optimizer.quantised import quantised_buffers
 from megatron.moevement.runtime.live import Live
 from moevement_core.session.binding import Replicas
 from moevement_core.snapshot.whole import begin_whole
@@ -25,5 +26,7 @@ def replica_digests(live: Live) -> list[Replicas]:
     for chunk in live.model or []:
         for parameter in chunk.parameters():
             group = dense if getattr(parameter, "allreduce", True) else expert
-            weights.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(parameter.data)
+            quantised = quantised_buffers(parameter)
+            stored = [parameter.data] if quantised is None else list(quantised.all.values())
+            weights.setdefault(tuple(dist.get_process_group_ranks(group)), []).extend(stored)
     return [(ranks, begin_whole({"": tensors})()[""]) for ranks, tensors in weights.items() if len(ranks) > 1]

@@ -29,7 +29,7 @@ def wipe(live: Live, views: OperatorViews) -> None:
         inner = getattr(member, "optimizer", None)
         if inner is None:
             continue
-        for state in inner.state.values():
+        for state in (*inner.state.values(), *getattr(inner, "_scales", {}).values()):
             for value in state.values():
                 if torch.is_tensor(value):
                     _spoil(value)
