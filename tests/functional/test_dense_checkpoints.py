@@ -26,16 +26,29 @@ SIGMOID = {
 # Megatron keeps the run's length in the scheduler and asserts that it did not change, unless told so.
 OTHER_END = {"override_opt_param_scheduler": True}
 
+FP8 = {"bf16": True, "use_distributed_optimizer": True, "fp8_format": "hybrid", "fp8_param_gather": True}
 RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16-distributed-optimizer": (4, PP2 | EP2 | OVERLAP | DROPOUT | {"bf16": True}),
     "fp16-interleaved-expert-bias": (2, INTERLEAVED | SIGMOID | DROPOUT | {"fp16": True, "initial_loss_scale": 2**20}),
     "fp32-tensor": (2, TP2 | EP2 | DROPOUT),
     "async-nvrx": (2, PP2 | DROPOUT | ASYNC | {"bf16": True, "async_strategy": "nvrx"}),
     "async-mcore": (2, EP2 | DROPOUT | ASYNC | {"async_strategy": "mcore"}),
-}
+    "fp8-delayed": (2, PP2 | {**FP8, "fp8_recipe": "delayed", "fp8_amax_history_len": 3}),
+    "fp8-blockwise": (2, EP2 | {**FP8, "fp8_recipe": "blockwise"}),
+    "fp8-mxfp8": (2, EP2 | {**FP8, "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True}),
+    "narrow-state": (
+        2,
+        EP2 | {**FP8, "fp8_recipe": "delayed", "use_precision_aware_optimizer": True, "main_params_dtype": "fp16",
+               "exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp16"},
+    ),
+    "remainders": (2, EP2 | {"bf16": True, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True,
+                             "exp_avg_dtype": "bf16"}),
+}  # fmt: skip
 
 
-ONLY_IN_FULL = ("async-mcore", "async-nvrx", "fp32-tensor")
+ONLY_IN_FULL = (
+    "async-mcore", "async-nvrx", "fp32-tensor", "fp8-delayed", "fp8-blockwise", "narrow-state", "remainders",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

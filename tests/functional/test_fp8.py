@@ -55,7 +55,7 @@ def test_killed_in_every_recipe(name: str, weights: str, recovery: str, tmp_path
 
 
 def test_scales_look_back_over_several_iterations_and_recompute(tmp_path: Path) -> None:
-    """A history of amaxes, and forward passes that are run again in the backward pass; a lost rank makes updates alone."""
+    """A history of amaxes, and forward passes that are run again; a lost rank makes its updates again by itself."""
     history = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     flags_ = recipe("delayed", "weights in FP8", **history)

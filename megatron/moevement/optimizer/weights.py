@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.state_digest import members
+
 HALF = "moevement_half"
 """Attribute of an MXFP8 parameter: its range in BF16, rounded from the master weights (``optimizer/views.py``)."""
 
@@ -50,6 +52,19 @@ def round_masters(member: Any) -> None:
     for parameter in getattr(member, "model_param_gbuf_map", ()):
         if (half := getattr(parameter, HALF, None)) is not None:
             half.copy_(parameter.main_param.view(-1))
+
+
+def make_again(chunks: Iterable[Any], optimizer: Any) -> None:
+    """Weights in FP8 from the master weights that a dense checkpoint has brought, on all replicas.
+
+    Megatron quantises the checkpoint's weights, which were dequantised for it: other codes where a recipe does not
+    quantise its own output to itself (MXFP8).
+    """
+    if quantised := [member for member in members(optimizer) if is_quantised(member)]:
+        for member in quantised:
+            copy_masters(member)
+            round_masters(member)
+        gather(chunks, force=True)
 
 
 def gather(chunks: Iterable[Any], *, force: bool = False) -> None:

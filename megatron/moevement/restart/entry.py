@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
+from megatron.moevement.optimizer import weights
 from megatron.moevement.restart import leftovers, origin
 from megatron.moevement.restart.alone import building_alone, sharing_parameter_keys
 from megatron.moevement.restart.groups import Groups
@@ -100,6 +101,7 @@ def _begin(job: Job, setup: Setup, groups: Groups | None, first: _FirstProgress)
         lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
         with origin.loading(names, args) as began:
             live.model, live.optimizer, live.scheduler = setup()
+        weights.make_again(live.model, live.optimizer)
         live.iteration = args.iteration
         config = run.session
         loaded = load_window(binding, config, names, is_resumed=began.is_resumed) if config is not None else None

@@ -1,0 +1,1 @@
+"""Everything of this project that one GPU can check, in one call and ten minutes."""
