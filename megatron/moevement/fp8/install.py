@@ -49,6 +49,7 @@ def install() -> None:
     replace(fp8_utils, "MXFP8Tensor", tensor.MXQuantisedTensor, _NO_TE)
     replace(fp8_utils, "_modify_underlying_storage_impl", shards.modify_underlying_storage, _NO_TE)
     replace(fp8_utils, "_quantize_param_shard_impl", shards.quantize_param_shard, _NO_TE)
+    replace(fp8_utils, "te_post_all_gather_processing", shards.post_all_gather_processing, _NO_TE)
     _install_adam()
     replace(random, "FP8GlobalStateManager", _Manager, _NO_TE)
     replace(random, "activation_recompute_forward", _recompute_phase, _NO_TE)

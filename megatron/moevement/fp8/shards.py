@@ -52,6 +52,15 @@ def quantize_param_shard(
         _write(weight, shard, offset or 0, part.view(own.shape))
 
 
+@torch.no_grad()
+def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
+    """After a gather of codes: with delayed scaling all replicas know the scale, whoever's optimizer has used it."""
+    for weight in model_params:
+        if isinstance(weight, QuantisedTensor) and weight.scales is not None:
+            scale = weight.scales.scale[Role.WEIGHT]
+            weight.buffers[weight.scales_name].copy_(scale.reciprocal().view(1, 1))
+
+
 def _amaxes(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int) -> torch.Tensor:
     """Of the range alone: ``[1, 1]``, or one for each block."""
     if not isinstance(weight, BlockQuantisedTensor):

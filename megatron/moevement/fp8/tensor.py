@@ -52,6 +52,8 @@ class QuantisedTensor(torch.Tensor):
             MXQuantisedTensor if recipe.name == "mxfp8" else BlockQuantisedTensor if recipe.name == "blockwise" else cls
         )
         self = kind(values, recipe, scales, {})
+        if scales is not None:
+            scales.record(Role.WEIGHT, values)
         for name, tensor in self._quantise(values).items():
             self.buffers[name] = (tensor.view(values.shape) if tensor.numel() == values.numel() else tensor).clone()
         return self
@@ -59,7 +61,6 @@ class QuantisedTensor(torch.Tensor):
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """What its buffers are when it stands for ``values``."""
         if self.scales is not None:
-            self.scales.record(Role.WEIGHT, values)
             its = by_scale(values.reshape(1, -1), self.scales.scale[Role.WEIGHT], self.recipe.dtype(Role.WEIGHT))
         else:
             its = self.recipe.quantise(values, Role.WEIGHT)
@@ -70,7 +71,7 @@ class QuantisedTensor(torch.Tensor):
 
         With delayed scaling alone, whose scale does not depend on which part is quantised.
         """
-        like = torch.empty(codes.shape, dtype=self.dtype, device="meta")
+        like = torch.empty(1, dtype=self.dtype, device=codes.device).expand(codes.shape)  # without memory
         return type(self)(like, self.recipe, self.scales, {**self.buffers, self.codes_name: codes})
 
     def quantised(self) -> Quantised:
@@ -91,7 +92,13 @@ class QuantisedTensor(torch.Tensor):
 
     @torch.no_grad()
     def update(self, values: torch.Tensor) -> None:
-        """Stand for ``values`` from now on."""
+        """Stand for ``values`` from now on.
+
+        A shard is changed by its optimizer, and what is largest in it counts for the next scale. A whole weight is
+        changed by loading, which counts for nothing: its history is loaded too.
+        """
+        if self.scales is not None and self.dim() == 1:
+            self.scales.record(Role.WEIGHT, values.to(self.dtype))
         for name, tensor in self._quantise(values.to(self.dtype).view(self.shape)).items():
             self.buffers[name].copy_(tensor.view(self.buffers[name].shape))
 
