@@ -38,7 +38,7 @@ def measure() -> dict[str, Any]:
             began = time.perf_counter()
             capture = engine.start((), [(source, target)], {}, lambda done: None, lambda: None)
             work()
-            device.synchronize()
+            device.current_stream().synchronize()  # not the copies' own
             stall_s.append(capture.wait_copied())
             beside_s.append(time.perf_counter() - began)
             capture.finished.wait()

@@ -1,4 +1,4 @@
-"""A spare takes over the GPU of a process that is killed: seconds from SIGKILL until half of its memory can be had by another
+"""A spare takes over the GPU of a process that is killed: seconds from SIGKILL until as much memory can be had by another
 process that has its CUDA context already, and by one that makes it then.
 """
 

@@ -32,7 +32,9 @@ SMALL = {
 """Where there is no GPU."""
 SWITCHES = (
     "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--bf16",
-    "--use-distributed-optimizer", "--transformer-impl", "local", "--no-gradient-accumulation-fusion",
+    "--use-distributed-optimizer", "--transformer-impl", "local", "--attention-backend", "unfused",
+    "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm",
 )  # fmt: skip
 ITERATIONS, WIPED_AT = 30, 17
 SNAPSHOTS = ("--moevement-sparse-ckpt", "--moevement-replicas", "0", "--moevement-window", "4")

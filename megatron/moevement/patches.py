@@ -107,6 +107,7 @@ LOOKED_UP = {
     ),
     "megatron.core.transformer.moe.shared_experts": ("_overlap_state", "cached_fc1_input", "gate_score"),
     "megatron.core.tensor_parallel.random": ("_current_state_name", "_unset_checkpointing"),
+    "megatron.core.transformer.module": ("modules_with_is_first_microbatch",),
 }  # fmt: skip
 """Names of Megatron's objects that are read, or set, where an object has them; by the module that makes them. Which
 objects have them differs (an optimizer of FP32 weights has no loss scaler), so one that was renamed would be passed

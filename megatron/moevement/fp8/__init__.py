@@ -2,7 +2,7 @@
 
 The numbers and the state are those of the recipes: which values get which codes and scales, when scales change, what is
 reduced over which ranks. Products are of dequantised values in FP32, so sums are in this machine's order and not in a
-tensor core's. Where Transformer Engine is installed, nothing of this is used.
+tensor core's. On a GPU nothing of this is used.
 
 - :mod:`formats`: matrices in FP8 and the scales of each recipe.
 - :mod:`recipe`: which quantiser a recipe has for inputs, weights and gradients.

@@ -52,7 +52,6 @@ class Region:
     Attributes:
         trains: gradients will be asked for.
         layers: scales of the linear layers that ran, in order.
-        is_again: it is being run again, in a backward pass.
     """
 
     def __init__(self, recipe: Recipe, group: Any) -> None:
@@ -60,23 +59,34 @@ class Region:
         self.group = group
         self.trains = torch.is_grad_enabled()
         self.layers: list[DelayedScales] = []
-        self.is_again = False
+        self._again: deque[Call] | None = None
         self._tapes: list[deque[Call]] = []
 
     def call(self, scales: DelayedScales | None) -> Call:
         """The next product; of a run that is repeated, the one that it was."""
-        if self.is_again:
-            return self._tapes[-1].popleft()
-        call = Call(self, scales)
-        if scales is not None:
-            self.layers.append(scales)
+        if self._again is not None:
+            call = self._again.popleft()
+        else:
+            call = Call(self, scales)
+            if scales is not None:
+                self.layers.append(scales)
         for tape in self._tapes:
             tape.append(call)
         return call
 
+    @property
+    def is_again(self) -> bool:
+        """Whether it is being run again, in a backward pass."""
+        return self._again is not None
+
+    @property
+    def is_taped(self) -> bool:
+        """Whether what runs now will run again, or does."""
+        return bool(self._tapes) or self.is_again
+
     @contextmanager
     def first_run(self, tape: deque[Call]) -> Iterator[None]:
-        """What runs in here will run again."""
+        """What runs in here will run again; parts of it may, before that."""
         self._tapes.append(tape)
         try:
             yield
@@ -86,18 +96,22 @@ class Region:
     @contextmanager
     def second_run(self, tape: deque[Call]) -> Iterator[None]:
         """What ran in :meth:`first_run` runs again."""
-        was, self.is_again = (_regions[:], self.is_again), True
+        before = _regions[:], self._again, self._tapes
         _regions.append(self)
-        self._tapes.append(tape)
+        self._again, self._tapes = tape, []
         try:
             yield
         finally:
-            self._tapes.pop()
-            _regions[:], self.is_again = was
+            _regions[:], self._again, self._tapes = before
 
 
 _regions: list[Region] = []
 """Entered and not left, the innermost last. Forward passes, and what a backward pass runs again, are on one thread."""
+
+
+def forget() -> None:
+    """Nothing runs: an interruption has left it."""
+    _regions.clear()
 
 
 def current() -> Region | None:
@@ -111,6 +125,9 @@ def autocast(recipe: Recipe, group: Any) -> Iterator[None]:
 
     Called by every rank of ``group``, which amaxes are reduced over.
     """
+    if (outer := current()) is not None and outer.is_taped and outer.recipe == recipe:
+        yield  # a part of what will run again, or does: it belongs to what that belongs to
+        return
     region = Region(recipe, group)
     _regions.append(region)
     try:

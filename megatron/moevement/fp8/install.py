@@ -136,6 +136,11 @@ class _Manager:
     """What activations that are made again ask before they are."""
 
     @staticmethod
+    def reset() -> None:
+        autocast.forget()
+        linear.forget()
+
+    @staticmethod
     def is_fp8_enabled() -> bool:
         return autocast.current() is not None
 
@@ -150,5 +155,5 @@ def _recompute_phase(activation_recompute: bool, recompute_phase: bool) -> Abstr
 
 
 def _again(enabled: bool, fp8_recipe: Recipe | None) -> AbstractContextManager[None]:
-    """Only where scales do not look back: Megatron refuses this with delayed scaling."""
+    """Only where scales do not look back: with delayed scaling it is refused (``preflight/machine.py``)."""
     return autocast.autocast(fp8_recipe, None) if enabled and fp8_recipe is not None else nullcontext()

@@ -95,6 +95,11 @@ _building: list[list[Any]] = []
 """Linear layers that are built inside :func:`building`, for each that is entered."""
 
 
+def forget() -> None:
+    """Nothing is being built: an interruption has left it."""
+    _building.clear()
+
+
 def remembered(original: Callable[..., None]) -> Callable[..., None]:
     """``__init__`` of a linear layer."""
 

@@ -104,11 +104,12 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
             part = part_of(parameter)
             trained.setdefault(operator.name, []).append(_trained(parameter, part))
             if part is None:  # another rank's; codes are gathered from it, scales are not
-                weights += [
-                    StateTensor(operator.name, Saved.COMPUTE, f"{number}.{name}[0:0]/{what}", tensor)
-                    for what, tensor in _stored(parameter, 0, 0)
-                    if what == "scale"
-                ]
+                for saved, tensors in ((Saved.COMPUTE, weights), (Saved.FULL, states)):
+                    tensors += [
+                        StateTensor(operator.name, saved, f"{number}.{name}[0:0]/{what}", tensor)
+                        for what, tensor in _stored(parameter, 0, 0)
+                        if what == "scale"
+                    ]
                 continue
             replicated += _replicas(operator.name, parameter, part)
             key = f"{number}.{name}[{part.start}:{part.end}]"

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.fp8.shards import post_all_gather_processing
 from megatron.moevement.state_digest import members
 
 HALF = "moevement_half"
@@ -20,7 +21,8 @@ HALF = "moevement_half"
 
 def is_quantised(member: Any) -> bool:
     """Whether an optimizer's compute weights are in FP8 and their scales reduced over replicas."""
-    return bool(getattr(getattr(member, "ddp_config", None), "fp8_param_gather", False))
+    config = getattr(member, "ddp_config", None)
+    return bool(getattr(config, "fp8_param_gather", False)) and not getattr(config, "use_megatron_fsdp", False)
 
 
 @torch.no_grad()
@@ -29,8 +31,12 @@ def copy_masters(member: Any) -> None:
 
     Where :func:`is_quantised`, called by every replica.
     """
+    if getattr(member, "is_stub_optimizer", False):
+        return
     if getattr(member.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False):
         _write_weights(member.optimizer)
+        if is_quantised(member):  # those of which this rank owns nothing have another scale now, too
+            post_all_gather_processing([weight for buffer in member.buffers for weight in buffer.params])
     elif getattr(member.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         member._copy_main_params_to_param_buffer()
     elif hasattr(member, "_copy_main_params_to_model_params"):

@@ -45,12 +45,39 @@ def optimizer(args: Namespace) -> Iterator[str]:
 
 
 def fp8(args: Namespace) -> Iterator[str]:
-    """MXFP8 weights are gathered in BF16, and the only buffer for that is the gradients'."""
-    keeps_weights = args.fp8 and args.fp8_recipe == "mxfp8" and args.fp8_param_gather
-    if keeps_weights and not args.reuse_grad_buf_for_mxfp8_param_ag:
+    """What neither Megatron nor our FP8 (``megatron/moevement/fp8``) can do, and where there is no FP8 at all."""
+    has_te = importlib.util.find_spec("transformer_engine") is not None
+    narrow = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+    asked = "--fp8-format" if args.fp8 else "--use-precision-aware-optimizer"
+    if (args.fp8 or narrow) and platform.is_cpu() == has_te:
+        why = "Transformer Engine is installed, and ours stands in for it only where it is not; leave it out here"
+        if not has_te:
+            why = "on a GPU it needs Transformer Engine, which is not installed; NVIDIA's PyTorch container has it"
+        yield f"{asked}: {why}"
+    if not args.fp8:
+        return
+    keeps_weights = args.fp8_param_gather and not args.use_megatron_fsdp
+    if keeps_weights and args.fp8_recipe == "mxfp8" and not args.reuse_grad_buf_for_mxfp8_param_ag:
         yield (
             "--fp8-recipe mxfp8 --fp8-param-gather: Megatron cannot gather weights in two forms; "
             "add --reuse-grad-buf-for-mxfp8-param-ag"
+        )
+    if keeps_weights and args.fp8_recipe != "delayed" and args.main_params_dtype != "fp32":
+        yield (
+            f"--fp8-recipe {args.fp8_recipe} --fp8-param-gather --main-params-dtype {args.main_params_dtype}: an "
+            "optimizer that keeps master weights writes FP8 with delayed scaling only; give --main-params-dtype fp32"
+        )
+    if args.fp8_recipe != "delayed" or has_te:
+        return
+    if keeps_weights and (args.fp16 or args.loss_scale is not None):
+        yield (
+            "--fp8-recipe delayed --fp8-param-gather with a loss scale: where an update is skipped scales move and "
+            "weights do not, which is not kept apart here; use --bf16 without --loss-scale, or another recipe"
+        )
+    if args.recompute_granularity == "selective" and "mla_up_proj" in (args.recompute_modules or ()):
+        yield (
+            "--recompute-modules mla_up_proj with --fp8-recipe delayed: it would be run again with other scales; leave "
+            "it out, or use another recipe"
         )
 
 

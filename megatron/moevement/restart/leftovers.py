@@ -143,7 +143,7 @@ def _reset_random_tracker() -> None:
     if getattr(tracker, "_current_state_name", "default-rng") != "default-rng":
         tracker._current_state_name = "default-rng"
     random._unset_checkpointing()
-    if (states := getattr(random, "FP8GlobalStateManager", None)) is not None:  # not tested on GPUs
+    if (states := getattr(random, "FP8GlobalStateManager", None)) is not None:  # Transformer Engine's: not on GPUs yet
         states.reset()
 
 
@@ -182,6 +182,7 @@ def _reset_modules(live: Live) -> None:
     for chunk in live.model or []:
         chunk.train()
         for module in chunk.modules():
+            module.__dict__.pop("modules_with_is_first_microbatch", None)  # half a list would count as all of it
             if isinstance(module, SharedExpertMLP) and hasattr(module, "_overlap_state"):
                 module._overlap_state = SharedExpertState.IDLE
                 for name in _SHARED_EXPERTS:

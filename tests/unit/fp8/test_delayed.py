@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ class Layer(torch.nn.Module):
 
     def __init__(self, recipe: Recipe, seed: int) -> None:
         super().__init__()
+        self.recipe = recipe
         values = torch.randn(32, 32, generator=torch.Generator().manual_seed(seed)) / 4
         self.weight = torch.nn.Parameter(values)
         self.fp8 = DelayedScales(recipe) if recipe.is_delayed else None
@@ -58,8 +60,40 @@ class Layer(torch.nn.Module):
         return torch.tanh(_Product.apply(tokens, self.weight, _quantised_weight(self, call, self.weight), call))
 
 
+def pairs(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
+    """Two parts that are each run again."""
+    for pair in (layers[:2], layers[2:]):
+        tokens = autocast.checkpoint(lambda x, pair=pair: pair[1](pair[0](x)), False, None, None, tokens)
+    return tokens
+
+
+def nested(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
+    """All is run again, and a part of it within that."""
+
+    def all_of_it(x: torch.Tensor) -> torch.Tensor:
+        x = layers[0](x)
+        x = autocast.checkpoint(lambda y: layers[2](layers[1](y)), False, None, None, x)
+        return layers[3](x)
+
+    return autocast.checkpoint(all_of_it, False, None, None, tokens)
+
+
+def with_a_region_inside(layers: list[Layer], tokens: torch.Tensor) -> torch.Tensor:
+    """As multi-token prediction enters FP8 again within what is run again."""
+
+    def all_of_it(x: torch.Tensor) -> torch.Tensor:
+        x = layers[1](layers[0](x))
+        with autocast.autocast(layers[0].recipe, None):
+            return layers[3](layers[2](x))
+
+    return autocast.checkpoint(all_of_it, False, None, None, tokens)
+
+
+@pytest.mark.parametrize("again", [pairs, nested, with_a_region_inside])
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])
-def test_a_forward_pass_that_is_run_again_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_pass_that_is_run_again_changes_nothing(
+    name: str, again: Callable[[list[Layer], torch.Tensor], torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gradients, scales and histories with and without recomputation, over several iterations of two microbatches."""
     from megatron.core import tensor_parallel
 
@@ -79,12 +113,11 @@ def test_a_forward_pass_that_is_run_again_changes_nothing(name: str, monkeypatch
             for _ in range(2):  # both forward passes before the first backward pass, as pipelines do
                 tokens = torch.randn(8, 32, generator=generator, requires_grad=True)
                 with autocast.autocast(recipe, None):
-                    for pair in (layers[:2], layers[2:]):
-
-                        def two(x: torch.Tensor, pair: list[Layer] = pair) -> torch.Tensor:
-                            return pair[1](pair[0](x))
-
-                        tokens = autocast.checkpoint(two, False, None, None, tokens) if recomputes else two(tokens)
+                    if recomputes:
+                        tokens = again(layers, tokens)
+                    else:
+                        for layer in layers:
+                            tokens = layer(tokens)
                 losses.append(tokens.square().mean())
             for loss in losses:
                 loss.backward()
@@ -96,6 +129,7 @@ def test_a_forward_pass_that_is_run_again_changes_nothing(name: str, monkeypatch
 
     for first, second in zip(trained(False), trained(True), strict=True):
         assert torch.equal(first, second)
+    assert autocast.current() is None
 
 
 def test_an_evaluation_moves_nothing() -> None:
