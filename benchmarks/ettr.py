@@ -1,6 +1,6 @@
 """ETTR of every strategy under the same kills, on one host and over links of limited rate; writes ettr.md and ettr.png.
 
-    python -m benchmarks.ettr --folder runs/ettr        (an hour and a half; goes on from what is in the folder)
+    python -m benchmarks.ettr --folder runs/ettr        (an hour and three quarters; goes on from what is in the folder)
 
 1. ``moevement bench ettr``: several schedules of kills at two mean times, and a recorded one.
 2. The same training on a cluster of namespaces, a rank on each of four nodes and two spare nodes, with every link limited
@@ -48,7 +48,8 @@ def main() -> None:
         "--folder", type=Path, required=True, help="where results stay, so that the page can be made again"
     )
     parser.add_argument("--mtbf", nargs="+", default=["10", "25"], metavar="S", help="mean seconds between kills")
-    parser.add_argument("--iterations", type=int, default=120, metavar="N", help="of each job")
+    parser.add_argument("--iterations", type=int, default=60, metavar="N", help="of each job on one host")
+    parser.add_argument("--link-iterations", type=int, default=120, metavar="N", help="of each job over limited links")
     parser.add_argument("--repeats", default="3", metavar="R", help="schedules of kills for each mean time")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a recorded schedule, too")
     parser.add_argument("--speedup", default="30", metavar="X", help="of the trace (default: 30)")
@@ -62,7 +63,7 @@ def main() -> None:
     here = _kept(given.folder / "here.json", _here(words, given.folder))
     if (drawn := given.folder / PLOT.name).exists():
         PLOT.write_bytes(drawn.read_bytes())
-    OUTPUT.write_text(report(words, here, limited, given.iterations), encoding="utf-8")
+    OUTPUT.write_text(report(words, here, limited, given), encoding="utf-8")
 
 
 def _kept(path: Path, samples: Iterator[Sample]) -> list[Sample]:
@@ -85,7 +86,7 @@ def _over_links(rate: float, given: argparse.Namespace) -> Iterator[Sample]:
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
     mtbf_s = float(given.mtbf[-1])
-    failures = FailureModel(mtbf_s, RANKS).draw(100.0 * given.iterations, 1)
+    failures = FailureModel(mtbf_s, RANKS).draw(100.0 * given.link_iterations, 1)
     samples: list[Sample] = []
     with tempfile.TemporaryDirectory() as folder:
         free = None
@@ -95,7 +96,7 @@ def _over_links(rate: float, given: argparse.Namespace) -> Iterator[Sample]:
             with Cluster(nodes=RANKS + SPARES) as cluster:
                 for node in cluster.names:
                     cluster.slow_link(node, rate)
-                job = _job(cluster, Path(folder, name), name, given.iterations, kills)
+                job = _job(cluster, Path(folder, name), name, given.link_iterations, kills)
             if free is None:
                 free = job
                 samples.append(sample_of(job, free, FREE, NEVER, None, 0))
@@ -135,7 +136,7 @@ def _job(cluster: Cluster, folder: Path, name: str, iterations: int, failures: S
     return job
 
 
-def report(words: list[str], here: list[Sample], limited: dict[float, list[Sample]], iterations: int) -> str:
+def report(words: list[str], here: list[Sample], limited: dict[float, list[Sample]], given: argparse.Namespace) -> str:
     """The whole file."""
     over_links = "\n\n".join(
         f"### {rate:g} Mbit/s\n\n{table(HEADER, rows_of(samples))}" for rate, samples in limited.items()
@@ -145,11 +146,14 @@ def report(words: list[str], here: list[Sample], limited: dict[float, list[Sampl
     python -m benchmarks.ettr --folder runs/ettr        (writes this file; runs the next line, and jobs over limited links)
     moevement {" ".join(words)}
 
-The laptop preset on four ranks (pipeline 2 x expert/data 2), {iterations} iterations, two spares. Ranks are killed by SIGKILL at
-moments of the wall clock, every strategy by the same schedules; a recorded schedule loses several ranks at once, too.
+The laptop preset on four ranks (pipeline 2 x expert/data 2), {given.iterations} iterations ({given.link_iterations} over limited links), two
+spares. Ranks are killed by SIGKILL at moments of the wall clock, every strategy by the same schedules; a recorded schedule
+loses several ranks at once, too.
 
 - *overhead*: how much longer an iteration takes than in a job that saves nothing, median over rounds; each round of
-  strategies begins with such a job, as the machine's speed changes from one quarter of an hour to the next.
+  strategies begins with such a job, as the machine's speed changes from one quarter of an hour to the next. It changes
+  within a round, too: the overhead of `none`, which saves nothing, says by how much, and differences between strategies that
+  are smaller than that mean nothing.
 - *available*: the share of a job's time that failures left to it: its iterations, each counted once and as long as its own
   median, over the time that it took. *ETTR* is that, over 1 + overhead.
 - *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
@@ -167,8 +171,9 @@ moments of the wall clock, every strategy by the same schedules; a recorded sche
 ## Over limited links
 
 A rank on each of four nodes and two nodes of spares, network namespaces of one machine under Slurm; every node's link is
-limited each way (`tc tbf`), and windows are as long as a strategy makes them for it (`--moevement-window auto`). Training sends its activations and gradients over the same links. Windows on disk (checkfreq)
-do not pass them.
+limited each way (`tc tbf`), and windows are as long as a strategy makes them for it (`--moevement-window auto`). Training
+sends its activations and gradients over the same links. Windows on disk (checkfreq) do not pass them. One schedule each:
+a job that is slowed down by its copies lives through more kills.
 
 {over_links}
 

@@ -70,11 +70,8 @@ def test_scales_look_back_over_several_iterations_and_recompute(tmp_path: Path) 
 )  # fmt: skip
 def test_weights_in_fp8_train_like_weights_that_are_quantised_in_each_iteration(name: str, tmp_path: Path) -> None:
     """Megatron says so of Transformer Engine: masters are rounded to BF16 before they are quantised, in both."""
-    runs = [
-        train(2, tmp_path / weights, **recipe(name, weights), train_iters=4, pipeline_model_parallel_size=1,
-              moevement_sparse_ckpt=False, moevement_window=False)
-        for weights in ("shards", "weights in FP8")
-    ]  # fmt: skip
+    plain = {"train_iters": 4, "pipeline_model_parallel_size": 1, **dict.fromkeys(SPARSE.keys() - {"train_iters"})}
+    runs = [train(2, tmp_path / weights, **(recipe(name, weights) | plain)) for weights in ("shards", "weights in FP8")]
     lines = [[(line["loss"], line["grad_norm"]) for line in run.metrics()] for run in runs]
     assert lines[0] == lines[1]
     assert len(lines[0]) == 4
