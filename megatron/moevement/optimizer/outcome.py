@@ -73,5 +73,7 @@ def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
     inner = [member.optimizer for member in members(optimizer) if getattr(member, "optimizer", None) is not None]
     for one, of_groups in zip(inner, counts, strict=True):
         for group, count in zip(one.param_groups, of_groups, strict=True):
-            if count is not None:
+            if count is None:  # no step was made, or it is torch's Adam
+                group.pop("step", None)
+            else:
                 group["step"] = count

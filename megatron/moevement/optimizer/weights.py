@@ -61,16 +61,27 @@ def round_masters(member: Any) -> None:
 
 
 def make_again(chunks: Iterable[Any], optimizer: Any) -> None:
-    """Weights in FP8 from the master weights that a dense checkpoint has brought, on all replicas.
+    """Weights that are not what their master weights say, from the master weights, on all replicas; before training.
 
-    Megatron quantises the checkpoint's weights, which were dequantised for it: other codes where a recipe does not
-    quantise its own output to itself (MXFP8).
+    Weights in FP8 that a dense checkpoint has brought: Megatron quantises the checkpoint's, which were dequantised
+    for it, and gets other codes where a recipe does not quantise its own output to itself (MXFP8). And weights at the
+    start of a run whose optimizer keeps narrower masters: those are made from the weights, with fewer of their small
+    numbers, and a recovery has only the masters.
     """
-    if quantised := [member for member in members(optimizer) if is_quantised(member)]:
-        for member in quantised:
-            copy_masters(member)
-            round_masters(member)
+    wrong = [member for member in members(optimizer) if is_quantised(member) or _keeps_narrow_masters(member)]
+    for member in wrong:
+        if member.optimizer is not None and not member.optimizer.state and member.init_state_fn is not None:
+            member.init_state_fn(member.optimizer, member.config)
+        copy_masters(member)
+        round_masters(member)
+    if wrong:
         gather(chunks, force=True)
+
+
+def _keeps_narrow_masters(member: Any) -> bool:
+    config = getattr(member, "config", None)
+    keeps = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+    return bool(keeps) and getattr(config, "main_params_dtype", torch.float32) != torch.float32
 
 
 def gather(chunks: Iterable[Any], *, force: bool = False) -> None:
