@@ -70,7 +70,7 @@ def make_again(chunks: Iterable[Any], optimizer: Any) -> None:
     """
     wrong = [member for member in members(optimizer) if is_quantised(member) or _keeps_narrow_masters(member)]
     for member in wrong:
-        if member.optimizer is not None and not member.optimizer.state and member.init_state_fn is not None:
+        if _keeps_narrow_masters(member) and member.optimizer is not None and not member.optimizer.state:
             member.init_state_fn(member.optimizer, member.config)
         copy_masters(member)
         round_masters(member)
