@@ -45,8 +45,7 @@ def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) 
     parser.add_argument(
         "--fp8-scaling",
         choices=[str(scaling) for scaling in Scaling],
-        default="tensor" if has_defaults else None,
-        help="a scale for each tensor, 128 x 128 block, or 32 elements (default: tensor)",
+        help="a scale for each tensor, 128 x 128 block, or 32 elements (default: what the flags say)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
 

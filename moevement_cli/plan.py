@@ -19,6 +19,7 @@ from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput, StagePlan
 from moevement_core.description.cluster import GB
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
+from moevement_core.precision import Regime
 
 PRESETS = EXAMPLES / "pretrain_moe" / "configs"
 
@@ -58,7 +59,7 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
         ConfigError: it describes none.
     """
     cluster = cluster_of(arguments)  # before the model is built, which takes seconds
-    regime = precision.parse(arguments.regime) if arguments.regime else None
+    asked = precision.parse(arguments.regime) if arguments.regime else None
     if not arguments.iteration_time > 0:
         raise ConfigError(f"--iteration-time {arguments.iteration_time}; needs seconds, more than 0")
     if arguments.ranks < 1:
@@ -72,12 +73,20 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
     return PlanInput(
         job=job,
         cluster=cluster,
-        regime=replace(regime or job.regime, scaling=precision.Scaling(arguments.fp8_scaling)),
+        regime=_regime(asked, arguments.fp8_scaling, job.regime),
         iteration_s=arguments.iteration_time,
         kind=WindowKind(arguments.window_kind),
         replicas=arguments.replicas,
         window=arguments.window,
     )
+
+
+def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
+    """What is asked for; what is not, as the job's flags have it."""
+    regime = replace(asked, scaling=own.scaling, gradient=own.gradient) if asked is not None else own
+    if asked is not None and not asked.is_narrow:
+        regime = replace(regime, step_bytes=own.step_bytes)
+    return replace(regime, scaling=precision.Scaling(scaling)) if scaling is not None else regime
 
 
 def config_path(model: str) -> Path:
@@ -125,12 +134,16 @@ def _needed(made: CheckpointPlan) -> int:
 
 
 def _stage_table(made: CheckpointPlan) -> Table:
-    table = Table("stage", "operators", "parameters held", "full state", "compute weights", "W alone", title="one rank")
+    table = Table(
+        "stage", "operators", "parameters held", "full state", "of the heaviest rank", "compute weights", "W alone",
+        title="one rank",
+    )  # fmt: skip
     for number, stage in enumerate(made.stages):
+        ranks = stage.shape.rank_bytes(made.given.regime)
         table.add_row(
             str(number) + (" *" if stage is made.binding_stage else ""), str(len(stage.table)),
             f"{sum(shape.parameters for shape in stage.shape.operators) / 1e6:,.1f} M", _size(stage.full_bytes),
-            _size(stage.compute_bytes), str(stage.own.size),
+            _size(max(rank.full for rank in ranks)) if ranks else "-", _size(stage.compute_bytes), str(stage.own.size),
         )  # fmt: skip
     return table
 
@@ -302,7 +315,7 @@ def _as_json(made: CheckpointPlan) -> dict[str, Any]:
         "recovery_s": {
             "fetch": made.fetch_s, "run_again": made.expected_rollback * given.iteration_s, "updates": made.updates_s,
         },
-        "stages": [_stage_as_json(stage) for stage in made.stages],
+        "stages": [_stage_as_json(stage, given.regime) for stage in made.stages],
         "dense": {
             "bytes": dense.bytes, "copy_s": dense.copy_s, "send_s": dense.send_s, "stall_s": dense.stall_s,
             "interval": dense.interval, "expected_rollback": dense.expected_rollback,
@@ -313,13 +326,17 @@ def _as_json(made: CheckpointPlan) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _stage_as_json(stage: StagePlan) -> dict[str, Any]:
+def _stage_as_json(stage: StagePlan, regime: Regime) -> dict[str, Any]:
     ends = stage.window.ends
     return {
         "operators": len(stage.table),
         "full_bytes": stage.full_bytes,
         "compute_bytes": stage.compute_bytes,
         "log_bytes": stage.log_bytes,
+        "ranks": [
+            {"full_bytes": rank.full, "compute_bytes": rank.compute, "gradient_bytes": rank.gradient}
+            for rank in stage.shape.rank_bytes(regime)
+        ],
         "window_alone": stage.own.size,
         "slot_operators": [end - start for start, end in zip((0, *ends), ends, strict=False)],
         "slot_bytes": stage.window.slot_bytes[0].tolist(),

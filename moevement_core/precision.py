@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from moevement_core.errors import ConfigError
 from moevement_core.operators import StateBytes
@@ -22,16 +23,30 @@ class Scaling(StrEnum):
     BLOCK = "block"
     """One FP32 factor for 128 x 128 elements of a weight."""
     MX = "mx"
-    """MXFP8: one exponent byte for 32 elements."""
+    """MXFP8: one exponent byte for 32 elements, along rows and along columns."""
 
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-_BLOCK_ELEMENTS, _MX_ELEMENTS = 128 * 128, 32
+_SCALED = {"fp16", "fp8"}
+"""Formats of narrow state that has an FP32 scale for each tensor."""
+_BLOCK = 128
+_FACTOR_BYTES = 4
+
+
+class TensorShape(NamedTuple):
+    """A parameter as formats see it."""
+
+    elements: int
+    rows: int = 0
+    """Of the weight of a linear layer in a transformer layer, which FP8 recipes quantise; 0 for anything else."""
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """The formats of a training regime (the columns of MoEvement's table 7) and how FP8 numbers are scaled."""
+    """The formats of a training regime (the columns of MoEvement's table 7) and how FP8 numbers are scaled.
+
+    Compute weights in FP8 are those of linear layers. Norms, routers, embedding and head are in BF16 beside them.
+    """
 
     compute: str
     master: str
@@ -40,6 +55,8 @@ class Regime:
     scaling: Scaling = Scaling.TENSOR
     gradient: str = "fp32"
     """As gradients are reduced, in which form redo logs them; Megatron's are FP32 with ``--bf16``."""
+    step_bytes: int = 0
+    """Of a step counter for each tensor, which torch's Adam has and others do not."""
 
     def __post_init__(self) -> None:
         for name in (self.compute, self.master, self.first_moment, self.second_moment, self.gradient):
@@ -49,33 +66,64 @@ class Regime:
     def __str__(self) -> str:
         return f"{self.compute}/{self.master}/{self.first_moment}+{self.second_moment}".upper()
 
-    def state_bytes(self, tensors: Sequence[int], shards: int = 1) -> StateBytes:
-        """What an operator weighs on one of the ``shards`` ranks that it is cut over.
+    @property
+    def is_narrow(self) -> bool:
+        """Whether an optimizer has to know about the formats of its state (``--use-precision-aware-optimizer``)."""
+        return {self.master, self.first_moment, self.second_moment} != {"fp32"}
+
+    @property
+    def keeps_fp8(self) -> bool:
+        """Whether weights are kept in FP8, in buffers of their own."""
+        return self.compute == "fp8"
+
+    def state_bytes(self, tensors: Sequence[TensorShape], shards: int = 1) -> StateBytes:
+        """What an operator weighs on one of the ``shards`` ranks that it is cut over evenly.
 
         Args:
-            tensors: elements of each of its tensors.
+            tensors: all of it.
             shards: ranks that each hold an equal part (Megatron's distributed optimizer). The parts are rounded up.
         """
-        return StateBytes(
-            compute=self._bytes(self.compute, tensors, shards),
-            master=self._bytes(self.master, tensors, shards),
-            optimizer=self._bytes(self.first_moment, tensors, shards)
-            + self._bytes(self.second_moment, tensors, shards),
-            gradient=self._bytes(self.gradient, tensors, shards),
+        elements = math.ceil(sum(tensor.elements for tensor in tensors) / shards)
+        quantised = math.ceil(sum(tensor.elements for tensor in tensors if self.quantises(tensor)) / shards)
+        held = math.ceil(len(tensors) / shards)
+        return self._weigh(elements, quantised, held, sum(map(self.scale_bytes, tensors)))
+
+    def part_bytes(self, tensor: TensorShape, elements: int) -> StateBytes:
+        """What ``elements`` of one tensor weigh on the rank that owns them; of none it has the scales alone, saved."""
+        scales = self.scale_bytes(tensor)
+        if not elements:
+            return StateBytes(compute=scales, master=scales, optimizer=0)
+        return self._weigh(elements, elements if self.quantises(tensor) else 0, 1, scales)
+
+    def quantises(self, tensor: TensorShape) -> bool:
+        """Whether a tensor is saved as FP8 compute weights.
+
+        Not with MXFP8, whose snapshots save what its two forms are made from: BF16.
+        """
+        return self.keeps_fp8 and tensor.rows > 0 and self.scaling is not Scaling.MX
+
+    def scale_bytes(self, tensor: TensorShape) -> int:
+        """Of the compute weights of a tensor; every rank has all of them, whichever part is its own."""
+        if not self.quantises(tensor):
+            return 0
+        if self.scaling is Scaling.TENSOR:
+            return _FACTOR_BYTES
+        return _FACTOR_BYTES * math.ceil(tensor.rows / _BLOCK) * math.ceil(tensor.elements / tensor.rows / _BLOCK)
+
+    def _weigh(self, elements: int, quantised: int, tensors: int, scales: int) -> StateBytes:
+        """Of a part of ``elements`` in several ``tensors``."""
+        plain = "bf16" if self.keeps_fp8 else self.compute
+        compute = quantised + (elements - quantised) * _ELEMENT_BYTES[plain] + scales
+        master, first, second = (
+            elements * _ELEMENT_BYTES[name] + (tensors * _FACTOR_BYTES if name in _SCALED else 0)
+            for name in (self.master, self.first_moment, self.second_moment)
         )
-
-    def _bytes(self, name: str, tensors: Sequence[int], shards: int) -> int:
-        elements = math.ceil(sum(tensors) / shards)
-        return elements * _ELEMENT_BYTES[name] + (self._scale_bytes(tensors, shards) if name == "fp8" else 0)
-
-    def _scale_bytes(self, tensors: Sequence[int], shards: int) -> int:
-        match self.scaling:
-            case Scaling.TENSOR:  # a rank that holds a part of a tensor needs the tensor's one factor
-                return 4 * len(tensors)
-            case Scaling.BLOCK:
-                return math.ceil(sum(4 * math.ceil(tensor / _BLOCK_ELEMENTS) for tensor in tensors) / shards)
-            case Scaling.MX:
-                return math.ceil(sum(math.ceil(tensor / _MX_ELEMENTS) for tensor in tensors) / shards)
+        return StateBytes(
+            compute=compute,
+            master=max(master, compute - first - second),
+            optimizer=first + second + tensors * self.step_bytes,
+            gradient=elements * _ELEMENT_BYTES[self.gradient],
+        )
 
 
 MIXED = Regime("bf16", "fp32", "fp32", "fp32")
@@ -114,4 +162,4 @@ def parse(text: str, scaling: Scaling = Scaling.TENSOR) -> Regime:
             )
         compute, master, first, second = parts
         chosen = Regime(compute, master, first, second)
-    return Regime(chosen.compute, chosen.master, chosen.first_moment, chosen.second_moment, scaling, chosen.gradient)
+    return replace(chosen, scaling=scaling)

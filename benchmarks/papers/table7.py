@@ -132,11 +132,12 @@ ETTR, twenty trainings of {HOURS} hours, 1 s to detect and 10 s to regroup; the 
   what is published everywhere, by 0.08 to 0.59: its published overhead grows far beyond that of one of Gemini's checkpoints
   in every iteration, which is the most that it can have to copy.
 - **W and the overheads of the baselines cannot both follow from one bandwidth.** At the implied one a sparse window is four
-  to five times as long as published; the published W of 3 to 6 with 1 to 2% of overhead needs several times as much
+  to six times as long as published; the published W of 3 to 6 with 1 to 2% of overhead needs several times as much
   (benchmarks/papers/windows.md). At the stated ones nobody needs a window at all: a dense checkpoint hides behind an
-  iteration or two. With the implied one for all, MoEvement has 0.92 to 0.98 for a failure every hour and 0.81 to 0.91 every
+  iteration or two. With the implied one for all, MoEvement has 0.92 to 0.97 for a failure every hour and 0.81 to 0.89 every
   ten minutes (published 0.94 to 0.98): level with Gemini in the first row, where the state is small against the compute
-  weights, and ahead of it by 0.06 to 0.14 at ten minutes in the others.
+  weights, and ahead of it by 0.03 to 0.13 at ten minutes in the others. Compute weights in FP8 are those of linear layers;
+  norms, routers, embedding and head stay in BF16.
 - The formula does not give CheckFreq's ETTR from its published overhead and recovery: at ten minutes and full moments it
   gives 0.58 where 0.302 is published.
 - MoC is published at 0.12 to 0.43 with 154% to 465% of overhead: every iteration waits for all experts.

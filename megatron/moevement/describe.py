@@ -21,16 +21,18 @@ from typing import Any
 import torch
 
 from megatron.moevement.operators import OperatorId, operators_of_chunk
-from moevement_core.description.job import JobShape, OperatorShape, StageShape
+from megatron.moevement.ownership import owned_by_ranks, steps_are_tensors, weights_in_fp8
+from moevement_core.description.job import JobShape, OperatorShape, Part, StageShape
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
-from moevement_core.precision import Regime
+from moevement_core.precision import Regime, Scaling, TensorShape
 
 # What Transformer Engine, CUDA or DeepEP would be needed for, and what makes no difference to shapes.
 _NEUTRAL = {
     "transformer_impl": "local",
     "fp8": None,
     "fp8_param_gather": False,
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
     "fp4": None,
     "moe_grouped_gemm": False,
     "moe_token_dispatcher_type": "alltoall",
@@ -42,6 +44,8 @@ _NEUTRAL = {
     "tp_comm_overlap": False,
     "gradient_accumulation_fusion": False,
 }
+
+_SCALINGS = {"blockwise": Scaling.BLOCK, "mxfp8": Scaling.MX}
 
 
 def describe(name: str, flags: list[str], ranks: int) -> JobShape:
@@ -106,16 +110,18 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
 
 def _regime(args: Namespace) -> Regime:
     """The formats that the flags ask for."""
+    scaling = _SCALINGS.get(args.fp8_recipe, Scaling.TENSOR)
+    step_bytes = 4 if steps_are_tensors() and not args.use_precision_aware_optimizer else 0
     if not (args.bf16 or args.fp16):
-        return Regime("fp32", "fp32", "fp32", "fp32")
+        return Regime("fp32", "fp32", "fp32", "fp32", step_bytes=step_bytes)
     half = "bf16" if args.bf16 else "fp16"
     compute = "fp8" if args.fp8_param_gather else half
     # As Megatron's validation of arguments has it, which comes later.
     reduces_in_half = args.grad_reduce_in_bf16 if args.bf16 else not args.accumulate_allreduce_grads_in_fp32
-    gradient = half if reduces_in_half else "fp32"
+    gradient = half if reduces_in_half or args.main_grads_dtype == "bf16" else "fp32"
     if not args.use_precision_aware_optimizer:
-        return Regime(compute, "fp32", "fp32", "fp32", gradient=gradient)
-    return Regime(compute, args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype, gradient=gradient)
+        return Regime(compute, "fp32", "fp32", "fp32", scaling, gradient, step_bytes)
+    return Regime(compute, args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype, scaling, gradient)
 
 
 def _stages(args: Namespace) -> Iterator[StageShape]:
@@ -130,17 +136,34 @@ def _stages(args: Namespace) -> Iterator[StageShape]:
     )
     dense_shards = args.data_parallel_size * args.context_parallel_size
     for stage in range(args.pipeline_model_parallel_size):
-        tensors: dict[OperatorId, list[int]] = {}
+        tensors: dict[OperatorId, list[TensorShape]] = {}
         shards: dict[OperatorId, int] = {}
+        places: dict[torch.nn.Parameter, tuple[OperatorId, int]] = {}
         with _pretended_groups(args, stage):
-            for chunk in _chunks(config, args.virtual_pipeline_model_parallel_size):
+            chunks = [
+                chunk.to(args.params_dtype)  # as Megatron's wrapper of half precision does
+                for chunk in _chunks(config, args.virtual_pipeline_model_parallel_size)
+            ]
+            in_fp8 = {weight for chunk in chunks for weight in weights_in_fp8(chunk)}
+            for chunk in chunks:
                 for operator, _, parameter in operators_of_chunk(chunk, expert_rank=0):
-                    tensors.setdefault(operator, []).append(parameter.numel())
+                    its = tensors.setdefault(operator, [])
+                    places[parameter] = operator, len(its)
+                    its.append(TensorShape(parameter.numel(), len(parameter) if parameter in in_fp8 else 0))
                     shards[operator] = dense_shards if getattr(parameter, "allreduce", True) else expert_shards
+            owned = {keeps: owned_by_ranks(args, chunks, stage, in_fp8 if keeps else set()) for keeps in (False, True)}
         operators = tuple(OperatorShape(o.name, o.kind, tuple(sizes), shards[o]) for o, sizes in tensors.items())
         if not operators:
             raise ConfigError(f"pipeline stage {stage} has no parameters; lay the layers out over fewer stages")
-        yield StageShape(operators, _sends(stage, args))
+        index = {operator: number for number, operator in enumerate(tensors)}
+        ranks = {
+            keeps: tuple(
+                tuple(Part(index[places[one][0]], places[one][1], elements) for one, elements in rank.items())
+                for rank in its_ranks
+            )
+            for keeps, its_ranks in owned.items()
+        }
+        yield StageShape(operators, _sends(stage, args), ranks)
 
 
 def _sends(stage: int, args: Namespace) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from moevement_core.errors import ConfigError
-from moevement_core.operators import Operator, OperatorKind, OperatorTable
-from moevement_core.precision import Regime
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes
+from moevement_core.precision import Regime, TensorShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +17,8 @@ class OperatorShape:
 
     name: str
     kind: OperatorKind
-    tensors: tuple[int, ...]
-    """Elements of each of its parameters on this rank (after tensor parallelism)."""
+    tensors: tuple[TensorShape, ...]
+    """Its parameters on this rank (after tensor parallelism)."""
     shards: int
     """Ranks with the same parameters, over which its state is cut: data times context parallelism, or expert data
     parallelism."""
@@ -24,7 +26,17 @@ class OperatorShape:
     @property
     def parameters(self) -> int:
         """Elements of all its tensors."""
-        return sum(self.tensors)
+        return sum(tensor.elements for tensor in self.tensors)
+
+
+class Part(NamedTuple):
+    """Elements of one tensor that are one rank's."""
+
+    operator: int
+    """Its place among the operators of the stage."""
+    tensor: int
+    """Its place among the tensors of the operator."""
+    elements: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,9 @@ class StageShape:
     operators: tuple[OperatorShape, ...]
     sends_per_micro_batch: int
     """Tensors that a rank sends over a stage boundary for each micro-batch, forward and backward, all chunks."""
+    ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
+    """What each of its ranks owns, in order, by whether weights are kept in FP8, which have buffers of their own.
+    Empty where only Megatron could say it."""
 
     def table(self, regime: Regime) -> OperatorTable:
         """The operators of one rank, each cut evenly over the ranks that share it."""
@@ -41,6 +56,20 @@ class StageShape:
             Operator(shape.name, shape.kind, regime.state_bytes(shape.tensors, shape.shards))
             for shape in self.operators
         )
+
+    def rank_bytes(self, regime: Regime) -> list[StateBytes]:
+        """What each rank of the stage saves of its state, to the byte; empty where nobody knows what it owns."""
+        return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]
+
+    def _sum(self, parts: tuple[Part, ...], regime: Regime) -> StateBytes:
+        own = {(part.operator, part.tensor): part.elements for part in parts}
+        weighed = [
+            regime.part_bytes(tensor, own.get((operator, place), 0))
+            for operator, shape in enumerate(self.operators)
+            for place, tensor in enumerate(shape.tensors)
+        ]
+        fields = ("compute", "master", "optimizer", "gradient")
+        return StateBytes(*(sum(getattr(one, name) for one in weighed) for name in fields))
 
 
 @dataclass(frozen=True, slots=True)

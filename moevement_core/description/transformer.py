@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import ConfigError
 from moevement_core.operators import EMBEDDING, HEAD, OperatorKind, expert_name, gate_name, layer_name, non_expert_name
-from moevement_core.precision import MIXED, Regime
+from moevement_core.precision import MIXED, Regime, TensorShape
 
 VOCABULARY_MULTIPLE = 128
 """To which Megatron pads the vocabulary, times tensor parallelism."""
@@ -82,34 +82,35 @@ class Transformer:
         return bool(self.num_experts) and layer >= self.dense_layers and layer % self.moe_layer_freq == 0
 
     @property
-    def norm(self) -> tuple[int, ...]:
+    def norm(self) -> tuple[TensorShape, ...]:
         """Tensors of a norm over the hidden size."""
-        return (self.hidden_size,) * (2 if self.normalization == "LayerNorm" else 1)
+        return (TensorShape(self.hidden_size),) * (2 if self.normalization == "LayerNorm" else 1)
 
-    def mlp(self, width: int) -> tuple[int, ...]:
-        """Tensors of two linear layers with an activation between."""
-        return (self.hidden_size * width * (2 if self.swiglu else 1), width * self.hidden_size)
+    def mlp(self, width: int, tensor_parallel: int) -> tuple[TensorShape, ...]:
+        """Tensors of two linear layers with an activation between, on one rank."""
+        inner = width // tensor_parallel
+        return _linear(inner * (2 if self.swiglu else 1), self.hidden_size), _linear(self.hidden_size, inner)
 
-    def attention(self, tensor_parallel: int) -> tuple[int, ...]:
+    def attention(self, tensor_parallel: int) -> tuple[TensorShape, ...]:
         """Tensors of the attention of a layer on one rank, its norms of low ranks included."""
         heads, hidden = self.num_attention_heads, self.hidden_size
         if latent := self.multi_latent_attention:
             down_kv = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
             up_q = heads * (latent.qk_head_dim + latent.qk_pos_emb_head_dim)
             return (
-                heads * latent.v_head_dim * hidden // tensor_parallel,
-                hidden * latent.q_lora_rank,
-                latent.q_lora_rank * up_q // tensor_parallel,
-                hidden * down_kv,
-                latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim) // tensor_parallel,
-                latent.q_lora_rank,
-                latent.kv_lora_rank,
+                _linear(hidden, heads * latent.v_head_dim // tensor_parallel),
+                _linear(latent.q_lora_rank, hidden),
+                _linear(up_q // tensor_parallel, latent.q_lora_rank),
+                _linear(down_kv, hidden),
+                _linear(heads * (latent.qk_head_dim + latent.v_head_dim) // tensor_parallel, latent.kv_lora_rank),
+                TensorShape(latent.q_lora_rank),
+                TensorShape(latent.kv_lora_rank),
             )
         channels = self.kv_channels or hidden // heads
         groups = self.num_query_groups or heads
         return (
-            heads * channels * hidden // tensor_parallel,
-            hidden * channels * (heads + 2 * groups) // tensor_parallel,
+            _linear(hidden, heads * channels // tensor_parallel),
+            _linear(channels * (heads + 2 * groups) // tensor_parallel, hidden),
         )
 
 
@@ -243,34 +244,36 @@ def _operators(model: Transformer, layout: Layout, stage: int, layers: list[int]
     tied = not model.untie_embeddings_and_output_weights
     last = stage == layout.pipeline - 1
     if stage == 0:
-        yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (words,), dense)
+        yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (TensorShape(words),), dense)
     for layer in layers:
         yield from _layer(model, layout, layer)
     if last:
         # The output layer, if tied, is the embedding, of which a copy is here.
-        yield OperatorShape(HEAD, OperatorKind.HEAD, model.norm + (() if tied else (words,)), dense)
+        yield OperatorShape(HEAD, OperatorKind.HEAD, model.norm + (() if tied else (TensorShape(words),)), dense)
         if tied and stage > 0:
-            yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (words,), dense)
+            yield OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (TensorShape(words),), dense)
+
+
+def _linear(rows: int, columns: int) -> TensorShape:
+    return TensorShape(rows * columns, rows)
 
 
 def _layer(model: Transformer, layout: Layout, layer: int) -> Iterator[OperatorShape]:
     dense, tensor = layout.data * layout.context, layout.tensor
     norms_and_attention = (*model.norm, *model.attention(tensor), *model.norm)
     if not model.has_experts(layer):
-        mlp = tuple(size // tensor for size in model.mlp(model.ffn_hidden_size))
+        mlp = model.mlp(model.ffn_hidden_size, tensor)
         if model.num_experts:
             name, kind = non_expert_name(layer), OperatorKind.NON_EXPERT
         else:
             name, kind = layer_name(layer), OperatorKind.LAYER
         yield OperatorShape(name, kind, norms_and_attention + mlp, dense)
         return
-    shared = model.mlp(model.moe_shared_expert_intermediate_size) if model.moe_shared_expert_intermediate_size else ()
-    yield OperatorShape(
-        non_expert_name(layer), OperatorKind.NON_EXPERT,
-        norms_and_attention + tuple(size // tensor for size in shared), dense,
-    )  # fmt: skip
-    gate = (model.num_experts * model.hidden_size,)
+    width = model.moe_shared_expert_intermediate_size
+    shared = model.mlp(width, tensor) if width else ()
+    yield OperatorShape(non_expert_name(layer), OperatorKind.NON_EXPERT, norms_and_attention + shared, dense)
+    gate = (TensorShape(model.num_experts * model.hidden_size),)
     yield OperatorShape(gate_name(layer), OperatorKind.GATE, gate, dense)
-    expert = tuple(size // layout.expert_tensor_size for size in model.mlp(model.moe_ffn_hidden_size))
+    expert = model.mlp(model.moe_ffn_hidden_size, layout.expert_tensor_size)
     for number in range(model.num_experts // layout.expert):
         yield OperatorShape(expert_name(layer, number), OperatorKind.EXPERT, expert, layout.expert_data)

@@ -80,6 +80,8 @@ class Checkpointer:
         self._written_from = NONE
         self._paused = False
         """No snapshot is taken until there is room for a whole window."""
+        self._waited_s = 0.0
+        """For the gradients that are live, until now."""
         self._live = self._gone = NONE
         """The iteration whose gradients are in the live tensors; the last one whose gradients no longer are."""
         # A rank that joins takes, or is given, snapshots of schedules that were in force before, too.
@@ -151,9 +153,15 @@ class Checkpointer:
 
     def let_gradients_go(self, iteration: int) -> float:
         """Block until the gradients of ``iteration`` may be overwritten, as they will be; returns seconds of stall."""
-        stall_s = self.progress.gradient_stall_s = self.capturer.wait_logged()
+        self.wait_for_gradients()
+        stall_s, self._waited_s = self._waited_s, 0.0
+        self.progress.gradient_stall_s = stall_s
         self._gone, self._live = iteration, NONE
         return stall_s
+
+    def wait_for_gradients(self) -> None:
+        """Block until the gradients that are logged have left the live tensors; :meth:`let_gradients_go` counts it."""
+        self._waited_s += self.capturer.wait_logged()
 
     def _log(self, iteration: int, schedule: Schedule) -> bool:
         if self.capturer.log(iteration, schedule):

@@ -86,6 +86,11 @@ class Trainer(ABC):
         """
         return {}
 
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether the gradients of an iteration are still there when :meth:`run` or :meth:`load` returns."""
+        return True
+
     def sent(self, iteration: int) -> str | None:
         """A digest of what ``iteration``, which was run last, sent to other stages or would have; None: not known."""
         return None

@@ -6,9 +6,9 @@ Every rank calls :func:`carry_out` at the same point; what any of them finds wro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from moevement_core import log
 from moevement_core.errors import RecoveryError
@@ -31,11 +31,18 @@ from moevement_core.session.replicas import unequal_replicas
 from moevement_core.snapshot.agreement import NONE
 
 
+class TakeAgain(Protocol):
+    """:meth:`moevement_core.session.saving.Saving.take_again`."""
+
+    def __call__(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
+        """On every rank, when the state of ``iteration`` is live."""
+
+
 def carry_out(
     parts: Parts,
     prepared: Prepared,
     lost: LostTokens,
-    take_again: Callable[[int, Mapping[str, Any]], None] | None,
+    take_again: TakeAgain | None,
 ) -> tuple[Recovery, Mapping[str, Any]]:
     """Replay what was prepared and compare; every rank calls it, inside Megatron's training loop.
 
@@ -62,6 +69,7 @@ def carry_out(
     replayed: list[int] = []
     redone: list[int] = []
     came_of: Mapping[str, Any] = {}
+    gradients_stay = True
 
     def tell(iteration: int, frozen: int) -> None:
         injection.at(Phase.REPLAY, iteration)
@@ -83,13 +91,13 @@ def carry_out(
             is_left_out = iteration in parts.binding.iterations_left_out()
             if not is_left_out and "step" not in record:
                 raise NotImplementedError(f"{type(parts.binding).__name__}: its trainer has no record() of a step")
-            take_again(iteration, {} if is_left_out else record)
+            take_again(iteration, {} if is_left_out else record, has_gradients=gradients_stay)
         elif iteration in checkpointer.own.snapshots():
             return
         elif iteration in prepared.snapshots:
             checkpointer.adopt(prepared.snapshots[iteration])
         elif record.get("step") and checkpointer.takes(iteration):
-            if iteration > plan.dense_at:  # before, some operators had no gradients
+            if iteration > plan.dense_at and gradients_stay:  # before, some operators had no gradients
                 checkpointer.log_gradients(iteration, is_replayed=True)
             checkpointer.take(iteration, {"boundary": parts.binding.boundary_copy(), "iteration": record})
             checkpointer.wait()
@@ -111,11 +119,13 @@ def carry_out(
             else Alone(parts.topology.neighbours, frozenset(plan.runs), parts.topology.channels.feeds)
         )
         with parts.binding.replaying(shared_from, alone) as trainer, working():
+            gradients_stay = trainer.gradients_stay
             came_of = replay(
                 plan, parts.topology.stage, parts.topology.table.names, prepared.snapshots, trainer, check, tell,
                 prepared.outcomes, keep, redoes,
             )  # fmt: skip
-        if plan.until > max(plan.dense_at, plan.begins) and plan.until not in parts.binding.iterations_left_out():
+        is_updated = plan.until not in parts.binding.iterations_left_out()
+        if plan.until > max(plan.dense_at, plan.begins) and is_updated and gradients_stay:
             parts.checkpointer.log_gradients(plan.until, is_replayed=True)
     elif any(parts.topology.stage in plan.runs for plan in prepared.plans):
         parts.binding.complete()

@@ -44,6 +44,8 @@ class Commit(ABC):
         """An update was begun and not ended: what this rank holds is no state of any iteration."""
         self.updated: Callable[[int], None] = lambda iteration: None
         """Called when the update of an iteration is made, while its gradients are still there."""
+        self.overwriting: Callable[[], None] = lambda: None
+        """Called before a gather that overwrites them, where it does: returns when they have been copied."""
 
     @abstractmethod
     def step(self, iteration: int) -> Any:

@@ -230,18 +230,19 @@ class Saving:
         self._settled = self._policy(iteration)
         self.windows.give_room()
 
-    def take_again(self, iteration: int, record: Mapping[str, Any]) -> None:
+    def take_again(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
         """``SS_iteration`` while a recovery runs iterations again whose outcome may be another one than it was.
 
         Args:
             iteration: whose state is live; every rank of the job is there.
             record: what came of it; empty if it was left out.
+            has_gradients: whether those of its update are still live; a snapshot that needs them is not taken else.
         """
         self.windows.count(iteration)
         self.decide(iteration)
         if not self.checkpointer.takes(iteration):
             return
-        if record:
+        if record and has_gradients:
             self.checkpointer.log_gradients(iteration, is_replayed=True)
         boundary = self._binding.boundary_copy()
         self.checkpointer.take(

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron.moevement.activate import process
 from megatron.moevement.worker import run_rank
@@ -58,6 +59,22 @@ def operators_held(argv: list[str]) -> dict[str, tuple[str, list[int]]]:
             held.setdefault(operator.name, (str(operator.kind), []))[1].append(parameter.numel())
     place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()
     return held | {"place": ("", list(place))}
+
+
+def state_weighed(argv: list[str]) -> dict[str, int]:
+    """Bytes of this rank's operators, from their live tensors, and its place in its pipeline stage."""
+    from megatron.core import parallel_state
+    from megatron.core.utils import unwrap_model
+
+    from megatron.moevement.optimizer.views import operator_views, operators_of
+
+    run_rank(argv)
+    live = process().job.live
+    states = [one.state for one in operators_of(operator_views(unwrap_model(live.model or []), live.optimizer).states)]
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    ranks = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
+    weighed = {name: sum(getattr(state, name) for state in states) for name in ("compute", "full", "gradient")}
+    return weighed | {"stage": stage, "rank": dist.get_rank() % ranks}
 
 
 def live_and_saved(argv: list[str]) -> dict[str, Any]:

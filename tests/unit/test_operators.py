@@ -71,20 +71,32 @@ def test_a_name_twice_two_kinds_and_no_operators_are_refused() -> None:
      ("table7-row4", 1, 5), ("fp8/fp8/fp8+fp16", 1, 4)],
 )  # fmt: skip
 def test_regimes_have_the_bytes_per_parameter_of_the_paper(regime: str, compute: int, full: int) -> None:
-    state = precision.parse(regime).state_bytes([2_000_000, 1_000_000])
+    matrices = [precision.TensorShape(2_000_000, 1000), precision.TensorShape(1_000_000, 1000)]
+    state = precision.parse(regime).state_bytes(matrices)
     assert state.compute / 3e6 == pytest.approx(compute, rel=1e-4)
     assert state.full / 3e6 == pytest.approx(full, rel=1e-4)
 
 
-@pytest.mark.parametrize(("scaling", "scale_bytes"), [("tensor", 2 * 4), ("block", (4 + 1) * 4), ("mx", (2048 + 1))])
-def test_scales_of_fp8_are_counted_and_those_of_other_formats_are_not(scaling: str, scale_bytes: int) -> None:
-    regime = precision.parse("FP8/FP32/FP32+FP16", precision.Scaling(scaling))
-    count = 4 * 128 * 128 + 1
-    assert regime.state_bytes([4 * 128 * 128, 1]) == StateBytes(count + scale_bytes, 4 * count, 6 * count, 4 * count)
+@pytest.mark.parametrize(
+    ("scaling", "compute"),
+    [("tensor", 300 * 200 + 4 + 2 * 200), ("block", 300 * 200 + 3 * 2 * 4 + 2 * 200), ("mx", 2 * 300 * 200 + 2 * 200)],
+)
+def test_linear_layers_are_quantised_and_narrow_state_has_scales(scaling: str, compute: int) -> None:
+    """MXFP8 weights are saved as the BF16 that both of their forms are made from."""
+    regime = precision.parse("FP8/FP32/FP8+FP16", precision.Scaling(scaling))
+    count = 300 * 200 + 200
+    tensors = [precision.TensorShape(300 * 200, 300), precision.TensorShape(200)]
+    assert regime.state_bytes(tensors) == StateBytes(compute, 4 * count, 3 * count + 2 * 2 * 4, 4 * count)
 
 
 def test_a_shard_weighs_its_part_rounded_up() -> None:
-    assert precision.MIXED.state_bytes([10], shards=3) == StateBytes(8, 16, 32, 16)
+    assert precision.MIXED.state_bytes([precision.TensorShape(10)], shards=3) == StateBytes(8, 16, 32, 16)
+
+
+def test_a_rank_that_owns_nothing_of_a_weight_in_fp8_has_its_scales() -> None:
+    regime = precision.parse("table7-row2")
+    assert regime.part_bytes(precision.TensorShape(100, 10), 0) == StateBytes(4, 4, 0)
+    assert regime.part_bytes(precision.TensorShape(100), 0) == StateBytes(0, 0, 0)
 
 
 @pytest.mark.parametrize("text", ["fp64/fp32/fp32+fp32", "fp8", "fp8/fp16/fp8", ""])

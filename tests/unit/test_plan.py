@@ -19,19 +19,20 @@ from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import ConfigError, WindowError
 from moevement_core.operators import OperatorKind
 from moevement_core.policy.window import WindowKind
-from moevement_core.precision import MIXED, parse
+from moevement_core.precision import MIXED, TensorShape, parse
 from moevement_core.simulator.scenario import load
 from tests.unit.test_presets import TABLE_2
 from tests.unit.test_transformer import as_plain
 
 # Two stages: eight experts of 1,000 parameters, and four of them with an embedding. 12 bytes full, 2 compute.
-EXPERTS = tuple(OperatorShape(f"layers.0.experts.{e}", OperatorKind.EXPERT, (600, 400), 1) for e in range(8))
+MATRICES = (TensorShape(600, 30), TensorShape(400, 20))
+EXPERTS = tuple(OperatorShape(f"layers.0.experts.{e}", OperatorKind.EXPERT, MATRICES, 1) for e in range(8))
 SMALL = JobShape(
     name="small", ranks=32, tensor_parallel=1, pipeline_parallel=2, expert_parallel=1, context_parallel=1,
     data_parallel=16, micro_batches=4, boundary_bytes=100, regime=MIXED,
     stages=(
         StageShape(EXPERTS, sends_per_micro_batch=1),
-        StageShape((*EXPERTS[:4], OperatorShape("embedding", OperatorKind.EMBEDDING, (2000,), 2)), 1),
+        StageShape((*EXPERTS[:4], OperatorShape("embedding", OperatorKind.EMBEDDING, (TensorShape(2000),), 2)), 1),
     ),
 )  # fmt: skip
 SLOW_NETWORK = Cluster(gpus_per_node=8, d2h_bytes_per_s=1e6, network_bytes_per_s=8 * 64_000)

@@ -153,7 +153,6 @@ def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None
      {"defer_embedding_wgrad_compute": True}, {"overlap_param_gather_with_optimizer_step": True},
      {"moe_expert_rank_capacity_factor": 1.5}, {"perform_rl_step": True}, {"dataloader_type": "external"},
      {"fp4_param_gather": True},
-     {"fp8_recipe": "delayed", "fp8": "hybrid", "fp8_param_gather": True, "use_precision_aware_optimizer": True},
      {"reuse_grad_buf_for_mxfp8_param_ag": True, "overlap_param_gather": True}],
 )  # fmt: skip
 def test_what_snapshots_cannot_see_or_a_replay_cannot_repeat_is_refused(megatrons: dict[str, Any]) -> None:

@@ -203,6 +203,8 @@ class CommittedOptimizer(Commit):
     @override
     def gather(self, *, now: bool = False) -> None:
         quantised = [member for member in self._gathering() if weights.is_quantised(member)]
+        if any(map(weights.gathers_by_gradients, self._gathering())):
+            self.overwriting()
         for member in quantised:
             self._make_weights(member)
         weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)

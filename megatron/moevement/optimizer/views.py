@@ -107,8 +107,7 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
                 for saved, tensors in ((Saved.COMPUTE, weights), (Saved.FULL, states)):
                     tensors += [
                         StateTensor(operator.name, saved, f"{number}.{name}[0:0]/{what}", tensor)
-                        for what, tensor in _stored(parameter, 0, 0)
-                        if what == "scale"
+                        for what, tensor in _scales(parameter)
                     ]
                 continue
             replicated += _replicas(operator.name, parameter, part)
@@ -278,6 +277,14 @@ def _replicas_of(parameter: torch.nn.Parameter) -> Any:
     if getattr(parameter, "allreduce", True):
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
     return parallel_state.get_expert_data_parallel_group()
+
+
+def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of a parameter of which another rank owns the codes; it makes both forms of MXFP8 from what it gathers."""
+    quantised = quantised_buffers(parameter)
+    if quantised is not None and quantised.is_one_form:
+        for scale in quantised.scales.values():
+            yield "scale", scale.view(-1)
 
 
 def _stored(parameter: torch.nn.Parameter, start: int, end: int) -> Iterator[tuple[str, torch.Tensor]]:

@@ -25,6 +25,11 @@ def is_quantised(member: Any) -> bool:
     return bool(getattr(config, "fp8_param_gather", False)) and not getattr(config, "use_megatron_fsdp", False)
 
 
+def gathers_by_gradients(member: Any) -> bool:
+    """Whether an optimizer's compute weights are gathered by way of its gradient buffers, which lose the gradients."""
+    return bool(getattr(getattr(member, "config", None), "reuse_grad_buf_for_mxfp8_param_ag", False))
+
+
 @torch.no_grad()
 def copy_masters(member: Any) -> None:
     """Master weights over this rank's range of the compute weights, as Megatron does after a step.
@@ -37,7 +42,7 @@ def copy_masters(member: Any) -> None:
         _write_weights(member.optimizer)
         if is_quantised(member):  # those of which this rank owns nothing have another scale now, too
             post_all_gather_processing([weight for buffer in member.buffers for weight in buffer.params])
-    elif getattr(member.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+    elif gathers_by_gradients(member):
         member._copy_main_params_to_param_buffer()
     elif hasattr(member, "_copy_main_params_to_model_params"):
         member._copy_main_params_to_model_params()
@@ -68,14 +73,26 @@ def make_again(chunks: Iterable[Any], optimizer: Any) -> None:
     start of a run whose optimizer keeps narrower masters: those are made from the weights, with fewer of their small
     numbers, and a recovery has only the masters.
     """
-    wrong = [member for member in members(optimizer) if is_quantised(member) or _keeps_narrow_masters(member)]
-    for member in wrong:
-        if _keeps_narrow_masters(member) and member.optimizer is not None and not member.optimizer.state:
-            member.init_state_fn(member.optimizer, member.config)
+    make_own_again(optimizer)
+    quantised = [member for member in members(optimizer) if is_quantised(member)]
+    for member in quantised:
         copy_masters(member)
         round_masters(member)
-    if wrong:
+    if quantised or any(map(_keeps_narrow_masters, members(optimizer))):
         gather(chunks, force=True)
+
+
+@torch.no_grad()
+def make_own_again(optimizer: Any) -> None:
+    """The part of :func:`make_again` that waits for nobody: this rank's range, where masters are narrow.
+
+    All that a rank which is new in a running job needs to be as it was when the job began: FP8 weights that come from
+    FP32 masters are as a model is built, and other ranges come with the next gather.
+    """
+    for member in filter(_keeps_narrow_masters, members(optimizer)):
+        if member.optimizer is not None and not member.optimizer.state:
+            member.init_state_fn(member.optimizer, member.config)
+        copy_masters(member)
 
 
 def _keeps_narrow_masters(member: Any) -> bool:

@@ -54,6 +54,11 @@ def fp8(args: Namespace) -> Iterator[str]:
         if not has_te:
             why = "on a GPU it needs Transformer Engine, which is not installed; NVIDIA's PyTorch container has it"
         yield f"{asked}: {why}"
+    if narrow and args.fp16 and not args.accumulate_allreduce_grads_in_fp32 and args.clip_grad > 0.0:
+        yield (
+            "--use-precision-aware-optimizer --fp16: gradients are reduced in FP16, and Megatron clips those of this "
+            "optimizer in FP32 or BF16 only; add --accumulate-allreduce-grads-in-fp32"
+        )
     if not args.fp8:
         return
     keeps_weights = args.fp8_param_gather and not args.use_megatron_fsdp

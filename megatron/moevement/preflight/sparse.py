@@ -39,13 +39,6 @@ REFUSED = (
     Refusal("--dataloader-type external", lambda args: args.dataloader_type == "external", _BATCHES),
     Refusal("--fp4-param-gather", given("fp4_param_gather"), "FP4 weights are not in a snapshot as they are stored"),
     Refusal(
-        "--fp8-recipe delayed --fp8-param-gather and --use-precision-aware-optimizer",
-        lambda args: bool(
-            args.fp8 and args.fp8_recipe == "delayed" and args.fp8_param_gather and args.use_precision_aware_optimizer
-        ),
-        "the optimizer writes FP8 weights in its step, and not every recovery has found the same scales",
-    ),
-    Refusal(
         "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather",
         lambda args: bool(args.reuse_grad_buf_for_mxfp8_param_ag and args.overlap_param_gather),
         "the next forward pass gathers weights by way of gradient buffers",

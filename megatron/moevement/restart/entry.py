@@ -186,6 +186,7 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], f
         sharing_parameter_keys(inner, binding.parameter_keys, parameter_keys)
         asked = building_alone(inner)
         live.model, live.optimizer, live.scheduler = setup()
+    weights.make_own_again(live.optimizer)
     job.config_before = leftovers.config_of(live)
     _connect(job)
     return not asked and load is None and pretrained is None

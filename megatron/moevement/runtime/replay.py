@@ -15,6 +15,7 @@ from megatron.moevement.optimizer.modes import Redo, Replay
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.optimizer.views import OperatorViews
+from megatron.moevement.optimizer.weights import gathers_by_gradients
 from megatron.moevement.runtime.boundary import put_boundary_state, put_progress, put_schedule
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
@@ -106,6 +107,11 @@ class MegatronTrainer(Trainer):
             self._without_reductions(undo)
             self._commit.redo(mode)
         self._restored = iteration, outcome
+
+    @property
+    @override
+    def gradients_stay(self) -> bool:
+        return not any(map(gathers_by_gradients, members(self._live.optimizer)))
 
     @override
     def complete(self) -> None:

@@ -31,7 +31,7 @@ def costs(
     """Eight experts, a gate and the rest in each of four layers of a stage; bandwidths in GB/s, of storage a rank's."""
     layers = range(4)
     operators = tuple(
-        OperatorShape(name, kind_, (size,), 1)
+        OperatorShape(name, kind_, (precision.TensorShape(size),), 1)
         for layer in layers
         for name, kind_, size in (
             (non_expert_name(layer), OperatorKind.NON_EXPERT, 12_000_000),
@@ -39,7 +39,9 @@ def costs(
             *((expert_name(layer, number), OperatorKind.EXPERT, 8_000_000) for number in range(8)),
         )
     )
-    embedding = (OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (1_000_000,), 1),) if tied else ()
+    embedding = (
+        (OperatorShape(EMBEDDING, OperatorKind.EMBEDDING, (precision.TensorShape(1_000_000),), 1),) if tied else ()
+    )
     ends = (0, stages - 1)
     regime = precision.MIXED
     job = JobShape(

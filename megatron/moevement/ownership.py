@@ -1,0 +1,135 @@
+"""Which elements of its stage's parameters each rank owns, before anything runs: Megatron's own layout of buffers."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.moevement.optimizer.views import range_of
+
+_ATTRIBUTES = ("allreduce", "shared_embedding", "is_managed_by_layer_wise_optimizer")
+"""What Megatron's layout asks of a parameter beside its size and dtype."""
+
+Owned = dict[torch.nn.Parameter, int]
+"""Elements of each parameter of which a rank owns any."""
+
+
+def weights_in_fp8(chunk: Any) -> Iterator[torch.nn.Parameter]:
+    """The weights that Megatron builds in FP8 where it is asked to: of linear layers in transformer layers.
+
+    Args:
+        chunk: an unwrapped virtual stage.
+    """
+    from megatron.core.fp8_utils import is_first_last_bf16_layer
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    blocks = [layer for layer in _layers(chunk) if not is_first_last_bf16_layer(chunk.config, layer.layer_number - 1)]
+    if (ahead := getattr(chunk, "mtp", None)) is not None:
+        blocks.append(ahead)
+    for block in blocks:
+        for module in block.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear) and module.weight is not None:
+                yield module.weight
+
+
+def _layers(chunk: Any) -> Sequence[Any]:
+    return getattr(getattr(chunk, "decoder", None), "layers", ())
+
+
+def steps_are_tensors() -> bool:
+    """Whether Megatron's Adam for state in FP32 is torch's here, which counts the steps of each tensor."""
+    from megatron.core import optimizer
+
+    return bool(optimizer.USING_PYTORCH_OPTIMIZER)
+
+
+def owned_by_ranks(
+    args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter]
+) -> list[Owned]:
+    """What each rank of a pipeline stage owns, in their order.
+
+    Ranks with other experts own as much of theirs as the first of the expert-parallel ranks, whose chunks are given.
+
+    Args:
+        args: Megatron's, validated.
+        chunks: the stage's virtual stages, unwrapped; without memory is enough.
+        stage: its number.
+        in_fp8: parameters that are kept in FP8.
+    """
+    tensor = args.tensor_model_parallel_size
+    dense = args.data_parallel_size * args.context_parallel_size
+    ranks = dense * tensor
+    models_experts = (args.expert_tensor_parallel_size or tensor) * args.expert_model_parallel_size
+    counts = {False: dense, True: ranks // models_experts}
+    owned = (_shards if args.use_distributed_optimizer else _ranges)(args, chunks, stage, in_fp8, counts)
+    return [
+        owned[False, rank // tensor % counts[False]] | owned[True, rank // models_experts % counts[True]]
+        for rank in range(ranks)
+    ]
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def _ranges(
+    args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter], counts: dict[bool, int]
+) -> dict[tuple[bool, int], Owned]:
+    """Replicas own an equal range each of every parameter."""
+    owned: dict[tuple[bool, int], Owned] = defaultdict(dict)
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        kind = _is_expert(parameter)
+        for rank in range(counts[kind]):
+            start, end = range_of(parameter.numel(), rank, counts[kind])
+            owned[kind, rank][parameter] = end - start
+    return owned
+
+
+def _shards(
+    args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter], counts: dict[bool, int]
+) -> dict[tuple[bool, int], Owned]:
+    """Of the distributed optimizer: every bucket of a buffer in equal shards."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
+
+    owned: dict[tuple[bool, int], Owned] = defaultdict(dict)
+    instances = args.num_distributed_optimizer_instances
+    config = get_megatron_ddp_config(args)
+    everything = sum(parameter.numel() for chunk in chunks for parameter in chunk.parameters())
+    group = SimpleNamespace(size=lambda: counts[False])
+    bucket_size = resolve_ddp_bucket_size(config, group, config.overlap_grad_reduce, everything)
+    for number, chunk in enumerate(chunks):
+        its = {_as_stored(parameter, parameter in in_fp8): parameter for parameter in chunk.parameters()}
+        layouts = DistributedOptimizer.compute_full_param_layout(
+            list(its),
+            None if number or stage or args.overlap_param_gather_with_optimizer_step else bucket_size,
+            counts[False] // instances,
+            config,
+            expert_data_parallel_world_size=counts[True] // instances,
+        )
+        for key, layout in layouts.layouts.items():
+            kind = key.is_expert_parallel
+            for stored, (start, end, bucket) in layout.param_index_map.items():
+                first, last = layout.bucket_indices[bucket]
+                size = (last - first) // layout.num_optimizer_shards
+                for shard in range((start - first) // size, (end - 1 - first) // size + 1):
+                    held = min(end, first + (shard + 1) * size) - max(start, first + shard * size)
+                    for instance in range(instances):
+                        owned[kind, instance * layout.num_optimizer_shards + shard][its[stored]] = held
+    return owned
+
+
+def _as_stored(parameter: torch.nn.Parameter, is_in_fp8: bool) -> torch.nn.Parameter:
+    """A stand-in of another dtype where a parameter is kept in FP8: buffers are of one dtype."""
+    if not is_in_fp8:
+        return parameter
+    stored = torch.nn.Parameter(torch.empty_like(parameter, dtype=torch.float8_e4m3fn))
+    for name in _ATTRIBUTES:
+        if hasattr(parameter, name):
+            setattr(stored, name, getattr(parameter, name))
+    return stored
