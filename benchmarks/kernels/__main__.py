@@ -6,6 +6,7 @@ python -m benchmarks.kernels
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from moevement_kernels import launch
+from moevement_kernels import fp8_launch, launch
 from moevement_kernels.backend import Backend, select
 from moevement_kernels.cuda.grouped_product import CudaKernelError, library
 from moevement_kernels.op import saved_bytes
@@ -39,6 +40,9 @@ class Row:
     frozen: float
     frozen_cuda: float | None
     frozen_fp8: float
+    """With FP8 weights that are widened: products in BF16."""
+    products_fp8: dict[str, float]
+    """With FP8 products, by how they are scaled."""
     floor_full: float | None
     floor_frozen: float | None
 
@@ -114,12 +118,21 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
     }  # fmt: skip
     if Backend.CUDA in _backends():
         passes["frozen_cuda"] = frozen_cuda
+    for mode in _scalings():
+        given = checks.fp8_problem(counts, layer.hidden, layer.inner, kind, torch.float8_e5m2, mode)
+        passes[mode] = functools.partial(fp8_launch.input_gradient, *given)
     passes |= _floor(x, dy, h, counts, w1, w2)
     times = _times(passes, rounds)
     return Row(
         layer, "skewed" if is_skewed else "even", times["full"], times["frozen"], times.get("frozen_cuda"),
-        times["frozen_fp8"], times.get("floor_full"), times.get("floor_frozen"),
+        times["frozen_fp8"], {mode: times[mode] for mode in _scalings()}, times.get("floor_full"),
+        times.get("floor_frozen"),
     )  # fmt: skip
+
+
+def _scalings() -> tuple[str, ...]:
+    """Of FP8 products, which need compute capability 9.0."""
+    return ("delayed", "current", "by block") if torch.cuda.get_device_capability()[0] == 9 else ()
 
 
 def _as_fp8(weights: Weights) -> Weights:
@@ -200,7 +213,8 @@ def _line(row: Row, peak: float) -> str:
     best = min(row.frozen, row.frozen_cuda or row.frozen)
     cells = [
         f"{row.layer.model}, {row.layer.experts} experts, {row.layer.tokens} tokens", row.routing, cell(row.full),
-        cell(row.frozen), cell(row.frozen_cuda), cell(row.frozen_fp8), cell(row.floor_full), cell(row.floor_frozen),
+        cell(row.frozen), cell(row.frozen_cuda), cell(row.frozen_fp8),
+        *(cell(row.products_fp8.get(mode)) for mode in ("delayed", "current", "by block")), cell(row.floor_full), cell(row.floor_frozen),
         f"{row.full / best:.2f}", f"{row.rate(best):.0f}", f"{row.rate(best) / peak:.0%}",
     ]  # fmt: skip
     return f"| {' | '.join(cells)} |"
@@ -224,8 +238,11 @@ turns, with cold caches. The floor is torch's grouped GEMM on weights that lie t
 probabilities, and weight gradients that are not added to anything. Speed-up, TFLOP/s and the share are of the faster of
 the two frozen passes; the share is of {peak:.0f} TFLOP/s, which cuBLAS reaches on products of 8192 x 8192 here.
 
-| layer | routing | full | frozen, Triton | frozen, CUDA | frozen, FP8 weights | floor, full | floor, frozen | speed-up | TFLOP/s | share |
-|---|---|---|---|---|---|---|---|---|---|---|
+FP8 products are by the recipe that scales them (delayed, current, by block); their columns are the same backward pass of
+frozen experts, with its input and its result in FP8.
+
+| layer | routing | full | frozen, Triton | frozen, CUDA | frozen, FP8 weights | FP8 products, delayed | current | by block | floor, full | floor, frozen | speed-up | TFLOP/s | share |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 {lines}
 
 Activations kept for the backward pass, beside the probabilities:

@@ -42,7 +42,7 @@ def forward(
     w1_at, w2_at = _weights_at(w1, x.device), _weights_at(w2, x.device)
     kernels.up_kernel[(rows.count * _cdiv(w2.columns, size.columns),)](
         x, p, *w1_at, h, a, rows.expert, rows.begin, rows.end, rows.count, x.shape[1], w2.columns, w1.scale_stride,
-        **_activation(kind), **_dtypes(w1, x.dtype), **_sizes(size, w1),
+        **activation_constants(kind), **_dtypes(w1, x.dtype), **_sizes(size, w1),
     )  # fmt: skip
     _product(a, w2, w2_at, y, rows, tiles or tiles_of(x.dtype), is_transposed=True)
     return Forward(y, h)
@@ -75,7 +75,7 @@ def input_gradient(
     scale = dy.inverse_scale if isinstance(dy, E5M2) else parts
     kernels.hidden_gradient_kernel[(rows.count * across,)](
         data, scale, h, p, *_weights_at(w2, h.device), dh, parts, rows.expert, rows.begin, rows.end, rows.count, tokens,
-        hidden, inner, w2.scale_stride, **_activation(kind), DY_IS_E5M2=isinstance(dy, E5M2),
+        hidden, inner, w2.scale_stride, **activation_constants(kind), DY_IS_E5M2=isinstance(dy, E5M2),
         **_dtypes(w2, h.dtype), **_sizes(size, w2),
     )  # fmt: skip
     _product(dh, w1, _weights_at(w1, h.device), dx, rows, size, is_transposed=False)
@@ -131,19 +131,19 @@ def weight_gradient(
         return
     from moevement_kernels import triton_kernels as kernels
 
-    _check_addresses("gradient", (*into[0], *into[1]))
+    check_addresses("gradient", (*into[0], *into[1]))
     size = tiles or tiles_of(x.dtype)
     everyones = offsets(counts, x.device)
     own = offsets([count if is_active else 0 for count, is_active in zip(counts, active, strict=True)], x.device)
     hidden, inner = _second(h, dy, kind)
-    running = {"BM": size.rows, "BN": size.columns, "BK": size.inner, **_running(size)}
+    running = {"BM": size.rows, "BN": size.columns, "BK": size.inner, **run_options(size)}
     kernels.weight_gradient_kernel[_cdiv(h.shape[1], size.rows) * _cdiv(hidden, size.columns), len(counts)](
         dh, x.contiguous(), p, addresses(into[0], x.device), everyones, own, h.shape[1], hidden, FROM_H=False, KIND=0,
         GATED=False, ACCUMULATE=accumulate, **running,
     )  # fmt: skip
     kernels.weight_gradient_kernel[_cdiv(hidden, size.rows) * _cdiv(inner, size.columns), len(counts)](
         dy.contiguous(), h, p, addresses(into[1], x.device), everyones, everyones, hidden, inner, FROM_H=True,
-        **_activation(kind), ACCUMULATE=accumulate, **running,
+        **activation_constants(kind), ACCUMULATE=accumulate, **running,
     )  # fmt: skip
 
 
@@ -200,12 +200,13 @@ def _check(
 
 
 def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    _check_addresses("weight", weights.data)
+    check_addresses("weight", weights.data)
     data = addresses(weights.data, device)
     return data, data if weights.inverse_scales is None else addresses(weights.inverse_scales, device)
 
 
-def _check_addresses(what: str, tensors: Sequence[torch.Tensor | None]) -> None:
+def check_addresses(what: str, tensors: Sequence[torch.Tensor | None]) -> None:
+    """Refuse tensors that do not begin at a multiple of 16 bytes, which loads make use of."""
     for index, one in enumerate(tensors):
         if one is not None and one.data_ptr() % 16:
             raise ValueError(f"{what} {index} is at {one.data_ptr():#x}; needs a multiple of 16 bytes")
@@ -216,7 +217,8 @@ def _second(h: torch.Tensor, dy: torch.Tensor, kind: Activation) -> tuple[int, i
     return dy.shape[1], h.shape[1] // (2 if kind.is_gated else 1)
 
 
-def _activation(kind: Activation) -> dict[str, Any]:
+def activation_constants(kind: Activation) -> dict[str, Any]:
+    """What kernels are specialised by."""
     return {"KIND": list(Activation).index(kind), "GATED": kind.is_gated}
 
 
@@ -232,10 +234,11 @@ def _dtypes(weights: Weights, dtype: torch.dtype) -> dict[str, Any]:
 def _sizes(size: Tiles, weights: Weights) -> dict[str, Any]:
     if weights.format is Format.FP8_PER_BLOCK and (BLOCK % size.columns or BLOCK % size.inner):
         raise ValueError(f"tiles of {size.columns} x {size.inner}; with scales per block they must divide {BLOCK}")
-    return {"BM": size.rows, "BN": size.columns, "BK": size.inner, "GROUP": GROUP, **_running(size)}
+    return {"BM": size.rows, "BN": size.columns, "BK": size.inner, "GROUP": GROUP, **run_options(size)}
 
 
-def _running(size: Tiles) -> dict[str, int]:
+def run_options(size: Tiles) -> dict[str, int]:
+    """How a program is laid out on a multiprocessor."""
     return {"num_warps": size.warps, "num_stages": size.stages}
 
 

@@ -83,7 +83,7 @@ def input_gradient(
     parts = []
     for expert, (dy_, h_, p_) in enumerate(zip(dense.split(splits), h.split(splits), p.split(splits), strict=True)):
         da = dy_ @ w2.dense(expert)
-        gate, linear = _halves(h_.float(), kind)
+        gate, linear = halves(h_.float(), kind)
         activated, slope = activate(kind, gate), derivative(kind, gate)
         scaled = da * p_.float()[:, None]
         if linear is None:
@@ -129,7 +129,8 @@ def weight_gradient(
     return first, second
 
 
-def _halves(h: torch.Tensor, kind: Activation) -> tuple[torch.Tensor, torch.Tensor | None]:
+def halves(h: torch.Tensor, kind: Activation) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The activated part of h, and the linear one of gated activations."""
     if not kind.is_gated:
         return h, None
     gate, linear = h.chunk(2, -1)
@@ -137,6 +138,6 @@ def _halves(h: torch.Tensor, kind: Activation) -> tuple[torch.Tensor, torch.Tens
 
 
 def _scaled(h: torch.Tensor, p: torch.Tensor, kind: Activation) -> torch.Tensor:
-    gate, linear = _halves(h.float(), kind)
+    gate, linear = halves(h.float(), kind)
     a = activate(kind, gate) if linear is None else activate(kind, gate) * linear
     return (a * p.float()[:, None]).to(h.dtype)

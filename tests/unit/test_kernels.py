@@ -45,6 +45,12 @@ def test_kernels_compile_to_tensor_core_instructions(processes: dict[str, subpro
     made = json.loads(out.splitlines()[-1])
     products = [one for one in made if "bf16" in one["name"]]
     assert {one["capability"] for one in products} == set(COMPILED_FOR)
+    in_fp8 = [one for one in made if " fp8 " in one["name"]]
+    assert len(in_fp8) == 10
+    for one in in_fp8:
+        assert one["instruction"].endswith(("f32.e5m2.e4m3", "f32.e4m3.e4m3")), one
+        assert one["narrow_loads"] == 0, one
+        assert one["shared_bytes"] <= 227 << 10, one
     for one in products:
         assert one["instruction"].startswith("wgmma" if one["capability"] == 90 else "mma.sync"), one
         assert one["narrow_loads"] == 0, one

@@ -1,0 +1,160 @@
+"""The backward pass of a frozen expert whose products are in FP8, obvious and slow: the specification of the kernels.
+
+    da = dy W2                      both in FP8; never rounded
+    dp = sum over F of da * act(h)
+    dh = da * p * act'(h)           rounded to the dtype of h, then to FP8
+    dx = dh W1                      both in FP8
+
+Recipes are Transformer Engine's for Hopper: one scale for the matrix of an expert, from earlier ones (delayed scaling)
+or from itself (current scaling), or a power of two for every 128 elements of a row and every 128 x 128 of a weight
+(blockwise). Sums are in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from moevement_kernels.activations import Activation, activate, derivative
+from moevement_kernels.reference import halves
+from moevement_kernels.weights import BLOCK, Weights
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Rows of tokens in FP8.
+
+    Args:
+        data: ``[T, N]`` in an FP8 dtype.
+        inverse_scales: FP32, what codes are multiplied with: one for each expert, ``[E]``, or for every 128 elements
+            of a row, ``[T, N / 128]`` rounded up.
+    """
+
+    data: torch.Tensor
+    inverse_scales: torch.Tensor
+
+    @property
+    def is_by_block(self) -> bool:
+        """Whether a row has scales of its own."""
+        return self.inverse_scales.dim() == 2
+
+    def dense(self, counts: Sequence[int]) -> torch.Tensor:
+        """FP32, ``[T, N]``."""
+        if self.is_by_block:
+            return self.data.float() * self.inverse_scales.repeat_interleave(BLOCK, 1)[:, : self.data.shape[1]]
+        of_rows = self.inverse_scales.repeat_interleave(torch.tensor(list(counts), device=self.data.device))
+        return self.data.float() * of_rows[:, None]
+
+
+@dataclass(frozen=True)
+class Quantiser:
+    """How ``dh`` becomes FP8.
+
+    Args:
+        dtype: E5M2 or E4M3.
+        scales: FP32, ``[E]``, what to multiply with (delayed scaling); None: from the matrix of each expert itself.
+        is_by_block: a scale for every 128 elements of a row instead.
+    """
+
+    dtype: torch.dtype
+    scales: torch.Tensor | None = None
+    is_by_block: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (E4M3, E5M2):
+            raise ValueError(f"dh in {self.dtype}; needs {E4M3} or {E5M2}")
+        if self.is_by_block and self.scales is not None:
+            raise ValueError("scales are given, and each block has one of its own; needs one or the other")
+
+    def of(self, dh: torch.Tensor, counts: Sequence[int]) -> Codes:
+        """``[T, G]``."""
+        if self.is_by_block:
+            return by_rows(dh, self.dtype)
+        scales = scale_of(amaxes(dh, counts), self.dtype) if self.scales is None else self.scales
+        of_rows = scales.repeat_interleave(torch.tensor(list(counts), device=dh.device))
+        return Codes(cast(dh.float() * of_rows[:, None], self.dtype), scales.reciprocal())
+
+
+class FP8InputGradient(NamedTuple):
+    """What flows back."""
+
+    dx: torch.Tensor
+    """``[T, H]``, in the dtype of h."""
+    dp: torch.Tensor
+    """FP32, ``[T]``."""
+    dh: Codes
+    """``[T, G]``."""
+    amax: torch.Tensor
+    """FP32, ``[E]``: of dh, for scales that come from earlier matrices; 0 where an expert has no tokens."""
+
+
+def input_gradient(
+    dy: Codes, h: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation,
+    quantiser: Quantiser,
+) -> FP8InputGradient:  # fmt: skip
+    """Of tokens sorted by expert.
+
+    Args:
+        dy: ``[T, H]``.
+        h: ``[T, G]``, BF16 or FP16, of the forward pass.
+        p: ``[T]``.
+        counts: tokens of each expert.
+        w1: ``[H, G]`` each, in FP8: **transposed**, as Hopper's FP8 products need what is on their right.
+        w2: ``[F, H]`` each, likewise.
+        kind: of the activation.
+        quantiser: of dh.
+    """
+    splits, parts = list(counts), []
+    rows = zip(dy.dense(counts).split(splits), h.split(splits), p.split(splits), strict=True)
+    for expert, (dy_, h_, p_) in enumerate(rows):
+        da = dy_ @ w2.dense(expert).T
+        gate, linear = halves(h_.float(), kind)
+        activated, slope = activate(kind, gate), derivative(kind, gate)
+        scaled = da * p_.float()[:, None]
+        if linear is None:
+            dp, dh = (da * activated).sum(-1), scaled * slope
+        else:
+            dp = (da * activated * linear).sum(-1)
+            dh = torch.cat([scaled * linear * slope, scaled * activated], -1)
+        parts.append((dp, dh.to(h.dtype)))
+    dp, dh = (torch.cat(one) for one in zip(*parts, strict=True))
+    codes = quantiser.of(dh, counts)
+    dx = [
+        dh_ @ w1.dense(expert).T for expert, dh_ in enumerate(codes.dense(counts).split(splits))
+    ]  # fmt: skip
+    return FP8InputGradient(torch.cat(dx).to(h.dtype), dp, codes, amaxes(dh, counts))
+
+
+def amaxes(matrix: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The largest magnitude of each expert's rows, FP32 ``[E]``."""
+    parts = matrix.split(list(counts))
+    return torch.stack([one.abs().max().float() if one.numel() else one.new_zeros((), dtype=torch.float32)
+                        for one in parts])  # fmt: skip
+
+
+def by_rows(matrix: torch.Tensor, dtype: torch.dtype) -> Codes:
+    """A power of two for every 128 elements of a row."""
+    columns = matrix.shape[1]
+    across = -(-columns // BLOCK)
+    padded = torch.nn.functional.pad(matrix.abs().float(), (0, across * BLOCK - columns))
+    scale = scale_of(padded.view(-1, across, BLOCK).amax(2), dtype, power_of_two=True)
+    codes = cast(matrix.float() * scale.repeat_interleave(BLOCK, 1)[:, :columns], dtype)
+    return Codes(codes, scale.reciprocal())
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """To the nearest code, ties to even; what is beyond the largest number becomes it."""
+    largest = torch.finfo(dtype).max
+    return values.float().clamp(-largest, largest).to(dtype)
+
+
+def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
+    """What brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale."""
+    scale = (torch.finfo(dtype).max / amax).clamp_max(torch.finfo(torch.float32).max)
+    scale = torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else scale

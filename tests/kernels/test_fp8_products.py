@@ -1,0 +1,201 @@
+"""The backward pass of frozen experts with FP8 products: kernels against the reference, that against dense products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+from moevement_kernels import fp8_launch, fp8_reference, reference
+from moevement_kernels.activations import Activation
+from moevement_kernels.fp8_reference import E4M3, E5M2, Codes, Quantiser, by_rows, cast, scale_of
+from moevement_kernels.tiles import Tiles
+from moevement_kernels.triton_fp8 import _cast
+from moevement_kernels.weights import BLOCK, Weights
+from triton import language as tl
+
+from megatron.moevement.fp8 import formats
+from tests.kernels.problems import COUNTS, close
+
+SMALL = Tiles(rows=16, columns=32, inner=32, warps=4, stages=2)
+BLOCKS = Tiles(rows=16, columns=128, inner=64, warps=4, stages=2)
+MODES = ("delayed", "current", "by block")
+
+
+def problem(mode: str, kind: Activation, counts: list[int], dtype: torch.dtype, seed: int = 3) -> tuple[Any, ...]:
+    """Arguments of ``input_gradient``: H of 144 and F of 128 by block, 48 and 80 else."""
+    draw = torch.Generator().manual_seed(seed)
+    hidden, inner = (144, 128) if mode == "by block" else (48, 80)
+    tokens, rows = sum(counts), inner * (2 if kind.is_gated else 1)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    h = normal(tokens, rows).to(torch.bfloat16)
+    p = torch.rand(tokens, generator=draw)
+    dy = normal(tokens, hidden)
+    w1, w2 = ([normal(*shape) / 4 for _ in counts] for shape in ((hidden, rows), (inner, hidden)))
+    if mode == "by block":
+        quantised = [[formats.by_squares(one, E4M3).row for one in weights] for weights in (w1, w2)]
+        return by_rows(dy, dtype), h, p, counts, *map(weights_of, quantised), kind, Quantiser(dtype, is_by_block=True)
+    scales = scale_of(fp8_reference.amaxes(dy, counts), dtype)
+    given = Quantiser(dtype, scales).of(dy, counts)
+    of_dh = torch.linspace(0.5, 2.0, len(counts)) * 16 if mode == "delayed" else None
+    quantised = [[formats.by_tensor(one, E4M3).row for one in weights] for weights in (w1, w2)]
+    return given, h, p, counts, *map(weights_of, quantised), kind, Quantiser(dtype, of_dh)
+
+
+def launched(given: Any, mode: str) -> fp8_reference.FP8InputGradient:
+    """By the kernels."""
+    dy, h, p, counts, w1, w2, kind, quantiser = given
+    tiles = BLOCKS if mode == "by block" else SMALL
+    return fp8_launch.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser, tiles)
+
+
+def weights_of(forms: list[formats.Form]) -> Weights:
+    return Weights([one.codes.view(torch.uint8) for one in forms], [one.scale_inv.contiguous() for one in forms])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    [(Activation.SWIGLU, E5M2, "ragged"), (Activation.GELU, E4M3, "first and last empty"),
+     (Activation.SQUARED_RELU, E5M2, "one token")],
+)  # fmt: skip
+def test_kernels_compute_what_the_reference_does(mode: str, kind: Activation, dtype: torch.dtype, shape: str) -> None:
+    given: Any = problem(mode, kind, COUNTS[shape], dtype)
+    wanted = fp8_reference.input_gradient(*given)
+    found = launched(given, mode)
+    close(found.dp, wanted.dp)
+    torch.testing.assert_close(found.amax, wanted.amax, rtol=2**-7, atol=0.0)  # BF16 between two values
+    torch.testing.assert_close(found.dh.inverse_scales, wanted.dh.inverse_scales, rtol=2**-7, atol=0.0)
+    of_counts = COUNTS[shape]
+    dense, of_reference = found.dh.dense(of_counts), wanted.dh.dense(of_counts)
+    step = 2**-1 if dtype is E5M2 else 2**-2  # codes next to each other, where dh is between them
+    torch.testing.assert_close(dense, of_reference, rtol=step, atol=1e-3 * float(of_reference.abs().max()))
+    assert (dense != of_reference).float().mean() < 0.02
+    error = (found.dx.float() - wanted.dx.float()).norm() / wanted.dx.float().norm()
+    assert error < 2**-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_where_sums_are_exact_so_are_the_bits(mode: str) -> None:
+    """Small whole numbers: FP32 holds every sum, in whatever order."""
+    draw = torch.Generator().manual_seed(9)
+    counts, width = [5, 0, 19], 128
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=draw).float()
+
+    by_block = mode == "by block"
+    weights = [
+        Weights([whole(width, width).to(E4M3).view(torch.uint8) for _ in counts], [torch.full((1, 1), 0.5)] * 3)
+        for _ in range(2)
+    ]
+    dy = Codes(whole(24, width).to(E5M2), torch.ones(24, 1) if by_block else torch.ones(3))
+    quantiser = Quantiser(E5M2, torch.full((3,), 0.25) if mode == "delayed" else None, by_block)
+    given: Any = (dy, whole(24, width).to(torch.bfloat16), torch.ones(24), counts, *weights, Activation.RELU, quantiser)
+    wanted = fp8_reference.input_gradient(*given)
+    found = launched(given, mode)
+    assert torch.equal(found.dh.data.float(), wanted.dh.data.float())  # the interpreter's rounding loses signs of zeros
+    assert torch.equal(found.dh.inverse_scales, wanted.dh.inverse_scales)
+    if mode == "current":  # whose scale is no power of two
+        close(found.dx, wanted.dx)
+    else:
+        assert torch.equal(found.dx, wanted.dx)
+    assert torch.equal(found.dp, wanted.dp)
+    assert torch.equal(found.amax, wanted.amax)
+
+
+def test_frozen_experts_do_not_depend_on_each_other() -> None:
+    """As in a replay, where the routing of others may be another one: each expert alone gives the same bits."""
+    counts = COUNTS["ragged"]
+    dy, h, p, _, w1, w2, kind, quantiser = problem("current", Activation.SWIGLU, counts, E5M2)
+    together = fp8_launch.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser, SMALL)
+    start = counts[0] + counts[1]
+    rows = slice(start, start + counts[2])
+    own1, own2 = (Weights(one.data[2:3], one.inverse_scales[2:3]) for one in (w1, w2))
+    own_dy = Codes(dy.data[rows], dy.inverse_scales[2:3])
+    alone = fp8_launch.input_gradient(own_dy, h[rows], p[rows], [counts[2]], own1, own2, kind, quantiser, SMALL)
+    assert torch.equal(alone.dx, together.dx[rows])
+    assert torch.equal(alone.dp, together.dp[rows])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_reference_is_the_dense_one_on_what_codes_stand_for(mode: str) -> None:
+    """Of ``reference.py``, but for the rounding of dh to FP8."""
+    given: Any = problem(mode, Activation.SWIGLU, COUNTS["ragged"], E4M3)
+    dy, h, p, counts, w1, w2, kind, _ = given
+    plain1, plain2 = (Weights([one.dense(e).T.contiguous() for e in range(len(counts))]) for one in (w1, w2))
+    wanted = reference.input_gradient(dy.dense(counts), h, p, counts, plain1, plain2, kind)
+    found = fp8_reference.input_gradient(*given)
+    close(found.dp, wanted.dp)
+    assert (found.dh.dense(counts) - wanted.dh.float()).abs().max() <= 2**-4 * wanted.dh.abs().max()
+    assert (found.dx.float() - wanted.dx.float()).norm() <= 2**-4 * wanted.dx.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_quantising_is_that_of_training_in_fp8(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(1)
+    matrix = torch.randn(9, 300, generator=draw) * torch.logspace(-12, 4, 9)[:, None]
+    matrix[3, :BLOCK] = 0.0
+    ours, trained = by_rows(matrix, dtype), formats.by_rows_and_columns(matrix, dtype).row
+    assert torch.equal(ours.data.view(torch.uint8), trained.codes.view(torch.uint8))
+    assert torch.equal(ours.inverse_scales, trained.scale_inv)
+    one = Quantiser(dtype).of(matrix, [9])
+    of_tensor = formats.by_tensor(matrix, dtype).row
+    assert torch.equal(one.data.view(torch.uint8), of_tensor.codes.view(torch.uint8))
+    assert torch.equal(one.inverse_scales, of_tensor.scale_inv.view(1))
+
+
+@triton.jit
+def _cast_all(values, codes, LARGEST: tl.constexpr, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    place = tl.arange(0, SIZE)
+    tl.store(codes + place, _cast(tl.load(values + place), LARGEST, DTYPE).to(tl.uint8, bitcast=True))
+
+
+@pytest.mark.parametrize(("dtype", "named"), [(E4M3, tl.float8e4nv), (E5M2, tl.float8e5)])
+def test_kernels_round_to_fp8_as_torch_does(dtype: torch.dtype, named: Any) -> None:
+    """All codes, the middles between them and their neighbours, of both signs, and what is too large."""
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype).float()
+    codes = codes[codes.isfinite()].sort().values
+    middles = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat([torch.nextafter(middles, torch.tensor(side)) for side in (-1e30, 1e30)])
+    values = torch.cat([codes, middles, near, torch.tensor([1e6, -1e6, 1e-30, -0.0])])
+    padded = torch.zeros(2048)
+    padded[: values.numel()] = values
+    out = torch.empty(2048, dtype=torch.uint8)
+    _cast_all[(1,)](padded, out, torch.finfo(dtype).max, named, 2048)
+    wanted = cast(padded, dtype)
+    assert torch.equal(out.view(dtype).float(), wanted.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"hidden": 40}, "a multiple of 16"), ({"format": True}, "one way for all"),
+     ({"dtype": True}, "h is torch.float32"), ({"transposed": True}, "transposed for FP8 products")],
+)  # fmt: skip
+def test_what_does_not_fit_is_said(change: dict[str, Any], message: str) -> None:
+    dy, h, p, counts, w1, w2, kind, quantiser = problem("current", Activation.SWIGLU, [4], E5M2)
+    if "hidden" in change:
+        dy = Codes(dy.data[:, :40], dy.inverse_scales)
+        w1 = Weights([w1.data[0][:40].contiguous()], w1.inverse_scales)
+        w2 = Weights([w2.data[0][:, :40].contiguous()], w2.inverse_scales)
+    if "format" in change:
+        dy = Codes(dy.data, torch.ones(4, 1))
+    if "dtype" in change:
+        h = h.float()
+    if "transposed" in change:
+        w1, w2 = (Weights([one.data[0].T.contiguous()], one.inverse_scales) for one in (w1, w2))
+    with pytest.raises(ValueError, match=message):
+        fp8_launch.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((torch.float16,), "dh in torch.float16"), ((E5M2, torch.ones(1), True), "one or the other")],
+)  # fmt: skip
+def test_a_quantiser_that_cannot_be_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Quantiser(*arguments)
