@@ -55,7 +55,7 @@ def overhead(arguments: argparse.Namespace) -> int:
             "first ones warm up"
         )
     lengths = {
-        f"{micro_batches} micro-batches, {recovery}": _summarise(_run(arguments, micro_batches, recovery))
+        f"{micro_batches} micro-batches, {recovery}": summarise(_run(arguments, micro_batches, recovery))
         for micro_batches in arguments.micro_batches
         for recovery in arguments.recovery
     }
@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace, micro_batches: int, recovery: str) -> li
     return list(samples_of(script, arguments.nproc, flags, environment))
 
 
-def _summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians by mode and ratios of neighbouring blocks; the first round and each block's first iteration warm up."""
     blocks: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     previous, number = "", -1

@@ -45,7 +45,7 @@ def samples_of(script: ModuleType, nproc: int, flags: Sequence[str], environment
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {OUTPUT_ENV: folder, **environment}
-        _launch(nproc, [str(script.__file__), str(SCRIPT), *_words(flags)], Path(folder, "run"), None)
+        _launch(nproc, [str(script.__file__), str(SCRIPT), *model_words(flags)], Path(folder, "run"), None)
         return json.loads(Path(folder, "samples.json").read_text(encoding="utf-8"))
 
 
@@ -57,13 +57,15 @@ def record_of(nproc: int, spares: int, flags: Sequence[str]) -> tuple[list[dict[
     """
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder, "run")
-        _launch(nproc, [str(SCRIPT), *_words(flags)], run_dir, spares)
+        _launch(nproc, [str(SCRIPT), *model_words(flags)], run_dir, spares)
         record = RunRecord(run_dir)
         return list(record.events()), list(record.metrics())
 
 
-def _words(flags: Sequence[str]) -> list[str]:
-    return [*(word for pair in MODEL.items() for word in map(str, pair)), *SWITCHES, *flags]
+def model_words(flags: Sequence[str]) -> list[str]:
+    """Megatron's flags of :data:`MODEL`, in BF16 unless ``flags`` say FP16, and ``flags``, which win."""
+    switches = [one for one in SWITCHES if one != "--bf16" or "--fp16" not in flags]
+    return [*(word for pair in MODEL.items() for word in map(str, pair)), *switches, *flags]
 
 
 def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,7 +70,16 @@ def add_arguments(parser: Parser) -> Parser:
         "CUDA C++ (compute capability 9.0); off: Megatron's own (default: off, until they have run on a GPU)",
     )
     add_session_flags(group, has_switch=True)
+    if find_spec("transformer_engine") is None:
+        _allow_fp8_masters(parser)
     return parser
+
+
+def _allow_fp8_masters(parser: Parser) -> None:
+    """Row 5 of MoEvement's table 7; the Adam that stands in for Transformer Engine's has it, and theirs has not."""
+    for action in parser._actions:
+        if "--main-params-dtype" in action.option_strings:
+            action.choices = [*(action.choices or ()), "fp8"]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,10 @@ REGIMES: dict[str, dict[str, Any]] = {
         **FP8_WEIGHTS, "fp8_recipe": "delayed", **AWARE, "main_params_dtype": "fp16", "exp_avg_dtype": "fp8",
         "exp_avg_sq_dtype": "fp16",
     },
+    "FP8/FP8/FP8+FP16": {
+        **FP8_WEIGHTS, "fp8_recipe": "delayed", **AWARE, "main_params_dtype": "fp8", "exp_avg_dtype": "fp8",
+        "exp_avg_sq_dtype": "fp16",
+    },
     "BF16 and remainders, BF16+BF16": {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
     "BF16 gradients": {**AWARE, "exp_avg_dtype": "fp8", "main_grads_dtype": "bf16"},
     "blockwise, FP8+FP32": {**FP8_WEIGHTS, "fp8_recipe": "blockwise", **AWARE, "exp_avg_dtype": "fp8"},
