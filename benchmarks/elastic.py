@@ -1,0 +1,162 @@
+"""Lazarus's allocation, placement and migration on recorded routing; writes benchmarks/elastic.md.
+
+    python -m benchmarks.elastic ROUTING.npz
+
+The file holds ``tokens_per_expert``, int [records, layers, experts], and ``iteration``, int [records]: tokens routed
+to each expert at those iterations. Between records the last one is taken to hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+from fractions import Fraction
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.environment import measured_on
+from benchmarks.papers.common import table
+from moevement_core.elastic.allocation import Replicas, allocate, slowest_share
+from moevement_core.elastic.migration import migrate
+from moevement_core.elastic.placement import Placement, compact, experts_lost, maximum_rank_overlap, spread, survival
+from moevement_core.elastic.rebalance import Hysteresis, LoadMonitor
+
+NODES, SLOTS, FLOOR = 10, 6, 2
+"""As the paper's testbed and its setting (section 6.1)."""
+MODELS = {"GPT-S": 8, "GPT-L": 16}
+STEPS = (201, 4001)
+"""Near the steps that the paper's figure 8 looks at; every tenth was recorded."""
+Tokens = npt.NDArray[np.int64]
+
+
+class Rebalanced(NamedTuple):
+    """A policy over the whole record, all layers."""
+
+    share: float
+    """Tokens of the slowest replica over those of an even one, mean over records and layers."""
+    times: float
+    """Allocations anew of a layer, mean."""
+    moved: float
+    """Experts that nodes fetched in all, mean of a layer."""
+
+
+def main() -> None:
+    """Compute and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("routing", type=Path, metavar="ROUTING.npz")
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".md"))
+    given = parser.parse_args()
+    record = np.load(given.routing)
+    tokens, iterations = record["tokens_per_expert"].astype(np.int64), record["iteration"]
+    survived = [
+        row for model, experts in MODELS.items() for step in STEPS
+        for row in survival_rows(model, step, loads_at(tokens, iterations, step, experts))
+    ]  # fmt: skip
+    followed = [rebalance_row(model, tokens, iterations, experts) for model, experts in MODELS.items()]
+    given.output.write_text(report(survived, [row for rows in followed for row in rows]), encoding="utf-8")
+
+
+def loads_at(tokens: Tokens, iterations: npt.NDArray[np.int64], step: int, experts: int) -> Tokens:
+    """Of the most loaded experts of every layer at a step, as the paper cuts the record to its models: [layers, E]."""
+    at = int(np.searchsorted(iterations, step))
+    return -np.sort(-tokens[at], axis=-1)[:, :experts]
+
+
+def survival_rows(model: str, step: int, loads: Tokens) -> list[list[str]]:
+    """Figure 8: by placement and nodes lost at once, the probability that every expert has a replica; mean of layers."""
+    rows = []
+    replicas = [allocate(layer, NODES * SLOTS, FLOOR) for layer in loads]
+    ways: dict[str, Callable[[Replicas, int, int], Placement]] = {"spread": spread, "compact": compact}
+    closed = [
+        statistics.mean(float(survival(one, NODES, SLOTS, lost)) for one in replicas) for lost in range(1, NODES - 3)
+    ]
+    rows.append([f"{model}, step {step}", "maximum rank overlap", *(f"{value:.2f}" for value in closed)])
+    for name, place in ways.items():
+        placements = [place(one, NODES, SLOTS) for one in replicas]
+        found = [statistics.mean(float(_counted(one, lost)) for one in placements) for lost in range(1, NODES - 3)]
+        rows.append([f"{model}, step {step}", name, *(f"{value:.2f}" for value in found)])
+    return rows
+
+
+def _counted(placement: Placement, lost: int) -> Fraction:
+    sets = list(combinations(range(len(placement)), lost))
+    return Fraction(sum(not experts_lost(placement, one) for one in sets), len(sets))
+
+
+def rebalance_row(model: str, tokens: Tokens, iterations: npt.NDArray[np.int64], experts: int) -> list[list[str]]:
+    """The same replicas of each expert all the time, and allocations that follow the load."""
+    chosen = np.argsort(-tokens.sum(0), axis=-1)[:, :experts]  # a layer's experts are the same ones all the time
+    loads = np.take_along_axis(tokens, chosen[None], axis=-1)
+    every = int(iterations[1] - iterations[0])
+    equal = allocate(np.ones(experts, dtype=np.int64), NODES * SLOTS, FLOOR)
+    policies: dict[str, Hysteresis | None] = {
+        "equal replicas, never": None,
+        "Lazarus, every 200 iterations": Hysteresis(200 // every, gain=0.0, memory=0.5),
+        "every 200, if the slowest replica gains 10%": Hysteresis(200 // every, gain=0.1, memory=0.5),
+        "every 200, if it gains 30%": Hysteresis(200 // every, gain=0.3, memory=0.5),
+    }
+    rows = []
+    for name, hysteresis in policies.items():
+        layers = [_follow(loads[:, layer], equal, hysteresis) for layer in range(loads.shape[1])]
+        means = [statistics.mean(values) for values in zip(*layers, strict=True)]
+        rows.append([model, name, f"{means[0]:.2f}", f"{means[1]:.1f}", f"{means[2]:.0f}"])
+    return rows
+
+
+def _follow(loads: Tokens, replicas: Replicas, hysteresis: Hysteresis | None) -> Rebalanced:
+    """One layer, record by record; a look comes after the record that it looks at."""
+    monitor = LoadMonitor(loads.shape[1], hysteresis or Hysteresis())
+    held = dict(enumerate(maximum_rank_overlap(replicas, NODES, SLOTS)))
+    shares, times, moved = [], 0, 0
+    for tokens in loads:
+        shares.append(slowest_share(tokens, replicas))
+        monitor.count(tokens)
+        better = monitor.proposed(replicas, FLOOR) if hysteresis is not None else None
+        if better is not None and (better != replicas).any():
+            migration = migrate(held, maximum_rank_overlap(better, NODES, SLOTS))
+            replicas, held = better, dict(migration.experts)
+            times, moved = times + 1, moved + len(migration.transfers)
+    return Rebalanced(statistics.mean(shares), times, moved)
+
+
+def report(survived: list[list[str]], followed: list[list[str]]) -> str:
+    """The whole page."""
+    first = ("model", "placement", *(f"{lost} lost" for lost in range(1, NODES - 3)))
+    second = (
+        "model",
+        "replicas",
+        "slowest over an even replica",
+        "allocations of a layer",
+        "experts moved, of a layer",
+    )
+    return f"""# Elastic experts on recorded routing
+
+    python -m benchmarks.elastic ROUTING.npz        (writes this file)
+
+{NODES} nodes of {SLOTS} slots and a floor of {FLOOR} replicas, as in Lazarus's section 6. The record is a GPT-MoE's of 32 experts in
+24 layers; a model of fewer experts has the most loaded ones of each layer, as the paper cuts it. Computed, not trained.
+
+The probability that every expert of a layer has a replica left when so many nodes are lost at once, mean over layers (the
+paper's figure 8). Maximum rank overlap is by its closed form, which a test compares with counting every set of nodes; the
+others are counted.
+
+{table(first, survived)}
+
+The paper reads 0.41 for GPT-L at step 200 with 4 nodes lost, and 0.12 for the spread placement, and does not say of which layers.
+
+How well allocations follow the routing: tokens of the slowest replica over those of one if all were equal (1.00 is
+perfect, and the expert part of an iteration takes that many times as long), and what following costs.
+
+{table(second, followed)}
+
+{measured_on("numpy")}.
+"""
+
+
+if __name__ == "__main__":
+    main()

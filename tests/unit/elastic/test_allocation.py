@@ -1,0 +1,66 @@
+"""Replicas follow loads; equation 1 and what the paper says of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moevement_core.elastic.allocation import allocate, slowest_share
+from moevement_core.elastic.rebalance import Hysteresis, LoadMonitor
+from moevement_core.errors import ConfigError
+
+
+def test_a_worked_example() -> None:
+    """12 slots, f of 2: 10 of 200 tokens are worth no slot, 40 of 190 two of ten, 50 of 150 two of eight."""
+    assert allocate([100, 10, 40, 50], 12, 2).tolist() == [6, 2, 2, 2]
+    assert allocate([0, 0, 0], 7, 1).tolist() == [2, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_the_paper_says_of_it_holds(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    experts, nodes, slots, floor = (int(draw.integers(low, high)) for low, high in ((1, 20), (1, 12), (1, 9), (1, 4)))
+    if nodes * slots < experts:
+        slots = -(-experts // nodes)
+    tokens = np.floor(draw.pareto(1.0, experts) * 100).astype(np.int64)
+    replicas = allocate(tokens, nodes * slots, floor)
+    assert replicas.sum() == nodes * slots
+    assert replicas.min() >= min(floor, nodes * slots // experts)
+    assert (np.diff(replicas[np.argsort(tokens, kind="stable")]) >= 0).all(), "the order of loads is that of replicas"
+
+
+def test_with_many_slots_replicas_are_in_proportion() -> None:
+    tokens = np.array([1, 5, 20, 74])
+    replicas = allocate(tokens, 10_000, 1)
+    assert slowest_share(tokens, replicas) == pytest.approx(1.0, rel=0.02)
+    assert slowest_share(tokens, np.array([2500] * 4)) == pytest.approx(4 * 0.74)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "floor", "message"),
+    [([1, 2], 1, 1, "a slot for each expert"), ([1, -2], 4, 1, "0 or more"), ([], 4, 1, "for each expert"),
+     ([1], 4, 0, "a floor of 1")],
+)  # fmt: skip
+def test_what_cannot_be_is_said(tokens: list[int], slots: int, floor: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        allocate(tokens, slots, floor)
+
+
+def test_a_wave_is_waited_out_and_a_shift_is_followed() -> None:
+    monitor = LoadMonitor(4, Hysteresis(interval=5, gain=0.2, memory=0.5))
+    replicas = allocate([10, 10, 10, 10], 8, 1)
+    looks = []
+    for iteration in range(20):
+        wave = 2 if iteration % 2 else 0
+        load = [10 + wave, 10 - wave, 10, 10] if iteration < 10 else [40, 1, 1, 1]
+        monitor.count(np.array(load))
+        looks.append(monitor.proposed(replicas, 1))
+    assert [iteration for iteration, look in enumerate(looks) if look is not None] == [14, 19]
+    assert looks[14] is not None
+    assert looks[14].tolist() == [5, 1, 1, 1]
+
+
+@pytest.mark.parametrize("wrong", [{"interval": 0}, {"gain": 1.0}, {"memory": -0.1}])
+def test_a_hysteresis_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="needs an interval"):
+        Hysteresis(**wrong)  # type: ignore[arg-type]

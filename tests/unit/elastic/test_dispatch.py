@@ -1,0 +1,36 @@
+"""Algorithm 1 in whole tokens: each is computed once, replicas alike, own tokens at home."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from moevement_core.elastic.dispatch import schedule
+
+
+def test_a_worked_example() -> None:
+    """One expert, replicas 1, 0, 2 and tokens 2, 5, 3: four, three and three to a replica."""
+    sent = schedule(np.array([[2, 5, 3]]), np.array([[1, 0, 2]]))
+    assert sent[0].tolist() == [[2, 0, 0], [2, 0, 3], [0, 0, 3]]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_every_token_is_computed_once_and_replicas_alike(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    experts, ranks = int(draw.integers(1, 9)), int(draw.integers(1, 7))
+    tokens = draw.integers(0, 40, (experts, ranks)) * draw.integers(0, 2, (experts, ranks))
+    replicas = draw.integers(0, 3, (experts, ranks))
+    replicas[np.arange(experts), draw.integers(0, ranks, experts)] += 1
+    sent = schedule(tokens, replicas)
+    assert sent.min() >= 0
+    assert (sent.sum(2) == tokens).all()
+    computed, even = sent.sum(1), tokens.sum(1) / replicas.sum(1)
+    assert (np.abs(computed - even[:, None] * replicas) < replicas + (replicas == 0)).all()
+    assert (computed[replicas == 0] == 0).all()
+    own = np.einsum("eii->ei", sent)
+    assert (own == np.minimum(tokens, computed)).all(), "nothing is sent away that could be computed here"
+
+
+def test_tokens_without_a_replica_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"experts \[1\] have tokens and no replica"):
+        schedule(np.array([[0, 0], [0, 3]]), np.array([[0, 0], [0, 0]]))
