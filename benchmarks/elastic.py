@@ -23,7 +23,7 @@ from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
 from moevement_core.elastic.allocation import Replicas, allocate, slowest_share
 from moevement_core.elastic.migration import migrate
-from moevement_core.elastic.placement import Placement, compact, experts_lost, maximum_rank_overlap, spread, survival
+from moevement_core.elastic.placement import Placement, compact, experts_lost, place, spread, survival
 from moevement_core.elastic.rebalance import Hysteresis, LoadMonitor
 
 NODES, SLOTS, FLOOR = 10, 6, 2
@@ -76,8 +76,8 @@ def survival_rows(model: str, step: int, loads: Tokens) -> list[list[str]]:
         statistics.mean(float(survival(one, NODES, SLOTS, lost)) for one in replicas) for lost in range(1, NODES - 3)
     ]
     rows.append([f"{model}, step {step}", "maximum rank overlap", *(f"{value:.2f}" for value in closed)])
-    for name, place in ways.items():
-        placements = [place(one, NODES, SLOTS) for one in replicas]
+    for name, way in ways.items():
+        placements = [way(one, NODES, SLOTS) for one in replicas]
         found = [statistics.mean(float(_counted(one, lost)) for one in placements) for lost in range(1, NODES - 3)]
         rows.append([f"{model}, step {step}", name, *(f"{value:.2f}" for value in found)])
     return rows
@@ -111,14 +111,14 @@ def rebalance_row(model: str, tokens: Tokens, iterations: npt.NDArray[np.int64],
 def _follow(loads: Tokens, replicas: Replicas, hysteresis: Hysteresis | None) -> Rebalanced:
     """One layer, record by record; a look comes after the record that it looks at."""
     monitor = LoadMonitor(loads.shape[1], hysteresis or Hysteresis())
-    held = dict(enumerate(maximum_rank_overlap(replicas, NODES, SLOTS)))
+    held = dict(enumerate(place(replicas, NODES, SLOTS, FLOOR)))
     shares, times, moved = [], 0, 0
     for tokens in loads:
         shares.append(slowest_share(tokens, replicas))
         monitor.count(tokens)
         better = monitor.proposed(replicas, FLOOR) if hysteresis is not None else None
-        if better is not None and (better != replicas).any():
-            migration = migrate(held, maximum_rank_overlap(better, NODES, SLOTS))
+        if better is not None:
+            migration = migrate(held, place(better, NODES, SLOTS, FLOOR))
             replicas, held = better, dict(migration.experts)
             times, moved = times + 1, moved + len(migration.transfers)
     return Rebalanced(statistics.mean(shares), times, moved)

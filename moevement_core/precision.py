@@ -6,7 +6,7 @@ Planning only. A live run weighs the tensors that are there (:func:`moevement_co
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -88,12 +88,19 @@ class Regime:
         held = math.ceil(len(tensors) / shards)
         return self._weigh(elements, quantised, held, sum(map(self.scale_bytes, tensors)))
 
-    def part_bytes(self, tensor: TensorShape, elements: int) -> StateBytes:
-        """What ``elements`` of one tensor weigh on the rank that owns them; of none it has the scales alone, saved."""
-        scales = self.scale_bytes(tensor)
-        if not elements:
-            return StateBytes(compute=scales, master=scales, optimizer=0)
-        return self._weigh(elements, elements if self.quantises(tensor) else 0, 1, scales)
+    def part_bytes(self, parts: Iterable[tuple[TensorShape, int]]) -> StateBytes:
+        """What a rank saves of an operator, to the byte.
+
+        Args:
+            parts: its tensors, and how many elements of each the rank owns; of none it has the scales, in both.
+        """
+        elements = quantised = tensors = scales = alone = 0
+        for tensor, owned in parts:
+            its_scales = self.scale_bytes(tensor)
+            elements, tensors, scales = elements + owned, tensors + (owned > 0), scales + its_scales
+            quantised += owned if self.quantises(tensor) else 0
+            alone += its_scales if not owned else 0
+        return self._weigh(elements, quantised, tensors, scales, alone)
 
     def quantises(self, tensor: TensorShape) -> bool:
         """Whether a tensor is saved as FP8 compute weights.
@@ -110,18 +117,19 @@ class Regime:
             return _FACTOR_BYTES
         return _FACTOR_BYTES * math.ceil(tensor.rows / _BLOCK) * math.ceil(tensor.elements / tensor.rows / _BLOCK)
 
-    def _weigh(self, elements: int, quantised: int, tensors: int, scales: int) -> StateBytes:
-        """Of a part of ``elements`` in several ``tensors``."""
+    def _weigh(self, elements: int, quantised: int, tensors: int, scales: int, alone: int = 0) -> StateBytes:
+        """Of a part of ``elements`` in several ``tensors``; ``alone`` are scales that are full state, too."""
         plain = "bf16" if self.keeps_fp8 else self.compute
         compute = quantised + (elements - quantised) * _ELEMENT_BYTES[plain] + scales
         master, first, second = (
             elements * _ELEMENT_BYTES[name] + (tensors * _FACTOR_BYTES if name in _SCALED else 0)
             for name in (self.master, self.first_moment, self.second_moment)
         )
+        optimizer = first + second + tensors * self.step_bytes + alone
         return StateBytes(
             compute=compute,
-            master=max(master, compute - first - second),
-            optimizer=first + second + tensors * self.step_bytes,
+            master=max(master, compute - optimizer),
+            optimizer=optimizer,
             gradient=elements * _ELEMENT_BYTES[self.gradient],
         )
 

@@ -239,7 +239,7 @@ probabilities, and weight gradients that are not added to anything. Speed-up, TF
 the two frozen passes; the share is of {peak:.0f} TFLOP/s, which cuBLAS reaches on products of 8192 x 8192 here.
 
 FP8 products are by the recipe that scales them (delayed, current, by block); their columns are the same backward pass of
-frozen experts, with its input and its result in FP8.
+frozen experts, with dy, the weights and dh in FP8; dx is BF16.
 
 | layer | routing | full | frozen, Triton | frozen, CUDA | frozen, FP8 weights | FP8 products, delayed | current | by block | floor, full | floor, frozen | speed-up | TFLOP/s | share |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|

@@ -36,6 +36,7 @@ def input_gradient(
         return reference.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser)
     from moevement_kernels import triton_fp8 as kernels
 
+    h = h.contiguous()
     size = tiles or TILES
     if quantiser.is_by_block and (size.columns != BLOCK or BLOCK % size.inner):
         raise ValueError(f"tiles of {size.columns} x {size.inner}; with scales by block they need {BLOCK} columns")
@@ -66,7 +67,7 @@ def input_gradient(
 def _scales_of(quantiser: Quantiser, h: torch.Tensor) -> torch.Tensor:
     if quantiser.is_by_block:
         return torch.empty(h.shape[0], _cdiv(h.shape[1], BLOCK), dtype=torch.float32, device=h.device)
-    return quantiser.scales if quantiser.scales is not None else torch.empty(0, device=h.device)
+    return quantiser.scales.contiguous() if quantiser.scales is not None else torch.empty(0, device=h.device)
 
 
 def _codes(
@@ -91,6 +92,8 @@ def _check(
     dy: Codes, h: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation,
     quantiser: Quantiser,
 ) -> None:  # fmt: skip
+    if h.is_cuda and torch.cuda.get_device_capability(h.device)[0] != 9:
+        raise ValueError(f"compute capability {torch.cuda.get_device_capability(h.device)}; FP8 products need 9.0")
     inner, hidden = w2.rows, w2.columns
     wanted = inner * (2 if kind.is_gated else 1)
     if (w1.rows, w1.columns) != (hidden, wanted) or not len(w1.data) == len(w2.data) == len(counts):

@@ -131,8 +131,8 @@ def input_gradient(
 
 
 def amaxes(matrix: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The largest magnitude of each expert's rows, FP32 ``[E]``."""
-    parts = matrix.split(list(counts))
+    """The largest magnitude of each expert's rows, FP32 ``[E]``; infinite where something is no number."""
+    parts = matrix.nan_to_num(float("inf"), float("inf"), -float("inf")).split(list(counts))
     return torch.stack([one.abs().max().float() if one.numel() else one.new_zeros((), dtype=torch.float32)
                         for one in parts])  # fmt: skip
 
@@ -155,6 +155,6 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
     """What brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale."""
-    scale = (torch.finfo(dtype).max / amax).clamp_max(torch.finfo(torch.float32).max)
+    scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else scale

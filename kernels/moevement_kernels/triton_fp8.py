@@ -17,6 +17,13 @@ BLOCK = tl.constexpr(128)
 DELAYED = tl.constexpr(0)
 CURRENT = tl.constexpr(1)
 BY_BLOCK = tl.constexpr(2)
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit
+def _magnitude(x):
+    """Of what is no number infinite, which no maximum drops."""
+    return tl.where(x == x, tl.abs(x), float("inf"))
 
 
 @triton.jit
@@ -29,7 +36,7 @@ def _dot(left, right):
 @triton.jit
 def _cast(x, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
     """To the nearest FP8 number, ties to even, no larger than the largest; the interpreter gets it rounded."""
-    x = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         KEPT: tl.constexpr = 21 if DTYPE == tl.float8e5 else 20  # bits of FP32 that go
         SMALLEST: tl.constexpr = 2.0**-14 if DTYPE == tl.float8e5 else 2.0**-6  # normal number
@@ -37,7 +44,8 @@ def _cast(x, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + (1 << (KEPT - 1)) - 1 + ((bits >> KEPT) & 1)) >> KEPT << KEPT
         magic = 1.5 * 2.0**23 * STEP
-        x = tl.where(tl.abs(x) < SMALLEST, (x + magic) - magic, bits.to(tl.float32, bitcast=True))
+        rounded = tl.where(tl.abs(x) < SMALLEST, (x + magic) - magic, bits.to(tl.float32, bitcast=True))
+        x = tl.where(x == x, rounded, x)
     return x.to(DTYPE)
 
 
@@ -78,11 +86,12 @@ def _store_codes(
     else:
         wide = value.to(tl.float32)
         if MODE == BY_BLOCK:
-            amax = tl.max(tl.where(inside, tl.abs(wide), 0.0), 1)
-            found = tl.minimum(LARGEST / amax, 3.4028234663852886e38)
+            amax = tl.max(tl.where(inside, _magnitude(wide), 0.0), 1)
+            known = (amax > 0) & (amax < float("inf"))  # nothing is scaled where something is NaN or infinite
+            found = tl.minimum(tl.div_rn(LARGEST + tl.zeros_like(amax), tl.where(known, amax, 1.0)), FLOAT_MAX)
             found = (found.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-            found = tl.where(amax > 0, found, 1.0)
-            tl.store(scales + rows * blocks + block, 1.0 / found, mask=here)
+            found = tl.where(known, found, 1.0)
+            tl.store(scales + rows * blocks + block, tl.div_rn(tl.zeros_like(found) + 1.0, found), mask=here)
             wide *= found[:, None]
         else:
             wide *= scale
@@ -125,13 +134,13 @@ def hidden_gradient_kernel(
         dp = tl.sum(da * activated * linear, 1)
         first = narrow(scaled * linear * _derivative(gate, KIND), DTYPE)
         second = narrow(scaled * activated, DTYPE)
-        amax = tl.maximum(tl.abs(first.to(tl.float32)), tl.abs(second.to(tl.float32)))
+        amax = tl.maximum(_magnitude(first.to(tl.float32)), _magnitude(second.to(tl.float32)))
         _store_codes(second, dh, dh_scales, rows, inside, here, place + F, block + F // BLOCK, blocks, scale, MODE,
                      LARGEST, DH_DTYPE)  # fmt: skip
     else:
         dp = tl.sum(da * activated, 1)
         first = narrow(scaled * _derivative(gate, KIND), DTYPE)
-        amax = tl.abs(first.to(tl.float32))
+        amax = _magnitude(first.to(tl.float32))
     _store_codes(first, dh, dh_scales, rows, inside, here, place, block, blocks, scale, MODE, LARGEST, DH_DTYPE)
     tl.store(amaxes + column * tiles + tile, tl.max(tl.max(tl.where(inside, amax, 0.0), 1), 0))
     tl.store(dp_parts + column.to(tl.int64) * tokens + rows, dp, mask=here)

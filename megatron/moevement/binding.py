@@ -281,7 +281,8 @@ class MegatronBinding(Binding):
         assert self._commit is not None
         assert self._commit.mark is not None
         Scales(self.live.model or []).put(self._commit.mark.boundary)
-        Restore(self.live.model or [], self.live.optimizer, self.views).complete()
+        with self._commit.making():
+            Restore(self.live.model or [], self.live.optimizer, self.views).complete()
 
     def forget_loop(self) -> None:
         """Refer to nothing of a training loop that has been left, or has taken up what was lost."""

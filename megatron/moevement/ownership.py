@@ -104,7 +104,8 @@ def _shards(
     group = SimpleNamespace(size=lambda: counts[False])
     bucket_size = resolve_ddp_bucket_size(config, group, config.overlap_grad_reduce, everything)
     for number, chunk in enumerate(chunks):
-        its = {_as_stored(parameter, parameter in in_fp8): parameter for parameter in chunk.parameters()}
+        trained = [parameter for parameter in chunk.parameters() if parameter.requires_grad]
+        its = {_as_stored(parameter, parameter in in_fp8): parameter for parameter in trained}
         layouts = DistributedOptimizer.compute_full_param_layout(
             list(its),
             None if number or stage or args.overlap_param_gather_with_optimizer_step else bucket_size,

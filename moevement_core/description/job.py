@@ -64,9 +64,8 @@ class StageShape:
     def _sum(self, parts: tuple[Part, ...], regime: Regime) -> StateBytes:
         own = {(part.operator, part.tensor): part.elements for part in parts}
         weighed = [
-            regime.part_bytes(tensor, own.get((operator, place), 0))
+            regime.part_bytes((tensor, own.get((operator, place), 0)) for place, tensor in enumerate(shape.tensors))
             for operator, shape in enumerate(self.operators)
-            for place, tensor in enumerate(shape.tensors)
         ]
         fields = ("compute", "master", "optimizer", "gradient")
         return StateBytes(*(sum(getattr(one, name) for one in weighed) for name in fields))

@@ -5,8 +5,8 @@ many as its scarcest expert has replicas, and every one of those nodes has all o
 with all of its nodes, and nothing else counts. What is left of replicas fills the vacant slots.
 
 The theorem says that no placement survives more. It holds where the last group gets as many nodes as its scarcest
-expert has replicas. Where fewer are left, replicas of that expert share nodes, and another placement may survive more:
-a test has a small case.
+expert has replicas. Where fewer are left, replicas of that expert share nodes, and another placement may survive more,
+even the loss of fewer nodes than the floor: tests have small cases. :func:`place` looks.
 """
 
 from __future__ import annotations
@@ -48,22 +48,32 @@ def maximum_rank_overlap(replicas: Replicas, nodes: int, slots: int) -> Placemen
     return tuple(tuple(sorted(node)) for node in placed)
 
 
-def spread(replicas: Replicas, nodes: int, slots: int) -> Placement:
-    """Round robin: each expert's replicas on nodes in a row; to compare with."""
+def place(replicas: Replicas, nodes: int, slots: int, floor: int) -> Placement:
+    """Lazarus's placement where it survives the loss of any ``floor - 1`` nodes; round robin, which does, where not.
+
+    Args:
+        replicas: of each expert, ``floor`` or more where there are slots for it; together ``nodes * slots``.
+        nodes: N.
+        slots: c, of each node.
+        floor: f.
+
+    Raises:
+        ConfigError: replicas do not fill the slots, or an expert has none.
+    """
     _check(replicas, nodes, slots)
-    placed: list[list[int]] = [[] for _ in range(nodes)]
-    node = 0
-    for expert, count in enumerate(replicas.tolist()):
-        for _ in range(count):
-            while len(placed[node % nodes]) == slots:
-                node += 1
-            placed[node % nodes].append(expert)
-            node += 1
-    return tuple(tuple(sorted(one)) for one in placed)
+    lost = min(floor, int(replicas.min()), nodes) - 1
+    return (maximum_rank_overlap if survival(replicas, nodes, slots, lost) == 1 else spread)(replicas, nodes, slots)
+
+
+def spread(replicas: Replicas, nodes: int, slots: int) -> Placement:
+    """Round robin: each expert's replicas on nodes in a row, so on as many as it has replicas, or on all."""
+    _check(replicas, nodes, slots)
+    every = np.repeat(np.arange(replicas.size), replicas)
+    return tuple(tuple(every[node::nodes].tolist()) for node in range(nodes))
 
 
 def compact(replicas: Replicas, nodes: int, slots: int) -> Placement:
-    """Each expert's replicas on as few nodes as can be; to compare with."""
+    """Node after node filled, expert after expert; to compare with."""
     _check(replicas, nodes, slots)
     every = np.repeat(np.arange(replicas.size), replicas)
     return tuple(tuple(every[node * slots : (node + 1) * slots].tolist()) for node in range(nodes))

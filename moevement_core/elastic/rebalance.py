@@ -59,4 +59,5 @@ class LoadMonitor:
         whole = np.round(self.loads * 1024).astype(np.int64)
         better = allocate(whole, int(replicas.sum()), floor)
         now, then = slowest_share(whole, replicas), slowest_share(whole, better)
-        return better if then <= (1.0 - self._hysteresis.gain) * now else None
+        is_worth_it = then <= (1.0 - self._hysteresis.gain) * now and not np.array_equal(better, replicas)
+        return better if is_worth_it else None

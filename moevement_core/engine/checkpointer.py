@@ -153,15 +153,18 @@ class Checkpointer:
 
     def let_gradients_go(self, iteration: int) -> float:
         """Block until the gradients of ``iteration`` may be overwritten, as they will be; returns seconds of stall."""
-        self.wait_for_gradients()
+        self.end_gradients()
         stall_s, self._waited_s = self._waited_s, 0.0
         self.progress.gradient_stall_s = stall_s
-        self._gone, self._live = iteration, NONE
+        self._gone = iteration
         return stall_s
 
-    def wait_for_gradients(self) -> None:
-        """Block until the gradients that are logged have left the live tensors; :meth:`let_gradients_go` counts it."""
+    def end_gradients(self) -> None:
+        """Block until the gradients that are logged have left the live tensors, which will be overwritten before
+        :meth:`let_gradients_go`, which counts it. What has not been logged by now cannot be any more.
+        """
         self._waited_s += self.capturer.wait_logged()
+        self._live = NONE
 
     def _log(self, iteration: int, schedule: Schedule) -> bool:
         if self.capturer.log(iteration, schedule):

@@ -7,6 +7,7 @@ start; with a GPU, or where asked for, each is a fresh interpreter. What happens
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -181,6 +182,9 @@ class _Starter:
         with temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
             self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
         self._common = _environment(launch, store_port)
+        # What an earlier job in this process has left in reference cycles has threads; a fork that disposed of it would
+        # crash.
+        gc.collect()
 
     def start(self, number: int, variables: Mapping[str, str] | None = None) -> Child:
         """The first ones are the ranks, those after them spares.

@@ -66,7 +66,7 @@ class Session:
         injection.begin(config.drill.faults, lambda: binding.iteration)  # places are watched from the next line on
         self.commit = binding.commit_point(self._vote)
         self.commit.updated = self._log_gradients
-        self.commit.overwriting = saving.checkpointer.wait_for_gradients
+        self.commit.overwriting = saving.checkpointer.end_gradients
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(saving, self.records)
         self.totals = Totals()

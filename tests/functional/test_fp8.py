@@ -64,6 +64,20 @@ def test_scales_look_back_over_several_iterations_and_recompute(tmp_path: Path) 
     assert survived.digest == wanted, "activations that are made again have the scales that they had"
 
 
+@pytest.mark.parametrize("recovery", ["replay", pytest.param("redo", marks=pytest.mark.full)])
+def test_skipped_updates_move_scales_and_not_weights(recovery: str, tmp_path: Path) -> None:
+    """Codes were made with scales of before; ranks are killed after such an iteration, and after others."""
+    scaled = {"bf16": False, "fp16": True, "initial_loss_scale": 2**22, "hysteresis": 1}
+    flags_ = recipe("delayed", "weights in FP8", **scaled)
+    wanted = reference(4, tmp_path / "failure_free", **flags_)
+    kills = (*KILLS, "rank=3,iteration=9,phase=forward")
+    survived = survive(4, 2, tmp_path / "recovered", inject=kills, **flags_, moevement_recovery=recovery)
+    assert survived.digest == wanted
+    skipped = [line["iteration"] for line in survived.record.metrics() if line["skipped"]]
+    assert {2, 8} <= set(skipped), skipped
+    assert {6, 7, 9} & set(skipped) == set(), skipped
+
+
 @pytest.mark.parametrize(
     "name",
     ["blockwise", *(pytest.param(name, marks=pytest.mark.full) for name in ("tensorwise", "mxfp8"))],

@@ -1,4 +1,4 @@
-"""Optimizers whose state is narrow, killed: table 7 as far as Megatron's flags can say it, and between its rows."""
+"""Optimizers whose state is narrow, killed: all five rows of table 7, and what is between them."""
 
 from __future__ import annotations
 

@@ -80,6 +80,18 @@ WEIGHED: dict[str, tuple[int, dict[str, Any]]] = {
             "moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2, "group_query_attention": True,
             "num_query_groups": 2},
     ),
+    "shards of tied embeddings": (
+        4, SPLIT | {"bf16": True, "use_distributed_optimizer": True, "untie_embeddings_and_output_weights": False}
+    ),
+    "dense": (
+        2, {"bf16": True, "use_distributed_optimizer": True, "num_experts": None, "moe_router_topk": None,
+            "moe_ffn_hidden_size": None, "moe_aux_loss_coeff": None, "moe_router_load_balancing_type": None,
+            "moe_token_dispatcher_type": None},
+    ),
+    "experts of one tensor-parallel rank": (
+        4, {"bf16": True, "use_distributed_optimizer": True, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+            "expert_model_parallel_size": 4},
+    ),
     "blockwise": (4, SPLIT | FP8 | {"fp8_recipe": "blockwise"}),
     "MXFP8": (4, SPLIT | FP8 | {"fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True}),
     "some layers in BF16": (

@@ -108,6 +108,20 @@ def test_where_sums_are_exact_so_are_the_bits(mode: str) -> None:
     assert torch.equal(found.amax, wanted.amax)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none(mode: str, wrong: float) -> None:
+    """A step that overflowed has to be seen; an infinite block is not scaled."""
+    given: Any = problem(mode, Activation.RELU, COUNTS["one expert"], E5M2)
+    given[2][3] = wrong
+    found, wanted = launched(given, mode), fp8_reference.input_gradient(*given)
+    assert found.amax.isinf().all()
+    assert wanted.amax.isinf().all()
+    assert torch.equal(found.dh.data.float().isnan(), wanted.dh.data.float().isnan())
+    assert torch.equal(found.dh.inverse_scales, wanted.dh.inverse_scales)
+    close(found.dx[:3], wanted.dx[:3])  # the interpreter makes numbers of FP8's NaN where they are multiplied
+
+
 def test_frozen_experts_do_not_depend_on_each_other() -> None:
     """As in a replay, where the routing of others may be another one: each expert alone gives the same bits."""
     counts = COUNTS["ragged"]

@@ -95,8 +95,16 @@ def test_a_shard_weighs_its_part_rounded_up() -> None:
 
 def test_a_rank_that_owns_nothing_of_a_weight_in_fp8_has_its_scales() -> None:
     regime = precision.parse("table7-row2")
-    assert regime.part_bytes(precision.TensorShape(100, 10), 0) == StateBytes(4, 4, 0)
-    assert regime.part_bytes(precision.TensorShape(100), 0) == StateBytes(0, 0, 0)
+    weight, norm = precision.TensorShape(100, 10), precision.TensorShape(100)
+    assert regime.part_bytes([(weight, 0), (norm, 0)]) == StateBytes(4, 0, 4)
+    assert regime.part_bytes([(weight, 0), (norm, 50)]) == StateBytes(4 + 100, 200, 400 + 4, 200)
+
+
+def test_a_sliver_of_a_blockwise_weight_weighs_what_is_saved_of_it() -> None:
+    """Its scales are more than its full state, which is not made larger for that: there is more of the operator."""
+    regime = precision.parse("table7-row2", precision.Scaling.BLOCK)
+    parts = [(precision.TensorShape(4096 * 4096, 4096), 64), (precision.TensorShape(4096), 4096)]
+    assert regime.part_bytes(parts).full == 12 * (64 + 4096)
 
 
 @pytest.mark.parametrize("text", ["fp64/fp32/fp32+fp32", "fp8", "fp8/fp16/fp8", ""])

@@ -69,7 +69,7 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "mxfp8 weights": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8", "use_distributed_optimizer": True, "fp8_param_gather": True}, "add --reuse-grad-buf-for-mxfp8-param-ag"),
     "fp16 gradients": (1, {"bf16": False, "fp16": True, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}, "add --accumulate-allreduce-grads-in-fp32"),
     "fp8 masters": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "tensorwise", "use_distributed_optimizer": True, "fp8_param_gather": True, "use_precision_aware_optimizer": True, "main_params_dtype": "fp16"}, "give --main-params-dtype fp32"),
-    "fp8 and a loss scale": (1, {"fp16": True, "fp8_format": "e4m3", "fp8_recipe": "delayed", "use_distributed_optimizer": True, "fp8_param_gather": True}, "with a loss scale"),
+    "fp8 and a loss scale": (1, {"fp16": True, "fp8_format": "e4m3", "fp8_recipe": "delayed", "use_distributed_optimizer": True, "fp8_param_gather": True, "overlap_grad_reduce": True, "overlap_param_gather": True}, "with a loss scale"),
     "fp8 and recomputed projections": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "delayed", "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "other scales"),
     "mxfp8 logits": (1, {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}, "--fp8-output-proj: needs a GPU"),
     "flex": (1, {"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: needs a GPU"),

@@ -161,6 +161,13 @@ def test_what_snapshots_cannot_see_or_a_replay_cannot_repeat_is_refused(megatron
     assert next(iter(megatrons)).replace("_", "-") in complaint
 
 
+def test_gradients_that_are_chosen_later_cannot_be_gathered_over() -> None:
+    words = ("--moevement-strategy", "moetion")
+    assert not list(sparse_checkpoints(parsed(*words)))
+    (complaint,) = sparse_checkpoints(parsed(*words, reuse_grad_buf_for_mxfp8_param_ag=True))
+    assert "--reuse-grad-buf-for-mxfp8-param-ag with --moevement-strategy moetion" in complaint
+
+
 @pytest.mark.parametrize(
     ("megatrons", "found"),
     [({}, "0.1: experts take every token; give --moe-expert-capacity-factor"),

@@ -25,7 +25,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, or with L2 regularisation.
 
     State of each parameter: ``exp_avg``, ``exp_avg_sq``, and ``master_param`` if masters are asked for. FP16 and FP8
-    state has a scale for each tensor (:attr:`scales`), a power of two, so that state which is read and set again
+    state has a scale for each tensor (``_scales``), a power of two, so that state which is read and set again
     keeps its bits. With ``store_param_remainders`` the master weights of BF16 parameters are the parameter and 16
     bits more (``int16``).
 
@@ -38,7 +38,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         adam_w_mode: whether weight decay is decoupled from gradients.
         master_weights: whether it keeps master weights, and writes parameters from them.
         use_decoupled_grad: gradients are in ``decoupled_grad``, in whatever dtype.
-        master_weight_dtype: FP32 or FP16 or FP8.
+        master_weight_dtype: FP32 or FP16, or FP8, which Transformer Engine's has not.
         exp_avg_dtype: FP32, BF16, FP16 or FP8, as that of the second moment.
         exp_avg_sq_dtype: likewise.
         store_param_remainders: see above; only for FP32 master weights of BF16 parameters.
@@ -69,11 +69,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, MASTER: master_weight_dtype}
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-
-    @property
-    def scales(self) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """Of FP16 and FP8 state: by parameter and name, FP32 ``[1]``."""
-        return self._scales
+        """Of FP16 and FP8 state: by parameter and name, FP32 ``[1]``; Transformer Engine's name for them."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take options of groups, and state in the dtypes that it has (torch would make it the parameters')."""
@@ -94,7 +90,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         return torch.int16 if name == MASTER and self.keeps_remainder(parameter) else self.dtypes[name]
 
     def initialize_state(self, parameter: torch.Tensor, store_param_remainders: bool | None = None) -> None:
-        """Moments of zero; master weights as the parameter is."""
+        """Moments of zero; master weights as the parameter is. The second argument is Transformer Engine's."""
         for name in MOMENTS:
             self._allocate(parameter, name)
         if self.master_weights:
@@ -110,7 +106,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def get_unscaled_state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """A state in FP32, the step count as it is."""
+        """A state in FP32."""
         stored = self.state[parameter][name]
         if name == MASTER and self.keeps_remainder(parameter):
             return joined(parameter.detach(), stored)

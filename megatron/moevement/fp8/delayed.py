@@ -7,7 +7,8 @@ are state that training goes on with: they are part of the boundary between iter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,16 +24,20 @@ class DelayedScales(torch.nn.Module):
     Attributes:
         scale: FP32 ``[3]``, by :class:`Role`.
         amax_history: FP32 ``[history, 3]``; the first row is of what has run since scales were last set.
+        made: FP32 ``[1]``; by which the codes of a weight that is kept in FP8 were made. Not the scale of now where an
+            update was skipped, which moves scales and not weights.
     """
 
     scale: torch.Tensor
     amax_history: torch.Tensor
+    made: torch.Tensor
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__()
         self.recipe = recipe
         self.register_buffer("scale", torch.ones(len(Role)))
         self.register_buffer("amax_history", torch.zeros(recipe.history, len(Role)))
+        self.register_buffer("made", torch.ones(1))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> DelayedScales:
         """Moved with the model, never converted with it."""
@@ -43,8 +48,33 @@ class DelayedScales(torch.nn.Module):
 
     def record(self, role: Role, matrix: torch.Tensor) -> None:
         """Another matrix had this place."""
-        place = self.amax_history[0, role]
-        place.copy_(torch.maximum(place, formats.amax_of(matrix)))
+        self.count(role, formats.amax_of(matrix))
+
+    def count(self, role: Role, amax: torch.Tensor) -> None:
+        """Another matrix had this place, whose largest magnitude is ``amax``."""
+        if not _remaking:
+            place = self.amax_history[0, role]
+            place.copy_(torch.maximum(place, amax.view(())))
+
+    def for_codes(self) -> torch.Tensor:
+        """By what the codes of a weight are made now, ``[1]``; the scale of now, unless they are made once more."""
+        if not _remaking:
+            self.made.copy_(self.scale[Role.WEIGHT])
+        return self.made
+
+
+_remaking: list[None] = []
+"""As many as :func:`remaking` is entered."""
+
+
+@contextmanager
+def remaking() -> Iterator[None]:
+    """Codes that are made in here are those that there were, and count for no scale."""
+    _remaking.append(None)
+    try:
+        yield
+    finally:
+        _remaking.pop()
 
 
 @torch.no_grad()
@@ -71,6 +101,6 @@ def _next_scale(history: torch.Tensor, scale: torch.Tensor, recipe: Recipe, role
     """The scale before, where nothing has been seen or what was seen is not finite."""
     amax = history.max() if recipe.takes_max else history[0]
     largest = torch.finfo(recipe.dtype(role)).max
-    found = (largest / amax) / 2.0**recipe.margin
+    found = formats.quotient(largest, amax) / 2.0**recipe.margin
     found = torch.where((amax > 0) & torch.isfinite(amax), found, scale)
     return torch.where(torch.isinf(found), torch.finfo(torch.float32).max, found)

@@ -64,12 +64,17 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = Fal
         dtype: of the codes.
         power_of_two: rounded down to one, so that scaling is exact.
     """
-    scale = torch.finfo(dtype).max / amax
+    scale = quotient(torch.finfo(dtype).max, amax)
     scale = torch.where(torch.isinf(scale), _FLOAT_MAX, scale)
     scale = torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
     if power_of_two:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     return scale
+
+
+def quotient(largest: float, amax: torch.Tensor) -> torch.Tensor:
+    """Divided once; torch's ``largest / amax`` multiplies with a reciprocal, which is rounded before."""
+    return torch.full_like(amax, largest) / amax
 
 
 def by_scale(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantised:

@@ -57,8 +57,7 @@ def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
     """After a gather of codes: with delayed scaling all replicas know the scale, whoever's optimizer has used it."""
     for weight in model_params:
         if isinstance(weight, QuantisedTensor) and weight.scales is not None:
-            scale = weight.scales.scale[Role.WEIGHT]
-            weight.buffers[weight.scales_name].copy_(scale.reciprocal().view(1, 1))
+            weight.buffers[weight.scales_name].copy_(weight.scales.for_codes().reciprocal().view(1, 1))
 
 
 def _amaxes(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int) -> torch.Tensor:
@@ -74,9 +73,8 @@ def _amaxes(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int) ->
 def _write(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int, amax: torch.Tensor) -> None:
     dtype = weight.recipe.dtype(Role.WEIGHT)
     if weight.scales is not None:  # the scale is that of earlier amaxes, and this one will count for the next
-        history = weight.scales.amax_history[0, Role.WEIGHT]
-        history.copy_(torch.maximum(history, amax.view(())))
-        scale = weight.scales.scale[Role.WEIGHT].view(1, 1)
+        weight.scales.count(Role.WEIGHT, amax)
+        scale = weight.scales.for_codes().view(1, 1)
     else:
         scale = scale_of(amax, dtype, power_of_two=isinstance(weight, BlockQuantisedTensor))
     weight.buffers[weight.scales_name].copy_(scale.reciprocal())

@@ -61,7 +61,7 @@ class QuantisedTensor(torch.Tensor):
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """What its buffers are when it stands for ``values``."""
         if self.scales is not None:
-            its = by_scale(values.reshape(1, -1), self.scales.scale[Role.WEIGHT], self.recipe.dtype(Role.WEIGHT))
+            its = by_scale(values.reshape(1, -1), self.scales.for_codes(), self.recipe.dtype(Role.WEIGHT))
         else:
             its = self.recipe.quantise(values, Role.WEIGHT)
         return {self.codes_name: its.row.codes.view(torch.uint8), self.scales_name: its.row.scale_inv}

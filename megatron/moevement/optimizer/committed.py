@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, override
 
 import torch
 import torch.distributed as dist
 
+from megatron.moevement.fp8.delayed import remaking
 from megatron.moevement.optimizer import weights
 from megatron.moevement.optimizer.modes import Follow, Redo, Train
 from megatron.moevement.optimizer.outcome import Reduced, outcome_of, step_counts
@@ -83,7 +84,7 @@ class CommittedOptimizer(Commit):
         self._prepared: Mapping[str, Any] = {}
         self._reduced = Reduced()
         self._section: ExitStack | None = None
-        self._is_deferring = False
+        self._is_deferring = self._has_stepped = False
         clips = any(member.config.clip_grad > 0.0 for member in members(optimizer) if hasattr(member, "config"))
         for member in members(optimizer):
             if hasattr(member, "config"):  # a barrier of the timers would wait for others inside the update
@@ -178,7 +179,7 @@ class CommittedOptimizer(Commit):
         moved = {"loss_scalers": self._scalers(), "group_steps": step_counts(self._optimizer)}
         if result[0]:
             moved["scheduler"] = self._advance(self._prepared)
-        self.mark = Mark(iteration, {**self._prepared, **moved}, outcome)
+        self.mark, self._has_stepped = Mark(iteration, {**self._prepared, **moved}, outcome), True
         self.torn = False
 
     def _scalers(self) -> list[Any]:
@@ -205,9 +206,16 @@ class CommittedOptimizer(Commit):
         quantised = [member for member in self._gathering() if weights.is_quantised(member)]
         if any(map(weights.gathers_by_gradients, self._gathering())):
             self.overwriting()
-        for member in quantised:
-            self._make_weights(member)
-        weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)
+        with self.making():
+            for member in quantised:
+                self._make_weights(member)
+            weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)
+
+    def making(self) -> AbstractContextManager[None]:
+        """In which FP8 weights are made of the mark's master weights: anew, or as they were if no update was made."""
+        outcome = self.mark.outcome if self.mark is not None else {}
+        is_as_it_was = outcome["overflow"] if outcome else not self._has_stepped
+        return remaking() if is_as_it_was else nullcontext()
 
     def _make_weights(self, member: Any) -> None:
         """With the scales of the mark, which an iteration that was interrupted has moved on; what making them leaves in

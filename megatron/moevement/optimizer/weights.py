@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.fp8.delayed import remaking
 from megatron.moevement.fp8.shards import post_all_gather_processing
 from megatron.moevement.state_digest import members
 
@@ -74,6 +75,11 @@ def make_again(chunks: Iterable[Any], optimizer: Any) -> None:
     numbers, and a recovery has only the masters.
     """
     make_own_again(optimizer)
+    with remaking():
+        _make_quantised_again(chunks, optimizer)
+
+
+def _make_quantised_again(chunks: Iterable[Any], optimizer: Any) -> None:
     quantised = [member for member in members(optimizer) if is_quantised(member)]
     for member in quantised:
         copy_masters(member)
@@ -92,7 +98,8 @@ def make_own_again(optimizer: Any) -> None:
     for member in filter(_keeps_narrow_masters, members(optimizer)):
         if member.optimizer is not None and not member.optimizer.state:
             member.init_state_fn(member.optimizer, member.config)
-        copy_masters(member)
+        with remaking():
+            copy_masters(member)
 
 
 def _keeps_narrow_masters(member: Any) -> bool:

@@ -74,10 +74,11 @@ def fp8(args: Namespace) -> Iterator[str]:
         )
     if args.fp8_recipe != "delayed" or has_te:
         return
-    if keeps_weights and (args.fp16 or args.loss_scale is not None):
+    if keeps_weights and args.overlap_param_gather and (args.fp16 or args.loss_scale is not None):
         yield (
-            "--fp8-recipe delayed --fp8-param-gather with a loss scale: where an update is skipped scales move and "
-            "weights do not, which is not kept apart here; use --bf16 without --loss-scale, or another recipe"
+            "--fp8-recipe delayed --fp8-param-gather --overlap-param-gather with a loss scale: where an update is "
+            "skipped scales move and weights do not, and a gather in the next forward pass cannot tell; leave "
+            "--overlap-param-gather out, or use --bf16 without --loss-scale, or another recipe"
         )
     if args.recompute_granularity == "selective" and "mla_up_proj" in (args.recompute_modules or ()):
         yield (

@@ -39,6 +39,11 @@ REFUSED = (
     Refusal("--dataloader-type external", lambda args: args.dataloader_type == "external", _BATCHES),
     Refusal("--fp4-param-gather", given("fp4_param_gather"), "FP4 weights are not in a snapshot as they are stored"),
     Refusal(
+        "--reuse-grad-buf-for-mxfp8-param-ag with --moevement-strategy moetion",
+        lambda args: bool(args.reuse_grad_buf_for_mxfp8_param_ag and args.moevement_strategy == "moetion"),
+        "what it logs of gradients is chosen after the gather that overwrites them",
+    ),
+    Refusal(
         "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather",
         lambda args: bool(args.reuse_grad_buf_for_mxfp8_param_ag and args.overlap_param_gather),
         "the next forward pass gathers weights by way of gradient buffers",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.data.batches import train_batches_from
+from megatron.moevement.fp8.delayed import remaking
 from megatron.moevement.optimizer.committed import CommittedOptimizer
 from megatron.moevement.optimizer.modes import Redo, Replay
 from megatron.moevement.optimizer.restore import Restore
@@ -77,7 +78,8 @@ class MegatronTrainer(Trainer):
 
     @override
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
-        self._restore.load(snapshot, loads, is_shared=is_shared)
+        with remaking():
+            self._restore.load(snapshot, loads, is_shared=is_shared)
 
     @override
     def before_load(self, boundary: Any) -> None:
@@ -115,7 +117,8 @@ class MegatronTrainer(Trainer):
 
     @override
     def complete(self) -> None:
-        self._restore.complete()
+        with remaking():
+            self._restore.complete()
 
     @override
     def freeze(self, iteration: int, frozen: frozenset[str]) -> None:

@@ -16,6 +16,7 @@ from moevement_core.elastic.placement import (
     compact,
     experts_lost,
     maximum_rank_overlap,
+    place,
     spread,
     survival,
 )
@@ -100,16 +101,32 @@ def test_where_the_theorem_does_not_hold() -> None:
     assert counted(other, 1) == Fraction(3, 4)
 
 
+@pytest.mark.parametrize("seed", range(100))
+def test_fewer_losses_than_the_floor_are_survived(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    nodes, slots, floor = (int(draw.integers(low, high)) for low, high in ((1, 8), (1, 5), (1, 4)))
+    experts = int(draw.integers(1, nodes * slots // min(floor, nodes) + 1))
+    replicas = allocate(np.floor(draw.pareto(1.0, experts) * 50).astype(int), nodes * slots, floor)
+    survived = counted(place(replicas, nodes, slots, floor), min(floor, int(replicas.min()), nodes) - 1)
+    assert survived == 1, (replicas, nodes, slots, floor)
+
+
+def test_maximum_rank_overlap_alone_would_not_survive_them() -> None:
+    replicas = np.array([2, 2, 2])
+    assert survival(replicas, 3, 2, 1) == Fraction(2, 3)
+    assert counted(place(replicas, 3, 2, 2), 1) == 1
+
+
 def test_placements_that_it_is_compared_with_survive_less() -> None:
     """As in the paper's figure 8: more experts than slots, skewed loads."""
     replicas = allocate([1, 1, 2, 2, 3, 4, 6, 8, 8, 9, 12, 14, 20, 30, 60, 90], 60, 2)
     ours = survival(replicas, 10, 6, 4)
-    of_spread, of_compact = (counted(place(replicas, 10, 6), 4) for place in (spread, compact))
+    of_spread, of_compact = (counted(way(replicas, 10, 6), 4) for way in (spread, compact))
     assert ours > of_spread > of_compact
 
 
-@pytest.mark.parametrize("place", [maximum_rank_overlap, spread, compact])
+@pytest.mark.parametrize("way", [maximum_rank_overlap, spread, compact])
 @pytest.mark.parametrize(("replicas", "nodes", "slots"), [([1, 2], 2, 2), ([0, 4], 2, 2), ([2, 2], 0, 2)])
-def test_what_cannot_be_is_said(place: object, replicas: list[int], nodes: int, slots: int) -> None:
+def test_what_cannot_be_is_said(way: object, replicas: list[int], nodes: int, slots: int) -> None:
     with pytest.raises(ConfigError, match="needs one of each expert"):
-        place(np.array(replicas), nodes, slots)  # type: ignore[operator]
+        way(np.array(replicas), nodes, slots)  # type: ignore[operator]

@@ -73,11 +73,11 @@ def test_state_that_is_read_and_set_again_keeps_its_bits(dtype: torch.dtype, mag
     values = torch.randn(300, generator=torch.Generator().manual_seed(2)) * magnitude
     optimizer.set_scaled_state(weights, "exp_avg", values)
     once = optimizer.get_unscaled_state(weights, "exp_avg")
-    stored, scale = optimizer.state[weights]["exp_avg"].clone(), dict(optimizer.scales.get(weights, {}))
+    stored, scale = optimizer.state[weights]["exp_avg"].clone(), dict(optimizer._scales.get(weights, {}))
     optimizer.set_scaled_state(weights, "exp_avg", once)
     assert torch.equal(optimizer.state[weights]["exp_avg"], stored)
     assert torch.equal(optimizer.get_unscaled_state(weights, "exp_avg"), once)
-    assert all(torch.equal(optimizer.scales[weights][name], value) for name, value in scale.items())
+    assert all(torch.equal(optimizer._scales[weights][name], value) for name, value in scale.items())
     near = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11, FP8: 2**-4}[dtype]
     large = values.abs() > values.abs().max() * 2**-6
     assert ((once - values).abs() <= values.abs() * near)[large].all()
