@@ -16,6 +16,7 @@ from fractions import Fraction
 from math import comb
 
 import numpy as np
+import numpy.typing as npt
 
 from moevement_core.elastic.allocation import Replicas
 from moevement_core.errors import ConfigError
@@ -93,7 +94,15 @@ def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
     return Fraction(int(alive[nodes - lost]), comb(nodes, lost))
 
 
-def experts_lost(placement: Placement, lost: Sequence[int]) -> list[int]:
+def slowest_node(tokens: npt.NDArray[np.integer], placement: Sequence[Sequence[int]]) -> float:
+    """Tokens of the most loaded node over those of an even one, where replicas of an expert share its tokens evenly."""
+    replicas = np.bincount([expert for node in placement for expert in node], minlength=tokens.size)
+    each = tokens / np.maximum(replicas, 1)
+    total = float(tokens.sum())
+    return max(float(each[list(node)].sum()) for node in placement) * len(placement) / total if total else 1.0
+
+
+def experts_lost(placement: Sequence[Sequence[int]], lost: Sequence[int]) -> list[int]:
     """Experts of which no replica is left without the nodes ``lost``."""
     gone = set(lost)
     left = {expert for node, its in enumerate(placement) if node not in gone for expert in its}

@@ -1,0 +1,227 @@
+"""A training whose nodes come and go: elastic experts, equal experts that are regrouped, and restarts from checkpoints.
+
+As in Lazarus's section 6: its own way (``lazarus``), DeepSpeed's expert parallelism which restarts from the newest
+checkpoint whenever a node goes (``restart``), and the same with Lazarus's way to regroup (``regroup``, the paper's
+DS(FT)). Allocation, placement, migration and survival are those of :mod:`moevement_core.elastic`, on recorded loads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.elastic.allocation import allocate
+from moevement_core.elastic.migration import migrate
+from moevement_core.elastic.placement import experts_lost, place, slowest_node
+from moevement_core.simulator.availability import Change
+
+Tokens = npt.NDArray[np.int64]
+
+
+class System(StrEnum):
+    """How a job lives with nodes that come and go."""
+
+    LAZARUS = "lazarus"
+    REGROUP = "regroup"
+    RESTART = "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class ElasticJob:
+    """What is trained, and what things take.
+
+    Attributes:
+        experts: E, of each layer.
+        slots: c, of each node.
+        floor: f.
+        iteration_s: on ``nodes`` nodes with equal loads; fewer nodes take longer in proportion.
+        nodes: of the whole cluster.
+        expert_share: of an iteration that is spent in experts, and so waits for the slowest replica.
+        expert_bytes: state of an expert of one layer.
+        bytes_per_s: of a node's network.
+        regroup_s: until process groups are there again.
+        restart_s: until a job that is started anew trains again.
+        checkpoint_every: iterations between two checkpoints in storage.
+        checkpoint_s: what one of them delays training by.
+        wait_s: for which new nodes are gathered before they are taken in.
+        rebalance_every: iterations.
+    """
+
+    experts: int
+    slots: int
+    floor: int
+    iteration_s: float
+    nodes: int
+    expert_share: float = 0.5
+    expert_bytes: float = 63e6
+    bytes_per_s: float = 12.5e9
+    regroup_s: float = 25.0
+    restart_s: float = 120.0
+    checkpoint_every: int = 250
+    checkpoint_s: float = 20.0
+    wait_s: float = 120.0
+    rebalance_every: int = 200
+
+    def usable(self, nodes: int, system: System) -> int:
+        """Of ``nodes`` nodes: expert parallelism takes multiples of the nodes that hold every expert once."""
+        if system is System.LAZARUS:
+            return nodes if nodes * self.slots >= self.experts else 0
+        return nodes // self.group * self.group
+
+    def slots_used(self, system: System) -> int:
+        """Of a node: expert parallelism gives each as many experts as another."""
+        return self.slots if system is System.LAZARUS else self.experts // self.group
+
+    @property
+    def group(self) -> int:
+        """Nodes that hold every expert once, each as many as another: the smallest number that divides them evenly."""
+        least = math.ceil(self.experts / self.slots)
+        return next(size for size in range(least, self.experts + 1) if self.experts % size == 0)
+
+
+@dataclass
+class Trained:
+    """What came of it."""
+
+    iterations: float = 0.0
+    """Committed."""
+    changes: int = 0
+    fallbacks: int = 0
+    """Changes after which an expert had no replica, or a restart was all there was."""
+    moved: int = 0
+    """Experts that nodes fetched from others, all layers."""
+    lost_s: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("regroup", "migrate", "restart", "checkpoint"), 0.0)
+    )
+
+
+class ElasticTraining:
+    """One system on nodes that come and go; every layer has an allocation of its own.
+
+    Args:
+        job: see there.
+        system: see there.
+        loads: tokens routed to each expert in an iteration, ``[records, layers, E]``; the last record holds on.
+        every: iterations between two records.
+        first: nodes that are there.
+    """
+
+    def __init__(self, job: ElasticJob, system: System, loads: Tokens, every: int, first: Sequence[str]) -> None:
+        self.job, self.system, self.there = job, system, set(first)
+        self.done = Trained()
+        self._loads, self._every = loads, every
+        self._since_checkpoint = 0.0
+        self._members: list[str] = []
+        self._layers: list[Mapping[str, tuple[int, ...]]] = [{} for _ in range(loads.shape[1])]
+        self._settle()
+
+    def run(self, changes: Sequence[Change], until_s: float) -> Trained:
+        """To the end; returns what came of it."""
+        now_s = 0.0
+        for change in _gathered(changes, self.job.wait_s):
+            if change.at_s >= until_s:
+                break
+            self._train(change.at_s - now_s)
+            # A change that comes before the job is back from the last one finds it where that one left it.
+            now_s = max(now_s, change.at_s) + self._change(change)
+        self._train(until_s - now_s)
+        return self.done
+
+    def _train(self, seconds: float) -> None:
+        """With checkpoints and rebalances on the way."""
+        job, done = self.job, self.done
+        while seconds > 0.0 and self._members:
+            rebalances = self.system is System.LAZARUS
+            to_rebalance = job.rebalance_every - done.iterations % job.rebalance_every if rebalances else math.inf
+            span = min(job.checkpoint_every - self._since_checkpoint, to_rebalance, self._every)
+            made = min(span, seconds / self._iteration_s())
+            seconds -= made * self._iteration_s()
+            done.iterations += made
+            self._since_checkpoint += made
+            if made < span:
+                return
+            if self._since_checkpoint >= job.checkpoint_every - 1e-9:
+                self._since_checkpoint = 0.0
+                seconds -= self._spend("checkpoint", job.checkpoint_s)
+            if rebalances and to_rebalance <= span + 1e-9:
+                done.iterations = float(round(done.iterations))
+                seconds -= self._spend("migrate", self._settle())
+
+    def _change(self, change: Change) -> float:
+        """Nodes come and go; returns the seconds until training goes on."""
+        gone = change.removed & set(self._members)
+        self.there = (self.there | change.added) - change.removed
+        if not gone and self.job.usable(len(self.there), self.system) == len(self._members):
+            return 0.0
+        self.done.changes += 1
+        if self.system is not System.RESTART and not any(self._lost(layer, gone) for layer in self._layers):
+            return self._spend("regroup", self.job.regroup_s) + self._spend("migrate", self._settle())
+        if gone:  # without a loss it saves before it takes nodes in
+            self.done.fallbacks += 1
+            self.done.iterations -= self._since_checkpoint
+        self._since_checkpoint = 0.0
+        self._layers = [{} for _ in self._layers]
+        self._settle()
+        return self._spend("restart", self.job.restart_s)
+
+    def _lost(self, layer: Mapping[str, tuple[int, ...]], gone: Collection[str]) -> bool:
+        """Whether an expert of a layer had replicas on nodes that went, and nowhere else."""
+        names = sorted(layer)
+        return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in gone]))
+
+    def _settle(self) -> float:
+        """Allocate, place and migrate on the nodes that are there; returns the seconds of the busiest sender."""
+        job = self.job
+        stay = [node for node in self._members if node in self.there]
+        every = stay + sorted(self.there - set(stay))
+        self._members = sorted(every[: job.usable(len(every), self.system)])
+        if not self._members:
+            return 0.0
+        slots, sends = job.slots_used(self.system), np.zeros(len(self._members), dtype=np.int64)
+        for number, held in enumerate(self._layers):
+            wanted = (
+                self._loads_now()[number] if self.system is System.LAZARUS else np.ones(job.experts, dtype=np.int64)
+            )
+            replicas = allocate(wanted, len(self._members) * slots, job.floor)
+            numbered = {place_: held.get(name, ()) for place_, name in enumerate(self._members)}
+            migration = migrate(numbered, place(replicas, len(self._members), slots, job.floor))
+            self._layers[number] = {self._members[place_]: its for place_, its in migration.experts.items()}
+            if held:  # not where state comes from storage
+                self.done.moved += len(migration.transfers)
+                sends += np.bincount([one.source for one in migration.transfers], minlength=len(sends))
+        return int(sends.max()) * job.expert_bytes / job.bytes_per_s
+
+    def _iteration_s(self) -> float:
+        """All wait for the node with the most tokens, layer by layer."""
+        pairs = zip(self._loads_now(), self._layers, strict=True)
+        share = float(np.mean([slowest_node(tokens, list(layer.values())) for tokens, layer in pairs]))
+        even_s = self.job.iteration_s * self.job.nodes / len(self._members)
+        return even_s * (1.0 - self.job.expert_share + self.job.expert_share * share)
+
+    def _loads_now(self) -> Tokens:
+        return self._loads[min(int(self.done.iterations) // self._every, len(self._loads) - 1)]
+
+    def _spend(self, what: str, seconds: float) -> float:
+        self.done.lost_s[what] += seconds
+        return seconds
+
+
+def _gathered(changes: Sequence[Change], wait_s: float) -> Iterator[Change]:
+    """Losses at once; nodes that come wait for others, or for a loss."""
+    waiting: dict[str, float] = {}
+    for change in changes:
+        if waiting and min(waiting.values()) + wait_s <= change.at_s:
+            yield Change(min(waiting.values()) + wait_s, added=frozenset(waiting))
+            waiting = {}
+        waiting = {node: at_s for node, at_s in waiting.items() if node not in change.removed}
+        waiting |= dict.fromkeys(change.added, change.at_s)
+        if change.removed:
+            yield Change(change.at_s, frozenset(waiting), change.removed)
+            waiting = {}
+    if waiting:
+        yield Change(min(waiting.values()) + wait_s, added=frozenset(waiting))

@@ -1,0 +1,96 @@
+"""Trainings whose nodes come and go: what is lost, what is waited for, and that elastic experts use every node."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moevement_core.errors import ConfigError
+from moevement_core.simulator.availability import Change, changes, nodes_over_time, segment
+from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System
+
+JOB = ElasticJob(
+    experts=8, slots=4, floor=2, iteration_s=1.0, nodes=4, expert_bytes=0.0, checkpoint_every=100, checkpoint_s=0.0,
+    regroup_s=10.0, restart_s=50.0, wait_s=30.0,
+)  # fmt: skip
+EVEN = np.full((1, 2, 8), 100)
+FOUR = ["a", "b", "c", "d"]
+
+
+def trained(system: System, trace: list[Change], until_s: float, loads: np.ndarray = EVEN) -> ElasticTraining:
+    training = ElasticTraining(JOB, system, loads, 10, FOUR)
+    training.run(trace, until_s)
+    return training
+
+
+@pytest.mark.parametrize("system", list(System))
+def test_without_changes_all_train_alike(system: System) -> None:
+    done = trained(system, [], 250.0).done
+    assert done.iterations == pytest.approx(250.0)
+    assert (done.changes, done.fallbacks) == (0, 0)
+
+
+def test_elastic_experts_use_three_nodes_of_four_and_lose_nothing() -> None:
+    done = trained(System.LAZARUS, [Change(150.0, removed=frozenset("d"))], 310.0).done
+    # 12 slots for 8 experts: four have one replica, which are on one node together, and four have two.
+    slowest = 1.5
+    assert done.iterations == pytest.approx(150.0 + 150.0 * 3 / 4 / (0.5 + 0.5 * slowest))
+    assert (done.changes, done.fallbacks, done.lost_s["regroup"]) == (1, 0, 10.0)
+
+
+def test_expert_parallelism_uses_two_of_three() -> None:
+    """Groups of two nodes hold every expert once; a restart loses what came after the checkpoint, too."""
+    trace = [Change(150.0, removed=frozenset("d"))]
+    assert trained(System.REGROUP, trace, 310.0).done.iterations == pytest.approx(150.0 + 150.0 / 2)
+    restarted = trained(System.RESTART, trace, 310.0).done
+    assert restarted.iterations == pytest.approx(100.0 + 110.0 / 2)
+    assert (restarted.fallbacks, restarted.lost_s["restart"]) == (1, 50.0)
+
+
+def test_both_nodes_of_an_expert_lost_at_once_are_one_too_many() -> None:
+    done = trained(System.REGROUP, [Change(150.0, removed=frozenset("abc"))], 400.0)
+    assert done.done.fallbacks == 1
+    assert done.done.iterations == 100.0, "one node is no group: it waits"
+
+
+def test_nodes_that_come_are_gathered_and_those_that_go_are_not() -> None:
+    trace = [
+        Change(100.0, removed=frozenset("bd")),
+        Change(200.0, added=frozenset("e")),
+        Change(220.0, added=frozenset("f")),
+    ]
+    training = trained(System.REGROUP, trace, 500.0)
+    assert training.done.changes == 2, "the loss, and both that came at once"
+    assert training.done.iterations == pytest.approx(100.0 + 120.0 / 2 + 260.0)
+
+
+def test_skewed_loads_are_followed() -> None:
+    loads = np.tile(np.array([800, 10, 10, 10, 10, 10, 10, 10]), (1, 2, 1))
+    job = replace(JOB, floor=1)
+    elastic, equal = (
+        ElasticTraining(job, system, loads, 10, FOUR).run([], 400.0).iterations
+        for system in (System.LAZARUS, System.REGROUP)
+    )
+    assert elastic > 1.1 * equal
+
+
+def test_a_segment_of_a_trace_has_a_cluster_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("0,add,a\n0,add,b\n0,add,c\n5000,remove,a\n9000,add,d\n12000,remove,b\n")
+    first, rest = segment(changes(path), 4.0, 20.0, most=2)
+    assert first == ["a", "b"]
+    assert rest == [
+        Change(1.0, frozenset("c"), frozenset("a")), Change(8.0, frozenset("d"), frozenset("b")),
+    ]  # fmt: skip
+    assert list(nodes_over_time(first, rest, 16.0)) == [(0.0, 1.0, 2), (1.0, 8.0, 2), (8.0, 16.0, 2)]
+
+
+@pytest.mark.parametrize("line", ["1,move,a", "x,add,a", "1,add"])
+def test_what_is_no_trace_is_said(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(f"0,add,a\n{line}\n")
+    with pytest.raises(ConfigError, match="line 2"):
+        changes(path)
