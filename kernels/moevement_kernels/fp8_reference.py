@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import torch
 
-from moevement_kernels.activations import Activation, activate, derivative
-from moevement_kernels.reference import halves
+from moevement_kernels.activations import Activation
+from moevement_kernels.reference import through_activation
 from moevement_kernels.weights import BLOCK, Weights
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -112,21 +112,10 @@ def input_gradient(
     splits, parts = list(counts), []
     rows = zip(dy.dense(counts).split(splits), h.split(splits), p.split(splits), strict=True)
     for expert, (dy_, h_, p_) in enumerate(rows):
-        da = dy_ @ w2.dense(expert).T
-        gate, linear = halves(h_.float(), kind)
-        activated, slope = activate(kind, gate), derivative(kind, gate)
-        scaled = da * p_.float()[:, None]
-        if linear is None:
-            dp, dh = (da * activated).sum(-1), scaled * slope
-        else:
-            dp = (da * activated * linear).sum(-1)
-            dh = torch.cat([scaled * linear * slope, scaled * activated], -1)
-        parts.append((dp, dh.to(h.dtype)))
+        parts.append(through_activation(dy_ @ w2.dense(expert).T, h_, p_, kind))
     dp, dh = (torch.cat(one) for one in zip(*parts, strict=True))
     codes = quantiser.of(dh, counts)
-    dx = [
-        dh_ @ w1.dense(expert).T for expert, dh_ in enumerate(codes.dense(counts).split(splits))
-    ]  # fmt: skip
+    dx = [dh_ @ w1.dense(expert).T for expert, dh_ in enumerate(codes.dense(counts).split(splits))]
     return FP8InputGradient(torch.cat(dx).to(h.dtype), dp, codes, amaxes(dh, counts))
 
 

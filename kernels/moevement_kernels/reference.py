@@ -82,18 +82,24 @@ def input_gradient(
     dense = dy.dense() if isinstance(dy, E5M2) else dy.float()
     parts = []
     for expert, (dy_, h_, p_) in enumerate(zip(dense.split(splits), h.split(splits), p.split(splits), strict=True)):
-        da = dy_ @ w2.dense(expert)
-        gate, linear = halves(h_.float(), kind)
-        activated, slope = activate(kind, gate), derivative(kind, gate)
-        scaled = da * p_.float()[:, None]
-        if linear is None:
-            dp, dh = (da * activated).sum(-1), scaled * slope
-        else:
-            dp = (da * activated * linear).sum(-1)
-            dh = torch.cat([scaled * linear * slope, scaled * activated], -1)
-        dh = dh.to(h.dtype)
+        dp, dh = through_activation(dy_ @ w2.dense(expert), h_, p_, kind)
         parts.append(InputGradient((dh.float() @ w1.dense(expert)).to(h.dtype), dp, dh))
     return InputGradient(*(torch.cat(one) for one in zip(*parts, strict=True)))
+
+
+def through_activation(
+    da: torch.Tensor, h: torch.Tensor, p: torch.Tensor, kind: Activation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``dp``, FP32, and ``dh``, in the dtype of ``h``, from FP32 ``da``."""
+    gate, linear = _halves(h.float(), kind)
+    activated, slope = activate(kind, gate), derivative(kind, gate)
+    scaled = da * p.float()[:, None]
+    if linear is None:
+        dp, dh = (da * activated).sum(-1), scaled * slope
+    else:
+        dp = (da * activated * linear).sum(-1)
+        dh = torch.cat([scaled * linear * slope, scaled * activated], -1)
+    return dp, dh.to(h.dtype)
 
 
 def weight_gradient(
@@ -129,8 +135,7 @@ def weight_gradient(
     return first, second
 
 
-def halves(h: torch.Tensor, kind: Activation) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The activated part of h, and the linear one of gated activations."""
+def _halves(h: torch.Tensor, kind: Activation) -> tuple[torch.Tensor, torch.Tensor | None]:
     if not kind.is_gated:
         return h, None
     gate, linear = h.chunk(2, -1)
@@ -138,6 +143,6 @@ def halves(h: torch.Tensor, kind: Activation) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _scaled(h: torch.Tensor, p: torch.Tensor, kind: Activation) -> torch.Tensor:
-    gate, linear = halves(h.float(), kind)
+    gate, linear = _halves(h.float(), kind)
     a = activate(kind, gate) if linear is None else activate(kind, gate) * linear
     return (a * p.float()[:, None]).to(h.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moevement_kernels.triton_kernels import _activate, _at, _derivative, _place, _scale_at
+from moevement_kernels.triton_kernels import _activate, _at, _derivative, _place, _scale_at, _tile
 from moevement_kernels.triton_rounding import INTERPRETED, narrow
 
 BLOCK = tl.constexpr(128)
@@ -22,7 +22,7 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def _magnitude(x):
-    """Of what is no number infinite, which no maximum drops."""
+    """Infinite for NaN, which a maximum would drop."""
     return tl.where(x == x, tl.abs(x), float("inf"))
 
 
@@ -110,11 +110,7 @@ def hidden_gradient_kernel(
     ``w2`` is ``[F, H]``; ``amaxes`` and ``dp_parts`` are ``[column tiles, row tiles]`` and ``[column tiles, T]``.
     """
     tile, column = _place(tiles, F, BN, GROUP)
-    expert = tl.load(tile_expert + tile)
-    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
-    here = rows < tl.load(tile_end + tile)
-    rows = rows.to(tl.int64)
-    columns = column * BN + tl.arange(0, BN)
+    expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     da = _product(
         dy, dy_scales, _at(w2_at, expert, tl.uint8), _scale_at(scale_at, expert), rows, here, columns, expert, H, F,
         scale_stride, MODE == BY_BLOCK, DY_DTYPE, BM, BN, BK,
@@ -154,11 +150,7 @@ def product_kernel(
 ):  # fmt: skip
     """``left W^T``, of ``[N, K]`` weights."""
     tile, column = _place(tiles, N, BN, GROUP)
-    expert = tl.load(tile_expert + tile)
-    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
-    here = rows < tl.load(tile_end + tile)
-    rows = rows.to(tl.int64)
-    columns = column * BN + tl.arange(0, BN)
+    expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     total = _product(
         left, left_scales, _at(w_at, expert, tl.uint8), _scale_at(scale_at, expert), rows, here, columns, expert, K, N,
         scale_stride, IS_BY_BLOCK, L_DTYPE, BM, BN, BK,

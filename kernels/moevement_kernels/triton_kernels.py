@@ -82,6 +82,14 @@ def _place(tiles, columns, BN: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
+def _tile(tile, column, tile_expert, tile_begin, tile_end, BM: tl.constexpr, BN: tl.constexpr):
+    """The expert of a row tile, its rows and whether they are the expert's, and the columns of a column tile."""
+    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
+    here = rows < tl.load(tile_end + tile)
+    return tl.load(tile_expert + tile), rows.to(tl.int64), here, column * BN + tl.arange(0, BN)
+
+
+@triton.jit
 def _weight_tile(
     w, scales, row, column, rows, columns, STRIDE, scale_stride, FORMAT: tl.constexpr, DTYPE: tl.constexpr
 ):
@@ -110,11 +118,7 @@ def up_kernel(
 ):  # fmt: skip
     """``h = x W1^T`` and ``a = act(h) p``; a program has the same columns of both halves of h."""
     tile, column = _place(tiles, F, BN, GROUP)
-    expert = tl.load(tile_expert + tile)
-    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
-    here = rows < tl.load(tile_end + tile)
-    rows = rows.to(tl.int64)
-    columns = column * BN + tl.arange(0, BN)
+    expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     w1 = _at(w1_at, expert, W_DTYPE)
     scales = _scale_at(scale_at, expert)
     G = 2 * F if GATED else F
@@ -163,11 +167,7 @@ def product_kernel(
 ):  # fmt: skip
     """``left W`` of ``[K, N]`` weights, or ``left W^T`` of ``[N, K]`` ones; ``stride`` is that of a weight's rows."""
     tile, column = _place(tiles, N, BN, GROUP)
-    expert = tl.load(tile_expert + tile)
-    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
-    here = rows < tl.load(tile_end + tile)
-    rows = rows.to(tl.int64)
-    columns = column * BN + tl.arange(0, BN)
+    expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     w = _at(w_at, expert, W_DTYPE)
     scales = _scale_at(scale_at, expert)
     total = tl.zeros((BM, BN), dtype=tl.float32)
@@ -204,11 +204,7 @@ def hidden_gradient_kernel(
     ``dp_parts`` is ``[column tiles, T]``: summed afterwards, in one order, instead of by atomics in any.
     """
     tile, column = _place(tiles, F, BN, GROUP)
-    expert = tl.load(tile_expert + tile)
-    rows = tl.load(tile_begin + tile) + tl.arange(0, BM)
-    here = rows < tl.load(tile_end + tile)
-    rows = rows.to(tl.int64)
-    columns = column * BN + tl.arange(0, BN)
+    expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
     w2 = _at(w2_at, expert, W_DTYPE)
     scales = _scale_at(scale_at, expert)
     da = tl.zeros((BM, BN), dtype=tl.float32)

@@ -41,7 +41,7 @@ class ElasticJob:
         floor: f.
         iteration_s: on ``nodes`` nodes with equal loads; fewer nodes take longer in proportion.
         nodes: of the whole cluster.
-        expert_share: of an iteration that is spent in experts, and so waits for the slowest replica.
+        expert_share: of an iteration that is spent in experts, and so waits for the node with the most tokens.
         expert_bytes: state of an expert of one layer.
         bytes_per_s: of a node's network.
         regroup_s: until process groups are there again.
@@ -159,7 +159,8 @@ class ElasticTraining:
         if not gone and self.job.usable(len(self.there), self.system) == len(self._members):
             return 0.0
         self.done.changes += 1
-        if self.system is not System.RESTART and not any(self._lost(layer, gone) for layer in self._layers):
+        is_kept = all(self._layers) and not any(self._lost(layer, gone) for layer in self._layers)
+        if self.system is not System.RESTART and is_kept:
             return self._spend("regroup", self.job.regroup_s) + self._spend("migrate", self._settle())
         if gone:  # without a loss it saves before it takes nodes in
             self.done.fallbacks += 1
@@ -167,7 +168,7 @@ class ElasticTraining:
         self._since_checkpoint = 0.0
         self._layers = [{} for _ in self._layers]
         self._settle()
-        return self._spend("restart", self.job.restart_s)
+        return self._spend("restart", self.job.restart_s) if self._members else 0.0
 
     def _lost(self, layer: Mapping[str, tuple[int, ...]], gone: Collection[str]) -> bool:
         """Whether an expert of a layer had replicas on nodes that went, and nowhere else."""
@@ -180,7 +181,8 @@ class ElasticTraining:
         stay = [node for node in self._members if node in self.there]
         every = stay + sorted(self.there - set(stay))
         self._members = sorted(every[: job.usable(len(every), self.system)])
-        if not self._members:
+        if not self._members:  # it saves what it has, and waits
+            self._layers, self._since_checkpoint = [{} for _ in self._layers], 0.0
             return 0.0
         slots, sends = job.slots_used(self.system), np.zeros(len(self._members), dtype=np.int64)
         for number, held in enumerate(self._layers):

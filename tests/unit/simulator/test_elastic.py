@@ -56,6 +56,14 @@ def test_both_nodes_of_an_expert_lost_at_once_are_one_too_many() -> None:
     assert done.done.iterations == 100.0, "one node is no group: it waits"
 
 
+def test_what_waits_for_nodes_starts_again_from_storage() -> None:
+    """The last group loses a node, and what no checkpoint has; later another one comes."""
+    trace = [Change(150.0, removed=frozenset("bd")), Change(200.0, removed=frozenset("c"))]
+    waiting = trained(System.REGROUP, [*trace, Change(300.0, added=frozenset("e"))], 480.0)
+    assert waiting.done.lost_s["restart"] == 50.0, "when a group is there again, 30 s after the node came"
+    assert waiting.done.iterations == pytest.approx(100.0 + 100.0 / 2)
+
+
 def test_nodes_that_come_are_gathered_and_those_that_go_are_not() -> None:
     trace = [
         Change(100.0, removed=frozenset("bd")),
