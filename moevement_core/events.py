@@ -47,6 +47,39 @@ class Restarted(_Plain):
 
 
 @dataclass(frozen=True)
+class Resized(_Plain):
+    """An elastic job has gone on, with another number of ranks or with new ones, from what its ranks had in memory."""
+
+    kind: ClassVar[str] = "resized"
+    iteration: int
+    """The one that it goes on from."""
+    world_before: int
+    """Ranks before."""
+    world_size: int
+    """Ranks now."""
+    lost: str
+    """Ranks that were lost, in words; empty if none was."""
+    moved_bytes: int
+    """State that travelled between ranks."""
+    digests_equal: int
+    """Operators whose whole state had the same digest before and after, and on all replicas; 0 without digests."""
+    seconds: dict[str, float]
+    """``until_usable``: from the first loss to process groups of now; ``state``: model and optimizer built, state
+    brought; ``until_resumed``; ``total``."""
+
+    def sentence(self) -> str:
+        """For the log."""
+        size = f"{self.world_size} ranks"
+        if self.world_size != self.world_before:
+            size += f" instead of {self.world_before}"
+        proof = f"; digests of {self.digests_equal} operators are as they were" if self.digests_equal else ""
+        return (
+            f"{self.lost + '; ' if self.lost else ''}the job goes on with {size} from iteration {self.iteration}, after "
+            f"{self.seconds['total']:.1f} s; {self.moved_bytes / 1e6:.1f} MB of state moved{proof}"
+        )
+
+
+@dataclass(frozen=True)
 class Ended(_Plain):
     """The job has come to its end."""
 

@@ -18,7 +18,9 @@ from typing import Any, NoReturn
 
 from megatron.moevement import platform
 from megatron.moevement.transformer.kernel_choice import FrozenKernels
+from moevement_core.elastic.config import ElasticConfig
 from moevement_core.errors import ConfigError
+from moevement_core.flags import add_flags
 from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.restart.environment import MEMBER_ENV
 from moevement_core.session.config import SessionConfig, add_session_flags
@@ -70,6 +72,7 @@ def add_arguments(parser: Parser) -> Parser:
         "CUDA C++ (compute capability 9.0); off: Megatron's own (default: off, until they have run on a GPU)",
     )
     add_session_flags(group, has_switch=True)
+    add_flags(group, ElasticConfig)
     if find_spec("transformer_engine") is None:
         _allow_fp8_masters(parser)
     return parser

@@ -2,7 +2,8 @@
 
 It decides alone, so that nobody has to agree on anything while processes die. Every member, rank or spare, has a lease
 that its supervisor renews; one whose lease runs out is dead, whether anybody saw it end or not. Survivors keep their
-ranks, and a spare takes over each rank that is lost. A roster is a proposal until all of its members have acknowledged
+ranks, and a spare takes over each rank that is lost. An elastic job goes on with fewer ranks where no spare is left, and
+with more again when processes have come. A roster is a proposal until all of its members have acknowledged
 it: only then does any of them enter training.
 """
 
@@ -17,8 +18,10 @@ from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
+from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
+    ELASTIC,
     GIVEN_UP,
     NEWEST,
     ROSTER,
@@ -89,6 +92,8 @@ class Coordinator:
         """When the job may be formed again; nothing while that is not decided for this interruption."""
         self._short_since: float | None = None
         """Since when everyone else is there and only spares are missing."""
+        self._grid: Grid | None = None
+        """Of an elastic job, as soon as any of its ranks has said that it is one."""
         store.set(NEWEST, "-1")
 
     @property
@@ -153,7 +158,7 @@ class Coordinator:
         if self._all_finished():
             self.state = State.DONE
             self._store.set(STOP, "")
-        elif self.state is State.RUNNING and self._leaving():
+        elif self.state is State.RUNNING and (self._leaving() or self._is_to_grow()):
             self._interrupted()
         elif self.state is State.PROPOSED:
             self._start_if_acknowledged()
@@ -213,14 +218,51 @@ class Coordinator:
             self._form_at = self._clock() + self._decide_to_go_on()
         if self.state is State.STOPPED or self._clock() < self._form_at:
             return
-        missing = [rank for rank in range(self._ranks) if rank not in survivors]
         if self.roster.generation < 0 and self._waits_for_the_first():
             return
+        if self._entered.generation >= 0 and (grid := self._elastic()) is not None:
+            self._resize(grid, survivors)
+            return
+        missing = [rank for rank in range(self._ranks) if rank not in survivors]
         spares = sorted(self.waiting()) if self.roster.generation < 0 else self.waiting()
         if len(spares) < len(missing):
             self._wait_for_spares(len(missing) - len(spares))
             return
         self._propose(survivors | dict(zip(missing, spares, strict=False)), len(spares) - len(missing))
+
+    # Elastic jobs
+
+    def _elastic(self) -> Grid | None:
+        if self._grid is None and self._store.check([ELASTIC]):
+            self._grid = Grid.decode(self._store.get(ELASTIC))
+        return self._grid
+
+    def _is_to_grow(self) -> bool:
+        """Whether those who wait make the job larger, and nobody has come for a while: then all ranks are interrupted."""
+        grid = self._elastic()
+        if grid is None or self._clock() - self.membership.joined_at < grid.join_wait_s:
+            return False
+        world = len(self.roster.ranks)
+        larger = grid.world(grid.replicas(min(world + len(self.waiting()), self._ranks)))
+        if larger <= world:
+            return False
+        self._report(f"{larger - world} processes have joined; the job goes on with {larger} ranks instead of {world}")
+        self._interrupt(self.roster.generation, 0)
+        return True
+
+    def _resize(self, grid: Grid, survivors: Mapping[int, int]) -> None:
+        """Propose the largest job that those who are there make."""
+        waiting = self.waiting()
+        replicas = grid.replicas(min(len(survivors) + len(waiting), self._ranks))
+        if not replicas:
+            self._wait_for_spares(grid.world(grid.sizes[0]) - len(survivors) - len(waiting))
+            return
+        world = grid.world(replicas)
+        ranks = grid.roster(survivors, len(self.roster.ranks), waiting, replicas)
+        entered = len(self._entered.members)
+        if world < entered:
+            self._report(f"no spare is left; the job goes on with {world} ranks instead of {entered}")
+        self._propose(ranks, len(survivors) + len(waiting) - world)
 
     def _waits_for_the_first(self) -> bool:
         """The first ones are the ranks, in their order; others are where some of them do not come."""
@@ -284,6 +326,7 @@ class Coordinator:
             tuple(self._entered.reasons),
             formed_at=now,
             first_formed_at=self.roster.first_formed_at or now,
+            ranks_before=len(self._entered.members) if len(self._entered.members) not in (0, len(ranks)) else None,
             left_at=max((left["at"] for left in self._entered.left.values()), default=now),
             spares=spares,
             nodes={rank: info.node for rank, info in members.items()},

@@ -36,6 +36,8 @@ FINISHED = "generation/{}/finished"
 GIVEN_UP = "members/{}/given_up"
 """By member: the job goes on without it."""
 NEWEST = "generation/newest"
+ELASTIC = "job/elastic"
+"""The :class:`~moevement_core.rendezvous.resizing.Grid` of a job that may go on with fewer ranks, and with more again."""
 STOP = "stop"
 """Why the job ends; empty when it has come to its end."""
 
@@ -104,6 +106,8 @@ class Roster:
     """Likewise, of the first generation."""
     left_at: float = 0.0
     """When the last survivor had stopped what it did."""
+    ranks_before: int | None = None
+    """How many ranks the last generation had that entered training, where this one has another number."""
     spares: int = 0
     """Members that wait, this roster's not among them."""
     nodes: Mapping[int, str] = field(default_factory=dict)

@@ -27,7 +27,8 @@ from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 from moevement_core.errors import ConfigError, DataError, JobStopped, RunRecordError
 from moevement_core.injection import Fault, Phase
 from moevement_core.rendezvous.member import Member
-from moevement_core.rendezvous.roster import MemberInfo
+from moevement_core.rendezvous.resizing import Grid
+from moevement_core.rendezvous.roster import ELASTIC, MemberInfo
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
@@ -70,11 +71,17 @@ class Training(ABC):
             store: for ``torch.distributed.init_process_group``; its keys are those of this generation.
         """
 
-    def take_rank(self, rank: int, device: int | None) -> None:
+    @property
+    def grid(self) -> Grid | None:
+        """How an elastic job may change its size; None: a job that keeps it."""
+        return None
+
+    def take_rank(self, rank: int, world: int, device: int | None) -> None:
         """Be ``rank`` from now on; called before :meth:`enter`, outside of the guard.
 
         Args:
             rank: of the job.
+            world: how many ranks the job has.
             device: the local number of its device; None: it is known already.
         """
 
@@ -142,12 +149,14 @@ class _Restarts:
         # What was imported stays. Garbage collections, of which a recovery makes some, pass it over from here on.
         gc.collect()
         gc.freeze()
+        if (grid := self._training.grid) is not None:
+            self._store.set(ELASTIC, grid.encode())
         self._member.join()
         while True:
             try:
                 roster, rank = self._member.wait_for_rank()
                 now = enter_generation(roster, rank)
-                self._training.take_rank(rank, roster.devices.get(rank))
+                self._training.take_rank(rank, len(roster.ranks), roster.devices.get(rank))
                 ended = self._enter(now)
             except JobStopped as stopped:
                 sys.exit(str(stopped) or None)

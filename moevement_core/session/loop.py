@@ -142,7 +142,7 @@ class _Loop(Training):
         return Watching(LEASES_TO_HANG * config.timeouts.lease_s, faults=config.drill.faults, devices=devices)
 
     @override
-    def take_rank(self, rank: int, device: int | None) -> None:
+    def take_rank(self, rank: int, world: int, device: int | None) -> None:
         if device is not None:
             os.environ["LOCAL_RANK"] = str(device)
             if torch.cuda.is_available():

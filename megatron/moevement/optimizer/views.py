@@ -28,7 +28,7 @@ _MASTERS = ("/master", "/upper", "/weight")
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """This rank's part of one parameter."""
 
     start: int
@@ -91,7 +91,7 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
     from megatron.core import parallel_state
 
     make_optimizer_state(optimizer)
-    part_of = _parts(optimizer)
+    part_of = parts_of(optimizer)
     compute: dict[OperatorId, list[StateTensor]] = {}
     full: dict[OperatorId, list[StateTensor]] = {}
     gradients: dict[OperatorId, list[StateTensor]] = {}
@@ -132,7 +132,7 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
     return OperatorViews(every, trained, replicated)
 
 
-def _trained(parameter: torch.nn.Parameter, part: _Part | None) -> Trained:
+def _trained(parameter: torch.nn.Parameter, part: Part | None) -> Trained:
     master = part.master if part is not None else None
     if quantised_buffers(parameter) is not None:
         return Trained(parameter, master, getattr(parameter, HALF, None))
@@ -142,7 +142,7 @@ def _trained(parameter: torch.nn.Parameter, part: _Part | None) -> Trained:
     return Trained(parameter, master, weights)
 
 
-def _gradient(operator: str, parameter: torch.nn.Parameter, part: _Part, key: str) -> Iterator[StateTensor]:
+def _gradient(operator: str, parameter: torch.nn.Parameter, part: Part, key: str) -> Iterator[StateTensor]:
     """The reduced gradient of a range, in the buffer that reductions leave it in, as narrow as they were.
 
     Where it is in FP32 that buffer is what the optimizer unscales, clips and consumes; a narrower one is copied first.
@@ -153,7 +153,7 @@ def _gradient(operator: str, parameter: torch.nn.Parameter, part: _Part, key: st
         yield StateTensor(operator, Saved.GRADIENT, f"{key}/gradient", flat)
 
 
-def _replicas(operator: str, parameter: torch.nn.Parameter, part: _Part) -> Iterator[Replicated]:
+def _replicas(operator: str, parameter: torch.nn.Parameter, part: Part) -> Iterator[Replicated]:
     group = _replicas_of(parameter)
     if part.replicated and group.size() > 1:
         for what, weights in _stored(parameter, 0, parameter.numel()):
@@ -185,9 +185,9 @@ def make_optimizer_state(optimizer: Any) -> None:
             member.init_state_fn(inner, member.config)
 
 
-def _parts(optimizer: Any) -> Callable[[torch.nn.Parameter], _Part | None]:
+def parts_of(optimizer: Any) -> Callable[[torch.nn.Parameter], Part | None]:
     """Which part of a parameter is this rank's, and its state."""
-    found: dict[torch.nn.Parameter, _Part | None] = {}
+    found: dict[torch.nn.Parameter, Part | None] = {}
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):
             found.update(_distributed(member))
@@ -195,17 +195,17 @@ def _parts(optimizer: Any) -> Callable[[torch.nn.Parameter], _Part | None]:
             found.update(_replicated(member))
     elsewhere = any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer))
 
-    def part_of(parameter: torch.nn.Parameter) -> _Part | None:
+    def part_of(parameter: torch.nn.Parameter) -> Part | None:
         if parameter in found:
             return found[parameter]
         if parameter.requires_grad and elsewhere:
             return None
-        return _Part(*_own_range(parameter), {}, replicated={"weight": parameter.data.view(-1)})
+        return Part(*_own_range(parameter), {}, replicated={"weight": parameter.data.view(-1)})
 
     return part_of
 
 
-def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
+def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
     """Shards of the distributed optimizer."""
     for parameter in member.model_param_gbuf_map:
         owned = member._get_model_param_range_map(parameter)["param"]
@@ -213,7 +213,7 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
         buffers = quantised_buffers(parameter)
         if buffers is not None and not buffers.is_one_form:
             setattr(parameter, HALF, stepped.detach().view(-1).to(parameter.dtype))
-        yield parameter, _Part(owned.start, owned.end, state, stepped)
+        yield parameter, Part(owned.start, owned.end, state, stepped)
 
 
 def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -241,7 +241,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
     return stepped, state
 
 
-def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
+def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
     """Full state on every replica, each of which takes its range."""
     pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     if hasattr(member, "float16_groups"):
@@ -256,7 +256,7 @@ def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, _Part]]:
         flat = {what: tensor.detach().view(-1) for what, tensor in state.items() if isinstance(tensor, torch.Tensor)}
         cut = {what: tensor for what, tensor in flat.items() if tensor.numel() == parameter.numel() > 1}
         part = {what: tensor[start:end] if what in cut else tensor for what, tensor in flat.items()}
-        yield parameter, _Part(start, end, part, master, cut)
+        yield parameter, Part(start, end, part, master, cut)
 
 
 def _own_range(parameter: torch.nn.Parameter) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +17,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
+from megatron.moevement.elastic.bring import bring_state, report_resized
+from megatron.moevement.elastic.meeting import meet
+from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.optimizer import weights
 from megatron.moevement.restart import leftovers, origin
 from megatron.moevement.restart.alone import building_alone, sharing_parameter_keys
@@ -25,6 +30,8 @@ from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import TrainLoop
 from moevement_core import log
+from moevement_core.elastic.exchange import StateMissing
+from moevement_core.engine.config import Verify
 from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.generation import generation
@@ -45,6 +52,8 @@ def enter_setup(process: Process) -> Wrapper:
     first = _FirstProgress()
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        from megatron.training import get_args
+
         @functools.wraps(original)
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
             def setup() -> tuple[list[Any], Any, Any]:
@@ -52,8 +61,9 @@ def enter_setup(process: Process) -> Wrapper:
 
             now = generation()
             groups = Groups.now() if now is not None else None
-            if now is None or now.roster.generation == 0 or not _take_up(process, setup, groups, first):
-                _begin(process.job, setup, groups, first)
+            take_up = reassemble if get_args().moevement_elastic else _take_up
+            if now is None or now.roster.generation == 0 or not take_up(process, setup, groups, first):
+                _begin(process, setup, groups, first)
             live = process.job.live
             return live.model, live.optimizer, live.scheduler
 
@@ -83,7 +93,7 @@ class _FirstProgress:
         update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
 
-def _begin(job: Job, setup: Setup, groups: Groups | None, first: _FirstProgress) -> None:
+def _begin(process: Process, setup: Setup, groups: Groups | None, first: _FirstProgress) -> None:
     """Set a job up from its start, and begin its record at the iteration that it starts from.
 
     Raises:
@@ -92,10 +102,12 @@ def _begin(job: Job, setup: Setup, groups: Groups | None, first: _FirstProgress)
     from megatron.training import get_args
 
     first.put()
+    job = process.job
     args, live, binding = get_args(), job.live, job.binding
     with live.undo.nested() as inner:
         sharing_parameter_keys(inner, binding.parameter_keys, ())
         names = job.names = agree_on_names()
+        process.lineage = names.start
         binding.job_name = names.name
         run = RunConfig.from_args(args)
         lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
@@ -111,8 +123,13 @@ def _begin(job: Job, setup: Setup, groups: Groups | None, first: _FirstProgress)
         if config is not None:
             _connect(job)
             job.session = Session(binding, config, names, loaded)
-    binding.groups = [groups] if groups is not None else []
-    job.config_before = leftovers.config_of(live)
+    _has_built(job, groups)
+
+
+def _has_built(job: Job, groups: Groups | None) -> None:
+    job.stand = Stand.now()
+    job.binding.groups = [groups] if groups is not None else []
+    job.config_before = leftovers.config_of(job.live)
 
 
 def _report_restart(job: Job, source: str) -> None:
@@ -166,6 +183,54 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: _Firs
     return True
 
 
+def reassemble(process: Process, setup: Setup, groups: Groups | None, first: _FirstProgress) -> bool:
+    """Put an elastic job together from what its ranks have in memory, whatever their number was; whether that is all.
+
+    Every rank calls it, after every failure and when the job has grown.
+    """
+    from megatron.training import get_args
+
+    usable_at = time.time()
+    meeting = meet(process)
+    job = process.start_over()
+    if meeting is None:
+        return False
+    first.put()
+    args, live, binding = get_args(), job.live, job.binding
+    run = RunConfig.from_args(args)
+    assert run.session is not None
+    with live.undo.nested() as inner:
+        sharing_parameter_keys(inner, binding.parameter_keys, ())
+        names = job.names = agree_on_names()
+        binding.job_name, process.lineage = names.name, meeting.lineage
+        lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
+        for name in ("load", "pretrained_checkpoint"):
+            inner.set(args, name, None)
+        live.model, live.optimizer, live.scheduler = setup()
+    _has_built(job, groups)
+    assert job.stand is not None
+    boundary = meeting.boundary_for(job.stand)
+    try:
+        exchanged = bring_state(live, job.stand, process.offer, is_verified=run.session.verify is not Verify.NOTHING)
+        if boundary is None:
+            raise StateMissing("no rank of a pipeline stage is left")
+    except StateMissing as why:
+        if dist.get_rank() == 0:
+            log.warning(f"every rank restarts, because {why}")
+        process.offer = None
+        process.start_over()
+        return False
+    binding.put_progress(boundary["progress"])
+    args.num_floating_point_operations_so_far = meeting.books
+    recorder.begin(live, args, lock)
+    _connect(job)
+    job.session = Session(binding, run.session, names)
+    job.resized = Resized(
+        meeting.iteration, boundary, meeting.is_between, meeting.world_before, exchanged, usable_at, time.time()
+    )
+    return True
+
+
 def _joined(job: Job, session: Session, until: int) -> None:
     job.session = session
 
@@ -208,7 +273,9 @@ def enter_loop(process: Process) -> Wrapper:
             job = process.job
             names = ("forward_step_func", "config", "p2p_communicator", "pg_collection")
             job.live.loop = TrainLoop(*(given.arguments[name] for name in names))
-            if job.rejoined is not None:
+            if job.resized is not None:
+                _take_up_resized(process, job.resized, given)
+            elif job.rejoined is not None:
                 job.binding.on_back = functools.partial(_back, job, given)
                 job.rejoined.resume()
                 job.rejoined = None
@@ -223,6 +290,17 @@ def enter_loop(process: Process) -> Wrapper:
         return train
 
     return wrapper
+
+
+def _take_up_resized(process: Process, resized: Resized, train: inspect.BoundArguments) -> None:
+    """Go on from what was brought to this rank, with everything that was due there."""
+    job = process.job
+    assert job.session is not None
+    job.binding.put_boundary(resized.boundary)
+    job.session.begin_training()
+    process.offer, job.resized = None, None
+    report_resized(job, resized)
+    _back(job, train, resized.iteration, {}, resized.is_between)
 
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:

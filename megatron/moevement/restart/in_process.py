@@ -8,10 +8,12 @@ from typing import Any, override
 
 import torch
 
+from megatron.moevement.elastic.grid import grid_of
 from megatron.moevement.platform import is_cpu
 from megatron.moevement.restart import leftovers, megatron_state
 from megatron.moevement.runtime.job import Process
 from moevement_core.injection import Fault
+from moevement_core.rendezvous.resizing import Grid
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
 
 
@@ -54,8 +56,15 @@ class _Pretrain(Training):
         return self._pretrain(*self._args, store=store, **self._kwargs)
 
     @override
-    def take_rank(self, rank: int, device: int | None) -> None:
-        megatron_state.take_rank(rank, device)
+    def take_rank(self, rank: int, world: int, device: int | None) -> None:
+        megatron_state.take_rank(rank, world, device)
+
+    @property
+    @override
+    def grid(self) -> Grid | None:
+        from megatron.training import get_args
+
+        return grid_of(get_args())
 
     @override
     def interrupted(self) -> None:

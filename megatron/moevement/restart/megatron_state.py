@@ -7,17 +7,20 @@ import os
 from contextlib import suppress
 
 
-def take_rank(rank: int, device: int | None = None) -> None:
+def take_rank(rank: int, world: int, device: int | None = None) -> None:
     """Be ``rank`` from now on, in Megatron's global arguments and what was made of them at the start.
 
     Args:
         rank: of the job.
+        world: how many ranks the job has.
         device: the local number of its device, which Megatron sets when it is entered; a spare holds none before.
     """
     from megatron.training import get_args, global_vars
 
     args = get_args()
     args.rank = rank
+    if world != args.world_size:
+        _take_world(world)
     if device is not None:
         args.local_rank = device
         os.environ["LOCAL_RANK"] = str(device)
@@ -25,6 +28,20 @@ def take_rank(rank: int, device: int | None = None) -> None:
         for name in ("tensorboard", "wandb"):
             if getattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER") is None:
                 getattr(global_vars, f"_set_{name}_writer")(args)
+
+
+def _take_world(world: int) -> None:
+    """Be one of ``world`` ranks from now on; the global batch stays the same."""
+    from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+    from megatron.training import get_args
+
+    args = get_args()
+    args.data_parallel_size = args.data_parallel_size * world // args.world_size
+    args.world_size = world
+    reconfigure_num_microbatches_calculator(
+        args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size,
+        args.decrease_batch_size_if_needed, args.step_batch_size_schedule, args.seq_length,
+    )  # fmt: skip
 
 
 def forget_generation() -> None:

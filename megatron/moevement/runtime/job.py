@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.moevement.binding import MegatronBinding
+from megatron.moevement.elastic.offer import Offer
+from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
 from moevement_core.events import Event
@@ -35,6 +38,11 @@ class Job:
     resumed_in: int = -1
     """The newest generation in which training went on, with every failure before behind it."""
 
+    resized: Resized | None = None
+    """What was brought to this rank of an elastic job, to be taken up once training is entered."""
+    stand: Stand | None = None
+    """Where this rank stood when its model was built."""
+
     config_before: dict[str, Any] = field(default_factory=dict)
     """What the model's configuration held before training put its own into it."""
 
@@ -53,6 +61,10 @@ class Process:
 
     def __init__(self) -> None:
         self.job = Job()
+        self.lineage = ""
+        """The start of the job that its state has come from, in an unbroken row of iterations."""
+        self.offer: Offer | None = None
+        """Of an elastic job that is being put together again."""
 
     def start_over(self) -> Job:
         """Forget the job and begin an empty one; returns it."""

@@ -1,0 +1,75 @@
+"""An elastic job's state to the ranks of now, and what an operator sees of it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from megatron.moevement.elastic.offer import Offer
+from megatron.moevement.elastic.pieces import Stand, state_pieces
+from megatron.moevement.elastic.resized import Resized
+from megatron.moevement.optimizer import weights
+from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.live import Live
+from megatron.moevement.state_digest import members
+from moevement_core import log
+from moevement_core.elastic.exchange import Exchanged, exchange
+from moevement_core.events import Resized as ResizedEvent
+from moevement_core.restart.generation import generation
+
+
+@torch.no_grad()
+def bring_state(live: Live, stand: Stand, offer: Offer | None, *, is_verified: bool) -> Exchanged:
+    """Fill the optimizer's state of a model that was just built, and its weights; every rank calls it.
+
+    Args:
+        live: Megatron's objects.
+        stand: where this rank stands in the job of now.
+        offer: what this rank has; None: nothing.
+        is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
+
+    Raises:
+        StateMissing: nobody has a part of it. On every rank alike.
+        RecoveryError: replicas differ, or the state is another than it was. On every rank alike.
+    """
+    from megatron.core.utils import unwrap_model
+
+    wanted = state_pieces(list(unwrap_model(live.model or [])), live.optimizer, stand)
+    group = dist.new_group(backend="gloo")
+    try:
+        exchanged = exchange(offer.pieces if offer is not None else [], wanted, group, is_verified=is_verified)
+    finally:
+        dist.destroy_process_group(group)
+    for member in members(live.optimizer):
+        weights.copy_masters(member)
+    weights.gather(live.model or [], force=True)
+    return exchanged
+
+
+def report_resized(job: Job, resized: Resized) -> None:
+    """Tell the operator; every rank calls it."""
+    now, world = generation(), dist.get_world_size()
+    assert now is not None
+    roster = now.roster
+    resumed_at = time.time()
+    failed_at = min([*(death.at for death in roster.deaths), now.interrupted_at or resumed_at])
+    gone = ", ".join(f"rank {death.rank} (pid {death.pid}) {death.how}" for death in roster.deaths)
+    event = ResizedEvent(
+        iteration=resized.iteration,
+        world_before=resized.world_before,
+        world_size=world,
+        lost=gone,
+        moved_bytes=resized.exchanged.moved_bytes,
+        digests_equal=len(resized.exchanged.digests),
+        seconds={
+            "until_usable": resized.usable_at - failed_at,
+            "state": resized.brought_at - resized.usable_at,
+            "until_resumed": resumed_at - resized.brought_at,
+            "total": resumed_at - failed_at,
+        },
+    )
+    if dist.get_rank() == 0:
+        log.info(event.sentence())
+    job.event(event)

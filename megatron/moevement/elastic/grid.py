@@ -1,0 +1,39 @@
+"""To which sizes an elastic job may be cut, from Megatron's arguments."""
+
+from __future__ import annotations
+
+import math
+from argparse import Namespace
+
+from moevement_core.elastic.config import ElasticConfig
+from moevement_core.flags import from_args
+from moevement_core.rendezvous.resizing import Grid
+
+
+def grid_of(args: Namespace) -> Grid | None:
+    """Returns how the job may change its size; None where it may not.
+
+    Called before the job has changed its size for the first time in this process.
+
+    Raises:
+        ConfigError: a flag's value cannot be.
+    """
+    config = from_args(ElasticConfig, args)
+    if not config.is_elastic:
+        return None
+    unit, ranks_of_replica = unit_of(args), args.tensor_model_parallel_size * args.context_parallel_size
+    units = args.world_size // (args.pipeline_model_parallel_size * unit)
+    sizes = [size for size in range(1, units + 1) if divides_batch(args, size * unit // ranks_of_replica)]
+    return Grid(args.pipeline_model_parallel_size, unit, tuple(sizes), config.join_wait_s)
+
+
+def unit_of(args: Namespace) -> int:
+    """Ranks of a stage that come and go together: those of a data-parallel replica, and of an expert-parallel group."""
+    replica = args.tensor_model_parallel_size * args.context_parallel_size
+    experts = (args.expert_tensor_parallel_size or 1) * args.expert_model_parallel_size
+    return math.lcm(replica, experts)
+
+
+def divides_batch(args: Namespace, replicas: int) -> bool:
+    """Whether so many data-parallel replicas can share every global batch."""
+    return not args.global_batch_size % (args.micro_batch_size * replicas)

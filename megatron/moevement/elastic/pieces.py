@@ -1,0 +1,90 @@
+"""The optimizer's state on this rank as pieces whose names do not depend on how many data-parallel replicas there are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.moevement.operators import operators_of_chunk
+from megatron.moevement.optimizer.views import Part, make_optimizer_state, parts_of
+from moevement_core.elastic.exchange import Piece
+
+_LOCAL_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where a rank stands in the job when its model is built."""
+
+    rank: int
+    world: int
+    stage: int
+    """Of the pipeline."""
+    tensor: int
+    """Tensor-parallel rank; of experts: ``expert_tensor``."""
+    expert: int
+    """Expert-parallel rank."""
+    expert_tensor: int
+
+    @staticmethod
+    def now() -> Stand:
+        """From Megatron's process groups."""
+        from megatron.core import parallel_state
+
+        return Stand(
+            dist.get_rank(),
+            dist.get_world_size(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+        )
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the rank that writes what is logged."""
+        return self.rank == self.world - 1
+
+
+def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: Stand) -> list[Piece]:
+    """All of the master weights and optimizer state that this rank has, as views; its shard with the distributed
+    optimizer, everything without.
+
+    Args:
+        chunks: this rank's unwrapped virtual stages.
+        optimizer: Megatron's.
+        stand: where this rank stood when they were built.
+    """
+    make_optimizer_state(optimizer)
+    part_of = parts_of(optimizer)
+    pieces: list[Piece] = []
+    for number, chunk in enumerate(chunks):
+        for operator, name, parameter in operators_of_chunk(chunk, stand.expert):
+            part = part_of(parameter)
+            if part is None:
+                continue
+            cut = stand.tensor if getattr(parameter, "allreduce", True) else stand.expert_tensor
+            whole = f"{operator.name}/{stand.stage}.{number}.{_LOCAL_EXPERT.sub('', name)}/{cut}"
+            pieces += [
+                Piece(operator.name, f"{whole}/{what}", begin, tensor)
+                for what, begin, tensor in _tensors(parameter, part)
+            ]
+    return pieces
+
+
+def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """What each tensor is, the place of its first element, and all of it that is here, flat."""
+    for what, tensor in part.replicated.items():
+        yield what, 0, tensor
+    for what, tensor in part.state.items():
+        if what in part.replicated:
+            continue
+        flat = tensor.detach().view(-1)
+        is_cut = flat.numel() == part.end - part.start and what != "step"
+        if flat.numel():
+            yield what, part.start if is_cut and not part.replicated else 0, flat

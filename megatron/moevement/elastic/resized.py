@@ -1,0 +1,27 @@
+"""State that was brought to a rank of a job of another size, until training takes it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.elastic.exchange import Exchanged
+
+
+@dataclass(frozen=True, eq=False)
+class Resized:
+    """Of one rank."""
+
+    iteration: int
+    """That all ranks go on from."""
+    boundary: Mapping[str, Any]
+    """What stands beside the optimizer's state there."""
+    is_between: bool
+    """Whether what is due after it (evaluation, dense save) may not have been done."""
+    world_before: int
+    exchanged: Exchanged
+    usable_at: float
+    """When process groups were usable, seconds since the epoch."""
+    brought_at: float
+    """When the state was here."""

@@ -1,0 +1,256 @@
+"""State from one cut over ranks to another, in one exchange, with digests that say that it is the same.
+
+Every rank says which pieces of which tensors it has, and which it is to have. All compute the same moves from it
+(:func:`~moevement_core.elastic.ranges.reshard`); what is between two ranks travels in one message a round.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from moevement_core.elastic import digest
+from moevement_core.elastic.ranges import Move, Range, reshard
+from moevement_core.errors import RecoveryError
+from moevement_core.session.exchange import all_gather_objects
+
+ROUND_BYTES = 256 << 20
+"""What a rank sends to another, and has in buffers for it, at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A range of a tensor of state on this rank."""
+
+    operator: str
+    name: str
+    """Of the whole tensor, the same on every rank and for any number of ranks."""
+    begin: int
+    """Place of the first element in the flat tensor."""
+    tensor: torch.Tensor
+    """Flat."""
+
+    @property
+    def range(self) -> Range:
+        """Which it is."""
+        return Range(self.name, self.begin, self.begin + self.tensor.numel())
+
+
+class StateMissing(RecoveryError):
+    """No rank has a part of the state. On every rank alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What an exchange did, the same on every rank."""
+
+    moved_bytes: int
+    """Between ranks, all together."""
+    digests: Mapping[str, int]
+    """Of each operator's whole state, before and after."""
+
+
+def exchange(held: Sequence[Piece], wanted: Sequence[Piece], group: Any, *, is_verified: bool = True) -> Exchanged:
+    """Bring state to where it is wanted; every rank of the job calls it.
+
+    Args:
+        held: by this rank, not changed; where several ranks have the same it has the same bits.
+        wanted: pieces into whose tensors it is written.
+        group: of all ranks, for tensors on the host.
+        is_verified: whether digests are compared, of each operator before and after, and of all replicas.
+
+    Raises:
+        StateMissing: nobody has a part of what is wanted. Nothing has been written then.
+        RecoveryError: replicas differ, or state is another after it. On every rank alike.
+    """
+    everyones: list[tuple[list[Range], list[Range], dict[str, str]]] = all_gather_objects(
+        ([one.range for one in held], [one.range for one in wanted], {one.name: one.operator for one in wanted})
+    )
+    before = {rank: its[0] for rank, its in enumerate(everyones)}
+    after = {rank: its[1] for rank, its in enumerate(everyones)}
+    operators = {name: operator for its in everyones for name, operator in its[2].items()}
+    plan = reshard(before, after)
+    if plan.missing:
+        lost = sorted({operators[one.name] for ranges in plan.missing.values() for one in ranges})
+        names = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
+        raise StateMissing(f"no rank is left that has the state of {names}")
+    was = _digests(held, before, operators) if is_verified else {}
+    moved = _move(plan.moves, held, wanted, group)
+    if is_verified:
+        _compare(was, _digests(wanted, after, operators))
+    return Exchanged(moved, was)
+
+
+def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece], group: Any) -> int:
+    """Returns bytes that travelled, of all ranks."""
+    mine, sources, targets = dist.get_rank(), _by_name(held), _by_name(wanted)
+    moved = torch.zeros(1, dtype=torch.int64)
+    outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
+    incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for move in moves:
+        if move.source == move.target == mine:
+            _find(targets, move.range).copy_(_find(sources, move.range))
+        elif move.source == mine:
+            outgoing[move.target].append(_find(sources, move.range))
+        elif move.target == mine:
+            incoming[move.source].append(_find(targets, move.range))
+    for sends, receives in _rounds(outgoing, incoming, _most_rounds(outgoing, incoming, group)):
+        buffers = {source: torch.empty(_bytes(parts), dtype=torch.uint8) for source, parts in receives.items()}
+        packed = {target: _packed(parts) for target, parts in sends.items()}
+        moved += sum(buffer.numel() for buffer in packed.values())
+        works = [dist.irecv(buffer, source, group=group) for source, buffer in buffers.items()]
+        works += [dist.isend(buffer, target, group=group) for target, buffer in packed.items()]
+        for work in works:
+            work.wait()
+        for source, parts in receives.items():
+            _unpack(buffers[source], parts)
+    dist.all_reduce(moved, group=group)
+    return int(moved)
+
+
+def _most_rounds(
+    outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]], group: Any
+) -> int:
+    most = max((_bytes(parts) for parts in (*outgoing.values(), *incoming.values())), default=0)
+    rounds = torch.tensor([-(-most // ROUND_BYTES)], dtype=torch.int64)
+    dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
+    return int(rounds)
+
+
+Parts = dict[int, list[torch.Tensor]]
+
+
+def _rounds(
+    outgoing: Mapping[int, list[torch.Tensor]], incoming: Mapping[int, list[torch.Tensor]], rounds: int
+) -> Iterator[tuple[Parts, Parts]]:
+    """Of each pair of ranks, both cut the same bytes at the same places."""
+    sends = {rank: list(_cut(parts)) for rank, parts in outgoing.items()}
+    receives = {rank: list(_cut(parts)) for rank, parts in incoming.items()}
+    for number in range(rounds):
+        yield (
+            {rank: cuts[number] for rank, cuts in sends.items() if number < len(cuts)},
+            {rank: cuts[number] for rank, cuts in receives.items() if number < len(cuts)},
+        )
+
+
+def _cut(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    now: list[torch.Tensor] = []
+    room = ROUND_BYTES
+    for part in parts:
+        rest = part
+        while rest.numel():
+            fits = min(rest.numel(), room // rest.element_size())
+            if fits:
+                now.append(rest[:fits])
+                room -= fits * rest.element_size()
+                rest = rest[fits:]
+            if rest.numel():
+                yield now
+                now, room = [], ROUND_BYTES
+    if now:
+        yield now
+
+
+def _bytes(parts: Iterable[torch.Tensor]) -> int:
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.detach().cpu().contiguous().view(torch.uint8) for part in parts])
+
+
+def _unpack(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    begin = 0
+    for part in parts:
+        end = begin + part.numel() * part.element_size()
+        # A view of another element size begins at a multiple of it.
+        part.copy_(buffer[begin:end].clone().view(part.dtype))
+        begin = end
+
+
+def _by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for one in pieces:
+        found[one.name].append(one)
+    return found
+
+
+def _find(pieces: Mapping[str, Sequence[Piece]], wanted: Range) -> torch.Tensor:
+    one = next(its for its in pieces[wanted.name] if its.begin <= wanted.begin and its.range.end >= wanted.end)
+    return one.tensor.detach()[wanted.begin - one.begin : wanted.end - one.begin]
+
+
+# Digests
+
+
+def _digests(
+    mine: Sequence[Piece], everyones: Mapping[int, Sequence[Range]], operators: Mapping[str, str]
+) -> dict[str, int]:
+    """Of each operator, each element counted once; every rank calls it.
+
+    Raises:
+        RecoveryError: replicas of a range differ.
+    """
+    first = _first_holders(everyones)
+    rank = dist.get_rank()
+    own = {one.range: digest.of_range(one.name, one.begin, _plain(one.tensor)) for one in mine if one.name in operators}
+    counted: dict[str, int] = defaultdict(int)
+    pieces = _by_name(mine)
+    for one in first.get(rank, ()):
+        if one.name in operators:
+            whole = own.get(one)
+            part = whole if whole is not None else digest.of_range(one.name, one.begin, _plain(_find(pieces, one)))
+            counted[operators[one.name]] = digest.together((counted[operators[one.name]], part))
+    gathered = all_gather_objects((own, dict(counted)))
+    _compare_replicas([its for its, _ in gathered], operators)
+    every: dict[str, int] = defaultdict(int)
+    for _, its in gathered:
+        for operator, part in its.items():
+            every[operator] = digest.together((every[operator], part))
+    return dict(every)
+
+
+def _first_holders(everyones: Mapping[int, Sequence[Range]]) -> dict[int, list[Range]]:
+    """Every element, once, where a rank has it."""
+    ends: dict[str, tuple[int, int]] = {}
+    for ranges in everyones.values():
+        for one in ranges:
+            begin, end = ends.get(one.name, (one.begin, one.end))
+            ends[one.name] = min(begin, one.begin), max(end, one.end)
+    nobody = -1
+    whole = [Range(name, begin, end) for name, (begin, end) in sorted(ends.items())]
+    found: dict[int, list[Range]] = defaultdict(list)
+    for move in reshard(everyones, {nobody: whole}).moves:
+        found[move.source].append(move.range)
+    return found
+
+
+def _compare_replicas(everyones: Sequence[Mapping[Range, int]], operators: Mapping[str, str]) -> None:
+    known: dict[Range, tuple[int, int]] = {}
+    for rank, its in enumerate(everyones):
+        for one, value in its.items():
+            first, expected = known.setdefault(one, (rank, value))
+            if value != expected:
+                raise RecoveryError(
+                    f"ranks {first} and {rank} differ in elements {one.begin} to {one.end} of {one.name} of "
+                    f"{operators[one.name]}; they are replicas, and the job cannot go on from either"
+                )
+
+
+def _compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    if wrong := sorted(name for name in after if after[name] != before.get(name)):
+        raise RecoveryError(
+            f"the state of {', '.join(wrong[:5])} is another after it was brought to the ranks of now; nothing goes on "
+            "from it"
+        )
+
+
+def _plain(tensor: torch.Tensor) -> Any:
+    """As whole numbers of the same size, which NumPy has for every type."""
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().cpu().contiguous().view(kinds[tensor.element_size()]).numpy()
