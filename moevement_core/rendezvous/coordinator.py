@@ -240,13 +240,13 @@ class Coordinator:
     def _is_to_grow(self) -> bool:
         """Whether those who wait make the job larger, and nobody has come for a while: then all ranks are interrupted."""
         grid = self._elastic()
-        if grid is None or self._clock() - self.membership.joined_at < grid.join_wait_s:
+        if grid is None or self._clock() - max(self.membership.joined_at, self._proposed_at) < grid.join_wait_s:
             return False
         world = len(self.roster.ranks)
         larger = grid.world(grid.replicas(min(world + len(self.waiting()), self._ranks)))
         if larger <= world:
             return False
-        self._report(f"{larger - world} processes have joined; the job goes on with {larger} ranks instead of {world}")
+        self._report(f"{_processes(larger - world)} joined; the job goes on with {larger} ranks instead of {world}")
         self._interrupt(self.roster.generation, 0)
         return True
 
@@ -360,3 +360,7 @@ class Coordinator:
             self._report(f"no spare is left; waiting up to {self._spare_timeout_s:g} s for {missing} to start")
         elif self._clock() - self._short_since > self._spare_timeout_s:
             self.stop(f"no spare came within {self._spare_timeout_s:g} s for {missing} of {self._ranks} ranks")
+
+
+def _processes(count: int) -> str:
+    return "a process has" if count == 1 else f"{count} processes have"

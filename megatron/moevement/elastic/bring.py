@@ -18,6 +18,7 @@ from moevement_core import log
 from moevement_core.elastic.exchange import Exchanged, exchange
 from moevement_core.events import Resized as ResizedEvent
 from moevement_core.restart.generation import generation
+from moevement_core.session.exchange import all_gather_objects
 
 
 @torch.no_grad()
@@ -50,24 +51,25 @@ def bring_state(live: Live, stand: Stand, offer: Offer | None, *, is_verified: b
 
 def report_resized(job: Job, resized: Resized) -> None:
     """Tell the operator; every rank calls it."""
-    now, world = generation(), dist.get_world_size()
+    now = generation()
     assert now is not None
     roster = now.roster
-    resumed_at = time.time()
-    failed_at = min([*(death.at for death in roster.deaths), now.interrupted_at or resumed_at])
+    moments = all_gather_objects((now.interrupted_at, resized.usable_at, resized.brought_at, time.time()))
+    interrupted_at, usable_at, brought_at, resumed_at = zip(*moments, strict=True)
+    began_at = min([*(death.at for death in roster.deaths), *filter(None, interrupted_at)], default=min(usable_at))
     gone = ", ".join(f"rank {death.rank} (pid {death.pid}) {death.how}" for death in roster.deaths)
     event = ResizedEvent(
         iteration=resized.iteration,
         world_before=resized.world_before,
-        world_size=world,
+        world_size=dist.get_world_size(),
         lost=gone,
         moved_bytes=resized.exchanged.moved_bytes,
         digests_equal=len(resized.exchanged.digests),
         seconds={
-            "until_usable": resized.usable_at - failed_at,
-            "state": resized.brought_at - resized.usable_at,
-            "until_resumed": resumed_at - resized.brought_at,
-            "total": resumed_at - failed_at,
+            "until_usable": max(usable_at) - began_at,
+            "state": max(brought_at) - max(usable_at),
+            "until_resumed": max(resumed_at) - max(brought_at),
+            "total": max(resumed_at) - began_at,
         },
     )
     if dist.get_rank() == 0:
