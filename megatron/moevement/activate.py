@@ -60,10 +60,11 @@ def points() -> tuple[Point, ...]:
     """Every replaced function. Imports Megatron's trainer."""
     from megatron.moevement import arguments, preflight
     from megatron.moevement.data import loaders
+    from megatron.moevement.elastic import replicas
     from megatron.moevement.pipeline_parallel import communicator
     from megatron.moevement.restart import entry, in_process, launcher_store, places
     from megatron.moevement.runtime import checkpoint_rng, dense_save, evaluation, recorder, train_step
-    from megatron.moevement.transformer import attention, capacity, experts, frozen, norm
+    from megatron.moevement.transformer import attention, capacity, elastic_moe, experts, frozen, norm
     from moevement_core.injection import Phase
 
     training, arguments_ = "megatron.training.training", "megatron.training.arguments"
@@ -163,7 +164,18 @@ def points() -> tuple[Point, ...]:
             communicator.logging_communicator(_process),
             "schedules make their own; what crosses a stage boundary is logged, and fed to a stage that replays alone",
         ),
-        Point((training,), "finalize_model_grads", places.around(Phase.REDUCE), "a fault may be injected here"),
+        Point(
+            (training,),
+            "finalize_model_grads",
+            lambda original: places.around(Phase.REDUCE)(replicas.reducing_replicas(original)),
+            "gradients of experts in slots are reduced over their replicas; a fault may be injected here",
+        ),
+        Point(
+            ("megatron.core.models.gpt.moe_module_specs",),
+            "MoELayer",
+            elastic_moe.layer_with_slots,
+            "the helper that makes specs names the layer itself, and its experts are not elastic",
+        ),
         Point((training,), "training_log", recorder.record_iteration(_process), "a metrics line for each iteration"),
         Point(
             (training,),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.elastic.slots import slots
 from moevement_core.errors import OperatorError
 from moevement_core.operators import EMBEDDING, HEAD, OperatorKind, expert_name, gate_name, layer_name, non_expert_name
 
@@ -61,7 +62,8 @@ def _operator_of(name: str, chunk: Any, config: Any, expert_rank: int) -> Operat
     if re.search(r"(?:^|\.)mlp\.router\.", rest):
         return OperatorId(gate_name(layer), OperatorKind.GATE)
     if expert := _EXPERT.match(rest):
-        return OperatorId(expert_name(layer, _expert_number(expert["rest"], config, expert_rank)), OperatorKind.EXPERT)
+        number = _expert_number(expert["rest"], layer, config, expert_rank)
+        return OperatorId(expert_name(layer, number), OperatorKind.EXPERT)
     return OperatorId(non_expert_name(layer), OperatorKind.NON_EXPERT)
 
 
@@ -72,7 +74,7 @@ def _layer_number(chunk: Any, config: Any, block: str, index: int) -> int:
     return int(config.num_layers) + index
 
 
-def _expert_number(rest: str, config: Any, expert_rank: int) -> int:
+def _expert_number(rest: str, layer: int, config: Any, expert_rank: int) -> int:
     """The expert's number in its layer from its number on this rank."""
     local = _SEQUENTIAL.match(rest) or _GROUPED.match(rest)
     if local is None:
@@ -80,5 +82,7 @@ def _expert_number(rest: str, config: Any, expert_rank: int) -> int:
             f"experts.{rest} holds several experts in one tensor; needs SequentialMLP or Transformer Engine's grouped "
             "MLP, whose experts have tensors of their own"
         )
+    if (its := slots()) is not None:
+        return its.expert(layer, expert_rank, int(local["local"]))
     experts_here = config.num_moe_experts // config.expert_model_parallel_size
     return expert_rank * experts_here + int(local["local"])

@@ -18,6 +18,10 @@ NOTICED_S = 2.0
 """How long the death of a process takes to be noticed at most; its broken connections are seen at once."""
 
 
+class Regroup(Exception):
+    """All ranks leave their generation at the same place and meet again: nothing has failed."""
+
+
 @dataclass
 class Generation:
     """What this process knows of the generation it is in."""

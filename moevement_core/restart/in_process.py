@@ -32,7 +32,7 @@ from moevement_core.rendezvous.roster import ELASTIC, MemberInfo
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
-from moevement_core.restart.generation import Generation, enter_generation, is_aborting, is_fault_of_others
+from moevement_core.restart.generation import Generation, Regroup, enter_generation, is_aborting, is_fault_of_others
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import Guard, Outcome
 from moevement_core.restart.store import GenerationStore, connect, connect_breakable, store_address
@@ -206,6 +206,8 @@ class _Restarts:
                 if self._training.has_begun or is_aborting():
                     raise
                 raise _Unfit(error) from None  # it would be the same again
+            except Regroup:
+                raise
             except Exception as error:
                 if not is_fault_of_others():
                     self._reason = f"rank {now.rank}: {type(error).__name__}: {_first_line(error)}"

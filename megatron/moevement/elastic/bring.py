@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -10,12 +11,14 @@ import torch.distributed as dist
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand, state_pieces
 from megatron.moevement.elastic.resized import Resized
+from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer import weights
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 from moevement_core import log
-from moevement_core.elastic.exchange import Exchanged, exchange
+from moevement_core.elastic.exchange import Exchanged, Piece, exchange
+from moevement_core.operators import expert_name
 from moevement_core.events import Resized as ResizedEvent
 from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
@@ -38,15 +41,61 @@ def bring_state(live: Live, stand: Stand, offer: Offer | None, *, is_verified: b
     from megatron.core.utils import unwrap_model
 
     wanted = state_pieces(list(unwrap_model(live.model or [])), live.optimizer, stand)
+    exchanged = _exchange(offer.pieces if offer is not None else [], wanted, is_verified=is_verified)
+    _make_weights(live)
+    return exchanged
+
+
+@torch.no_grad()
+def equalize_replicas(live: Live, stand: Stand) -> None:
+    """At a start of the job: bring the state of the first replica of each expert, as it was built or loaded, to all.
+
+    Every rank calls it.
+    """
+    from megatron.core.utils import unwrap_model
+
+    its = slots()
+    assert its is not None
+    pieces = state_pieces(list(unwrap_model(live.model or [])), live.optimizer, stand)
+    first = {
+        expert_name(layer, expert)
+        for layer, table in its.tables.items()
+        for slot, expert in enumerate(table[stand.expert])
+        if its.is_first(layer, stand.expert, slot)
+    }
+    experts = {expert_name(layer, expert) for layer in its.tables for expert in range(its.experts)}
+    held = [one for one in pieces if one.operator not in experts or one.operator in first]
+    _exchange(held, pieces, is_verified=True)
+    _make_weights(live)
+
+
+def _exchange(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:
+    """A rank may have two replicas of an expert: what it brings is that of one, and the other is a copy."""
+    once: dict[tuple[str, int], Piece] = {}
+    copies: list[tuple[Piece, Piece]] = []
+    for one in wanted:
+        key = one.name, one.begin
+        if key in once:
+            copies.append((one, once[key]))
+        else:
+            once[key] = one
     group = dist.new_group(backend="gloo")
     try:
-        exchanged = exchange(offer.pieces if offer is not None else [], wanted, group, is_verified=is_verified)
+        exchanged = exchange(
+            list({(one.name, one.begin): one for one in reversed(held)}.values()), list(once.values()), group,
+            is_verified=is_verified,
+        )  # fmt: skip
     finally:
         dist.destroy_process_group(group)
+    for copy, one in copies:
+        copy.tensor.copy_(one.tensor)
+    return exchanged
+
+
+def _make_weights(live: Live) -> None:
     for member in members(live.optimizer):
         weights.copy_masters(member)
     weights.gather(live.model or [], force=True)
-    return exchanged
 
 
 def report_resized(job: Job, resized: Resized) -> None:

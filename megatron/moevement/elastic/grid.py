@@ -23,13 +23,18 @@ def grid_of(args: Namespace) -> Grid | None:
         return None
     unit, ranks_of_replica = unit_of(args), args.tensor_model_parallel_size * args.context_parallel_size
     units = args.world_size // (args.pipeline_model_parallel_size * unit)
-    sizes = [size for size in range(1, units + 1) if divides_batch(args, size * unit // ranks_of_replica)]
+    least = 1 if config.expert_slots is None else -(-args.num_experts // config.expert_slots)
+    sizes = [size for size in range(least, units + 1) if divides_batch(args, size * unit // ranks_of_replica)]
     return Grid(args.pipeline_model_parallel_size, unit, tuple(sizes), config.join_wait_s)
 
 
 def unit_of(args: Namespace) -> int:
-    """Ranks of a stage that come and go together: those of a data-parallel replica, and of an expert-parallel group."""
-    replica = args.tensor_model_parallel_size * args.context_parallel_size
+    """Ranks of a stage that come and go together: those of a data-parallel replica, and of an expert-parallel group
+    where experts are not in slots.
+    """
+    replica = int(args.tensor_model_parallel_size * args.context_parallel_size)
+    if args.moevement_expert_slots is not None:
+        return replica
     experts = (args.expert_tensor_parallel_size or 1) * args.expert_model_parallel_size
     return math.lcm(replica, experts)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand, state_pieces
+from megatron.moevement.elastic.slots import Loads, slots
 from megatron.moevement.runtime.job import Job, Process
 from moevement_core.elastic.exchange import Piece
 from moevement_core.session.commit import Mark
@@ -33,6 +34,15 @@ class _Standing:
     common: Mapping[str, Any] = field(default_factory=dict)
 
 
+class Held(NamedTuple):
+    """What a rank brings, of experts in slots."""
+
+    stage: int = -1
+    experts: Mapping[int, Sequence[int]] = {}
+    """By layer, those in its slots."""
+    loads: Loads = {}
+
+
 @dataclass(frozen=True)
 class Meeting:
     """What ranks have agreed on, the same on all of them."""
@@ -46,6 +56,8 @@ class Meeting:
     boundaries: Mapping[Stand, Mapping[str, Any]]
     """What stands beside the optimizer's state, by where a rank stood that has it."""
     books: float
+    held: Sequence[Held]
+    """Of every rank, what it brings."""
 
     def boundary_for(self, stand: Stand) -> Mapping[str, Any] | None:
         """What a rank goes on with; nothing if nobody of its stage is left.
@@ -91,9 +103,13 @@ def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool, 
     mine = None
     if offer is not None and offer.stand in speakers.values():
         mine = offer.mark.boundary if is_between or offer.mark.resumed is None else offer.mark.resumed
-    given = all_gather_objects((mine, offer.books if offer is not None else 0.0))
-    boundaries = {stand: its for stand, (its, _) in zip(stands, given, strict=True) if its is not None}
-    return Meeting(lineage, iteration, is_between, world_before, boundaries, max(books for _, books in given))
+    held = Held() if offer is None else Held(offer.stand.stage, offer.experts, offer.loads)
+    given = all_gather_objects((mine, offer.books if offer is not None else 0.0, held))
+    boundaries = {stand: its for stand, (its, _, _) in zip(stands, given, strict=True) if its is not None}
+    return Meeting(
+        lineage, iteration, is_between, world_before, boundaries, max(books for _, books, _ in given),
+        [its for _, _, its in given],
+    )  # fmt: skip
 
 
 def _number_of_start(name: str) -> int:
@@ -144,6 +160,7 @@ def _offer(process: Process) -> Offer:
     assert job.session is not None
     assert job.session.commit.mark is not None
     assert job.stand is not None
+    its = slots()
     pieces = state_pieces(list(unwrap_model(job.live.model or [])), job.live.optimizer, job.stand)
     return Offer(
         process.lineage,
@@ -152,4 +169,6 @@ def _offer(process: Process) -> Offer:
         [Piece(one.operator, one.name, one.begin, one.tensor.cpu()) for one in pieces],
         job.stand,
         float(get_args().num_floating_point_operations_so_far),
+        {} if its is None else {layer: table[job.stand.expert] for layer, table in its.tables.items()},
+        {} if job.loads is None else job.loads.now(),
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.slots import Loads
 from moevement_core.elastic.exchange import Piece
 from moevement_core.session.commit import Mark
 
@@ -24,3 +25,7 @@ class Offer:
     """Of the rank that it was the state of."""
     books: float
     """Floating-point operations so far."""
+    experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """By layer, those in its slots; nothing without slots."""
+    loads: Loads = field(default_factory=dict)
+    """What experts of its layers had of tokens lately."""

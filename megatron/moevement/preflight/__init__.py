@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.moevement.preflight import files, machine, sizes, sparse
+from megatron.moevement.elastic.setup import put_experts_in_slots
+from megatron.moevement.preflight import elastic, files, machine, sizes, sparse
 from moevement_core import log
 from moevement_core.errors import ConfigError
 
@@ -24,6 +25,7 @@ CHECKS: tuple[Check, ...] = (
     files.empty_paths, sizes.positive_sizes, sizes.world_size, sizes.experts, sizes.initialization, sizes.layers,
     sizes.widths, sizes.lengths_and_batches, sizes.learning_rate, machine.without_gpu, machine.optimizer, machine.fp8,
     files.data, files.run_directory, files.checkpoints, sparse.sparse_checkpoints,
+    elastic.elastic,
 )  # fmt: skip
 """In the order in which they are made."""
 
@@ -40,9 +42,11 @@ def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[...,
             for line in describe_filled_in(args):
                 log.info(line)
         try:
-            return original(args, defaults or {})
+            validated = original(args, defaults or {})
         except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
             raise ConfigError(_one_line(error)) from error
+        put_experts_in_slots(args)
+        return validated
 
     return validate_args
 

@@ -17,10 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
-from megatron.moevement.elastic.bring import bring_state, report_resized
+from megatron.moevement.elastic.bring import bring_state, equalize_replicas, report_resized
+from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.elastic.meeting import meet
 from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.replicas import mark_replicas
 from megatron.moevement.elastic.resized import Resized
+from megatron.moevement.elastic.setup import begin_placement, place_experts
+from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer import weights
 from megatron.moevement.restart import leftovers, origin
 from megatron.moevement.restart.alone import building_alone, sharing_parameter_keys
@@ -56,6 +60,9 @@ def enter_setup(process: Process) -> Wrapper:
 
         @functools.wraps(original)
         def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+            if slots() is not None and (container := kwargs.get("cfg_container")) is not None:
+                container.model.expert_model_parallel_size = get_args().expert_model_parallel_size
+
             def setup() -> tuple[list[Any], Any, Any]:
                 return original(*args, **kwargs)
 
@@ -111,9 +118,12 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: _FirstP
         binding.job_name = names.name
         run = RunConfig.from_args(args)
         lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
+        begin_placement(args)
         with origin.loading(names, args) as began:
             live.model, live.optimizer, live.scheduler = setup()
         weights.make_again(live.model, live.optimizer)
+        if slots() is not None:
+            equalize_replicas(live, Stand.now())
         live.iteration = args.iteration
         config = run.session
         loaded = load_window(binding, config, names, is_resumed=began.is_resumed) if config is not None else None
@@ -127,9 +137,14 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: _FirstP
 
 
 def _has_built(job: Job, groups: Groups | None) -> None:
+    from megatron.training import get_args
+
     job.stand = Stand.now()
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)
+    if (its := slots()) is not None:
+        mark_replicas(job.live.model or [], job.live.optimizer)
+        job.loads = RoutedLoads(job.live.model or [], its, get_args().moevement_rebalance_interval)
 
 
 def _report_restart(job: Job, source: str) -> None:
@@ -206,9 +221,12 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: _Fi
         lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
         for name in ("load", "pretrained_checkpoint"):
             inner.set(args, name, None)
+        loads = place_experts(meeting)
         live.model, live.optimizer, live.scheduler = setup()
     _has_built(job, groups)
     assert job.stand is not None
+    if job.loads is not None:
+        job.loads.put(loads)
     boundary = meeting.boundary_for(job.stand)
     try:
         exchanged = bring_state(live, job.stand, process.offer, is_verified=run.session.verify is not Verify.NOTHING)

@@ -38,6 +38,8 @@ def _take_world(world: int) -> None:
     args = get_args()
     args.data_parallel_size = args.data_parallel_size * world // args.world_size
     args.world_size = world
+    if args.moevement_expert_slots is not None:
+        args.expert_model_parallel_size = args.data_parallel_size
     reconfigure_num_microbatches_calculator(
         args.rank, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size,
         args.decrease_batch_size_if_needed, args.step_batch_size_schedule, args.seq_length,

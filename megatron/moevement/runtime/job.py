@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.moevement.binding import MegatronBinding
+from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.resized import Resized
@@ -42,6 +43,8 @@ class Job:
     """What was brought to this rank of an elastic job, to be taken up once training is entered."""
     stand: Stand | None = None
     """Where this rank stood when its model was built."""
+    loads: RoutedLoads | None = None
+    """Of experts in slots."""
 
     config_before: dict[str, Any] = field(default_factory=dict)
     """What the model's configuration held before training put its own into it."""

@@ -33,8 +33,12 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
             bound.arguments["forward_step_func"] = places.forward_and_backward(bound.arguments["forward_step_func"])
             committed = live.iteration = live.iteration if given is None else int(given)
             job.session.begin_iteration(committed)
+            if job.loads is not None:
+                job.loads.regroup_if_uneven(committed)
             began = time.perf_counter()
             result = original(*bound.args, **bound.kwargs)
+            if job.loads is not None:
+                job.loads.committed()
             losses, skipped, grad_norm = result[0], result[1], result[5]
             outcome = {
                 "skipped": bool(skipped),
