@@ -5,6 +5,7 @@
 ``metrics.jsonl``     exactly one line for each committed iteration
 ``events.jsonl``      starts, evaluations, checkpoints, failures, the end (``events.py``)
 ``ranks.json``        rank, pid, host and role of every process
+``placements/``       experts in the slots of each rank, one file for each placement of an elastic job
 ``tensorboard/``      Megatron's TensorBoard scalars
 ``logs/``             output of each rank, where the launcher collects it
 ``summary.json``      final losses and the state digest; present only when the run came to its end
@@ -78,6 +79,12 @@ class RunRecord:
     def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Replace ``ranks.json``."""
         _replace(self.ranks_path, json.dumps(ranks, indent=2) + "\n")
+
+    def write_placement(self, iteration: int, placement: dict[str, Any]) -> None:
+        """Write where experts are from the iteration after ``iteration`` on."""
+        folder = self.folder / "placements"
+        folder.mkdir(exist_ok=True)
+        _replace(folder / f"iteration_{iteration}.json", json.dumps(placement) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``; its presence says that the run came to its end.

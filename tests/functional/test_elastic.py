@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.launching import survive
-from tests.training import train
+from tests.training import start_from, train
 
 ELASTIC: dict[str, Any] = {
     "moevement_sparse_ckpt": True,
@@ -72,3 +72,46 @@ def test_a_job_goes_on_with_fewer_ranks_as_a_fresh_one_would(
     assert event["digests_equal"]
     assert event["iteration"] == (6 if phase == "step" else 5)
     assert_same(survived, fresh(left, tmp_path / "fresh", saved, event["iteration"], **its), event["iteration"])
+
+
+SLOTS = ELASTIC | {"moevement_expert_slots": 2, "moevement_rebalance_interval": 1000}
+
+
+def fresh_with_slots(nproc: int, folder: Path, saved: Path, survived: Any, iteration: int, **overrides: Any) -> Any:
+    """An elastic job to which nothing happens, from a dense checkpoint and with the experts where they were."""
+    placement = survived.record.folder / "placements" / f"iteration_{iteration}.json"
+    start = {"load": str(saved), "ckpt_step": iteration, "moevement_expert_placement": str(placement)}
+    return survive(nproc, 0, folder, **SLOTS | overrides | start).record
+
+
+def test_experts_in_slots_compute_what_megatrons_experts_compute(tmp_path: Path) -> None:
+    """From one checkpoint: the same losses and gradient norms, to the rounding of sums in another order."""
+    start = start_from(tmp_path / "start")
+    plain = train(2, tmp_path / "plain", **{"global_batch_size": 24, "train_iters": 6} | start)
+    for slots in (2, 3):
+        its = SLOTS | {"moevement_expert_slots": slots, "train_iters": 6} | start
+        elastic = survive(4 if slots == 2 else 3, 0, tmp_path / f"slots{slots}", **its).record
+        for mine, other in zip(elastic.metrics(), plain.metrics(), strict=True):
+            assert mine["loss"] == pytest.approx(other["loss"], rel=2e-5)
+            assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
+
+
+SLOT_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "DP4": (4, 3, {}),
+    "PP2xDP2": (4, 2, {"pipeline_model_parallel_size": 2, "moevement_expert_slots": 4}),
+    "DP3xBF16": (3, 2, {"bf16": True, "moevement_expert_slots": 3, "hidden_dropout": 0.1}),
+}
+
+
+@pytest.mark.parametrize("layout", SLOT_LAYOUTS)
+def test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would(layout: str, tmp_path: Path) -> None:
+    nproc, left, its = SLOT_LAYOUTS[layout]
+    saved = tmp_path / "saved"
+    survived = survive(
+        nproc, 0, tmp_path / "elastic", inject=("rank=0,iteration=6,phase=backward",),
+        **SLOTS | its | {"save": str(saved), "save_interval": 5},
+    )  # fmt: skip
+    (event,) = resized(survived)
+    assert (event["world_before"], event["world_size"], event["iteration"]) == (nproc, left, 5)
+    other = fresh_with_slots(left, tmp_path / "fresh", saved, survived, 5, **its)
+    assert_same(survived, other, 5)

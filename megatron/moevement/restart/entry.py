@@ -23,7 +23,7 @@ from megatron.moevement.elastic.meeting import meet
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.replicas import mark_replicas
 from megatron.moevement.elastic.resized import Resized
-from megatron.moevement.elastic.setup import begin_placement, place_experts
+from megatron.moevement.elastic.setup import begin_placement, place_experts, record_placement, with_own_expert_draws
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer import weights
 from megatron.moevement.restart import leftovers, origin
@@ -128,6 +128,7 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: _FirstP
         config = run.session
         loaded = load_window(binding, config, names, is_resumed=began.is_resumed) if config is not None else None
         recorder.begin(live, args, lock)
+        record_placement(live.record, live.iteration)
         if names.is_restart:
             _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
         if config is not None:
@@ -241,6 +242,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: _Fi
     binding.put_progress(boundary["progress"])
     args.num_floating_point_operations_so_far = meeting.books
     recorder.begin(live, args, lock)
+    record_placement(live.record, live.iteration)
     _connect(job)
     job.session = Session(binding, run.session, names)
     job.resized = Resized(
@@ -314,7 +316,7 @@ def _take_up_resized(process: Process, resized: Resized, train: inspect.BoundArg
     """Go on from what was brought to this rank, with everything that was due there."""
     job = process.job
     assert job.session is not None
-    job.binding.put_boundary(resized.boundary)
+    job.binding.put_boundary(with_own_expert_draws(resized.boundary))
     job.session.begin_training()
     process.offer, job.resized = None, None
     report_resized(job, resized)

@@ -1,0 +1,108 @@
+"""Which replica of an expert computes which of a rank's tokens (Lazarus, algorithm 1), where tokens are.
+
+Replicas of an expert stand in *slots*, the same number on every rank. Every replica of an expert gets as many of its
+tokens, to a few; a rank's own replicas come first. All of it runs on the device of the routing map, and waits for
+nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from moevement_kernels.backend import has_kernels
+
+
+class SlotTable(NamedTuple):
+    """Of a layer; int64, S slots on N ranks, rank by rank."""
+
+    expert: torch.Tensor
+    """In each slot, ``[S]``."""
+    rank: torch.Tensor
+    """Of each slot, ``[S]``."""
+    ordinal: torch.Tensor
+    """Of each slot among those of its rank that have its expert, ``[S]``."""
+    replicas: torch.Tensor
+    """Of each expert on each rank, ``[E, N]``."""
+
+    @staticmethod
+    def of(slots: list[list[int]], experts: int, device: torch.device | str = "cpu") -> SlotTable:
+        """From the experts in the slots of each rank.
+
+        Args:
+            slots: by rank.
+            experts: E.
+            device: where the tokens are.
+        """
+        replicas = torch.zeros(experts, len(slots), dtype=torch.int64)
+        ordinal = []
+        for rank, its in enumerate(slots):
+            for expert in its:
+                ordinal.append(int(replicas[expert, rank]))
+                replicas[expert, rank] += 1
+        tensors = (
+            torch.tensor([expert for its in slots for expert in its]),
+            torch.arange(len(slots)).repeat_interleave(len(slots[0])),
+            torch.tensor(ordinal),
+            replicas,
+        )
+        return SlotTable(*(tensor.to(device) for tensor in tensors))
+
+
+class Shares(NamedTuple):
+    """Which of a rank's tokens of an expert a slot gets, counted in the order of tokens; int64 ``[S]`` each."""
+
+    begin: torch.Tensor
+    end: torch.Tensor
+
+
+def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
+    """What each slot gets from one rank; all ranks compute theirs from the same numbers.
+
+    Args:
+        tokens: routed to each expert on each rank, int64 ``[N, E]``.
+        table: of the layer.
+        rank: whose tokens they are.
+    """
+    routed = tokens.T
+    room = _capacities(routed.sum(1), table.replicas)
+    own = torch.minimum(room, routed)
+    left, free = routed - own, room - own
+    left_end, free_end = left.cumsum(1)[:, rank, None], free.cumsum(1)
+    left_begin, free_begin = left_end - left[:, rank, None], free_end - free
+    sent = (torch.minimum(left_end, free_end) - torch.maximum(left_begin, free_begin)).clamp_min(0)
+    sent[:, rank] += own[:, rank]
+    here = (table.expert, table.rank)
+    each, more = sent[here] // table.replicas[here], sent[here] % table.replicas[here]
+    begin = (sent.cumsum(1) - sent)[here] + table.ordinal * each + torch.minimum(table.ordinal, more)
+    return Shares(begin, begin + each + (table.ordinal < more))
+
+
+def _capacities(routed: torch.Tensor, replicas: torch.Tensor) -> torch.Tensor:
+    """Tokens that each rank computes of each expert, ``[E, N]``: the first replicas have one more where they differ."""
+    ends = replicas.cumsum(1)
+    every = ends[:, -1:].clamp_min(1)
+    each, more = routed[:, None] // every, routed[:, None] % every
+    return each * replicas + torch.minimum(ends, more) - torch.minimum(ends - replicas, more)
+
+
+def to_slots(routing_map: torch.Tensor, table: SlotTable, its: Shares) -> torch.Tensor:
+    """Which slot gets which token: bool ``[T, S]``; a token that is routed to an expert is in one slot of it.
+
+    Args:
+        routing_map: bool ``[T, E]``.
+        table: of the layer.
+        its: of this rank.
+    """
+    if has_kernels(routing_map):
+        from moevement_kernels.triton_dispatch import to_slots_kernel
+
+        return to_slots_kernel(routing_map, table.expert, its.begin, its.end)
+    return to_slots_reference(routing_map, table, its)
+
+
+def to_slots_reference(routing_map: torch.Tensor, table: SlotTable, its: Shares) -> torch.Tensor:
+    """As :func:`to_slots`, in torch."""
+    place = (routing_map.cumsum(0) - 1)[:, table.expert]
+    return routing_map[:, table.expert] & (place >= its.begin) & (place < its.end)

@@ -1,0 +1,71 @@
+"""What the experts of this rank's layers had of tokens lately, and when that asks for another placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron.moevement.elastic.replicas import slot_layers
+from megatron.moevement.elastic.slots import Slots
+from moevement_core.elastic.rebalance import Hysteresis, LoadMonitor
+from moevement_core.restart.generation import Regroup
+
+
+class RoutedLoads:
+    """Of the layers with slots on this rank; all ranks of a stage count the same.
+
+    Args:
+        chunks: this rank's virtual stages.
+        slots: of this process.
+        interval: iterations between two looks.
+    """
+
+    def __init__(self, chunks: Sequence[Any], slots: Slots, interval: int) -> None:
+        self._layers = {layer.layer_number - 1: layer.token_dispatcher for layer in slot_layers(chunks)}
+        self._slots, self._interval = slots, interval
+        self._committed: dict[int, torch.Tensor] = {}
+        """Tokens of each expert since the last look, by layer, on the device."""
+
+    def committed(self) -> None:
+        """An iteration was committed: what was routed in it counts."""
+        for layer, dispatcher in self._layers.items():
+            routed, dispatcher.routed = dispatcher.routed, None
+            if routed is not None:
+                before = self._committed.get(layer)
+                self._committed[layer] = routed if before is None else before + routed
+
+    def put(self, loads: dict[int, list[int]]) -> None:
+        """Count on from these."""
+        self._committed = {layer: torch.tensor(its) for layer, its in loads.items() if layer in self._layers}
+
+    def now(self) -> dict[int, list[int]]:
+        """By layer, ``[E]``; waits for the device."""
+        return {layer: its.tolist() for layer, its in self._committed.items()}
+
+    def regroup_if_uneven(self, committed: int) -> None:
+        """Before an iteration: every so many, ask whether another allocation would be worth its migration.
+
+        Every rank of the job calls it.
+
+        Raises:
+            Regroup: it would be; on every rank.
+        """
+        if committed % self._interval or not self._committed:
+            return
+        wanted = torch.tensor([float(any(self._proposes(layer) for layer in self._layers))])
+        device = next(iter(self._committed.values())).device
+        wanted = wanted.to(device)
+        dist.all_reduce(wanted, dist.ReduceOp.MAX)
+        if wanted.item():
+            raise Regroup("the loads of experts ask for another placement")
+        self._committed.clear()
+
+    def _proposes(self, layer: int) -> bool:
+        monitor = LoadMonitor(self._slots.experts, Hysteresis(interval=1))
+        monitor.count(np.array(self._committed[layer].tolist(), dtype=np.int64))
+        held = [expert for its in self._slots.tables[layer] for expert in its]
+        return monitor.proposed(np.bincount(held, minlength=self._slots.experts), self._slots.floor) is not None

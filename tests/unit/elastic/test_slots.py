@@ -1,0 +1,82 @@
+"""Experts in slots: who gets which token, where experts are placed, and what stays where it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from moevement_kernels.dispatch import Shares, SlotTable, shares, to_slots_reference
+
+from megatron.moevement.elastic.slots import Slots, in_place
+from moevement_core.elastic.dispatch import schedule
+
+
+def drawn(seed: int) -> tuple[torch.Tensor, list[list[int]], int]:
+    """Routing ``[N, T, E]``, the experts in the slots of each rank, and E."""
+    draw = np.random.default_rng(seed)
+    ranks, slots = int(draw.integers(1, 6)), int(draw.integers(1, 5))
+    experts = int(draw.integers(1, ranks * slots + 1))
+    held = [*range(experts), *draw.integers(0, experts, ranks * slots - experts).tolist()]
+    draw.shuffle(held)
+    routing = torch.from_numpy(draw.random((ranks, int(draw.integers(0, 60)), experts)) < draw.random(experts))
+    return routing, [held[rank * slots : (rank + 1) * slots] for rank in range(ranks)], experts
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_token_is_in_one_slot_of_its_expert_and_replicas_are_even(seed: int) -> None:
+    routing, held, experts = drawn(seed)
+    table = SlotTable.of(held, experts)
+    tokens = routing.sum(1)
+    maps = [
+        to_slots_reference(routing[rank], table, shares(tokens, table, rank)) for rank in range(len(held))
+    ]
+    for rank, slot_map in enumerate(maps):
+        by_expert = torch.zeros_like(routing[rank], dtype=torch.int64)
+        by_expert.index_add_(1, table.expert, slot_map.long())
+        assert torch.equal(by_expert, routing[rank].long()), "each pair of a token and its expert once, and no other"
+    computed = torch.stack([slot_map.sum(0) for slot_map in maps]).sum(0)
+    wanted = schedule(tokens.T.numpy(), table.replicas.numpy())
+    for expert in range(experts):
+        for rank in range(len(held)):
+            here = (table.expert == expert) & (table.rank == rank)
+            assert int(computed[here].sum()) == int(wanted[expert, :, rank].sum())
+            for source in range(len(held)):
+                assert int(maps[source][:, here].sum()) == int(wanted[expert, source, rank])
+        of_expert = computed[table.expert == expert]
+        # Of each source rank, replicas on one rank differ by one token at most.
+        assert int(of_expert.max() - of_expert.min()) <= len(held) + 1
+
+
+def test_shares_of_a_worked_example() -> None:
+    """Expert 0 twice on rank 0 and once on rank 1: tokens 5 and 1, so two each; one of rank 0 travels."""
+    table = SlotTable.of([[0, 0], [0, 1]], 2)
+    tokens = torch.tensor([[5, 0], [1, 2]])
+    assert shares(tokens, table, 0) == Shares(*map(_equal, ([0, 2, 4, 0], [2, 4, 5, 0])))
+    assert shares(tokens, table, 1) == Shares(*map(_equal, ([0, 0, 0, 0], [0, 0, 1, 2])))
+
+
+class _equal:
+    def __init__(self, values: list[int]) -> None:
+        self._values = values
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, torch.Tensor) and other.tolist() == self._values
+
+
+def test_what_a_rank_has_stays_in_its_slots() -> None:
+    assert in_place([3, 1, 2], [0, 2, 3]) == (3, 0, 2)
+    assert in_place([], [1, 0]) == (1, 0)
+    assert in_place([1, 1, 0], [0, 1, 2]) == (1, 2, 0)
+
+
+def test_experts_are_placed_for_the_ranks_that_are_left() -> None:
+    its = Slots(experts=4, of_rank=2, floor=2)
+    before = its.table(0, 4)
+    assert sorted(expert for rank in before for expert in rank) == [0, 0, 1, 1, 2, 2, 3, 3]
+    left = [rank for rank in range(4) if rank != 1]
+    its.place([0], {0: [10, 20, 30, 60]}, {new: {0: before[old]} for new, old in enumerate(left)})
+    after = its.tables[0]
+    assert len(after) == 3
+    assert {expert for rank in after for expert in rank} == {0, 1, 2, 3}
+    firsts = [(rank, slot) for rank in range(3) for slot in range(2) if its.is_first(0, rank, slot)]
+    assert len(firsts) == 4
