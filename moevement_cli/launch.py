@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 
+from moevement_core.elastic.config import SWITCH as ELASTIC
+from moevement_core.launching import config_file
+
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Its description and arguments."""
@@ -35,7 +38,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="S",
         help="start S processes more, of which one takes the place of each rank that dies; the job goes on "
-        "(0: of those that are started again then; without the option the first failure ends the job)",
+        "(0: of those that are started again then; without the option the first failure ends the job, unless it is elastic)",
     )
     parser.add_argument(
         "--ranks-per-node",
@@ -51,6 +54,14 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="seconds that the job waits for a spare where none is left (default: 600)",
     )
     parser.add_argument(
+        "--respawn-after",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds until a process is started in the place of one that died, or inf for never, for trying an elastic "
+        "job on one host (default: 0)",
+    )
+    parser.add_argument(
         "--trainer",
         choices=("megatron", "torch"),
         default="megatron",
@@ -64,6 +75,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
+    argv = [arguments.script, *arguments.arguments]
+    if arguments.spares is None and ELASTIC in config_file.expand(argv[1:]):
+        arguments.spares = 0
     if arguments.spares is not None:  # torch reads it once, at import; else each look into the store is a warning
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron.moevement import slurm as megatrons
@@ -74,7 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
     from moevement_core.restart.environment import STORE_ENV
 
     trainer = TORCH if arguments.trainer == "torch" else MEGATRON
-    argv = [arguments.script, *arguments.arguments]
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
     if arguments.nproc is None or in_cluster:
         found = (slurm if trainer is TORCH else megatrons).read_variables()
@@ -103,5 +116,6 @@ def run(arguments: argparse.Namespace) -> int:
             spares=arguments.spares,
             ranks_per_node=arguments.ranks_per_node,
             spare_timeout_s=arguments.spare_timeout,
+            respawn_after_s=arguments.respawn_after,
         )
     )

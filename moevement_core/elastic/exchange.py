@@ -41,6 +41,27 @@ class Piece:
         return Range(self.name, self.begin, self.begin + self.tensor.numel())
 
 
+def once(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same elements without those that several pieces have: of an element, the first piece that has it counts."""
+    by_name: dict[str, list[Piece]] = defaultdict(list)
+    for one in pieces:
+        rest = [(one.begin, one.range.end)]
+        for other in by_name[one.name]:
+            rest = [part for begin, end in rest for part in _outside(begin, end, other.begin, other.range.end)]
+        by_name[one.name] += [
+            Piece(one.operator, one.name, begin, one.tensor[begin - one.begin : end - one.begin]) for begin, end in rest
+        ]
+    return [one for its in by_name.values() for one in its]
+
+
+def _outside(begin: int, end: int, other_begin: int, other_end: int) -> Iterator[tuple[int, int]]:
+    """What of a range another one leaves."""
+    if begin < min(end, other_begin):
+        yield begin, min(end, other_begin)
+    if max(begin, other_end) < end:
+        yield max(begin, other_end), end
+
+
 class StateMissing(RecoveryError):
     """No rank has a part of the state. On every rank alike."""
 
@@ -78,7 +99,7 @@ def exchange(held: Sequence[Piece], wanted: Sequence[Piece], group: Any, *, is_v
     if plan.missing:
         lost = sorted({operators[one.name] for ranges in plan.missing.values() for one in ranges})
         names = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
-        raise StateMissing(f"no rank is left that has the state of {names}")
+        raise StateMissing(f"nobody is left who has the state of {names}")
     was = _digests(held, before, operators) if is_verified else {}
     moved = _move(plan.moves, held, wanted, group)
     if is_verified:
@@ -94,11 +115,11 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for move in moves:
         if move.source == move.target == mine:
-            _find(targets, move.range).copy_(_find(sources, move.range))
+            _unpack(_packed(list(_find(sources, move.range))), list(_find(targets, move.range)))
         elif move.source == mine:
-            outgoing[move.target].append(_find(sources, move.range))
+            outgoing[move.target] += _find(sources, move.range)
         elif move.target == mine:
-            incoming[move.source].append(_find(targets, move.range))
+            incoming[move.source] += _find(targets, move.range)
     for sends, receives in _rounds(outgoing, incoming, _most_rounds(outgoing, incoming, group)):
         buffers = {source: torch.empty(_bytes(parts), dtype=torch.uint8) for source, parts in receives.items()}
         packed = {target: _packed(parts) for target, parts in sends.items()}
@@ -180,9 +201,12 @@ def _by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return found
 
 
-def _find(pieces: Mapping[str, Sequence[Piece]], wanted: Range) -> torch.Tensor:
-    one = next(its for its in pieces[wanted.name] if its.begin <= wanted.begin and its.range.end >= wanted.end)
-    return one.tensor.detach()[wanted.begin - one.begin : wanted.end - one.begin]
+def _find(pieces: Mapping[str, Sequence[Piece]], wanted: Range) -> Iterator[torch.Tensor]:
+    """A range that is here, in the one piece or the several ones that it is in."""
+    for one in sorted(pieces[wanted.name], key=lambda its: its.begin):
+        begin, end = max(one.begin, wanted.begin), min(one.range.end, wanted.end)
+        if begin < end:
+            yield one.tensor.detach()[begin - one.begin : end - one.begin]
 
 
 # Digests
@@ -204,7 +228,7 @@ def _digests(
     for one in first.get(rank, ()):
         if one.name in operators:
             whole = own.get(one)
-            part = whole if whole is not None else digest.of_range(one.name, one.begin, _plain(_find(pieces, one)))
+            part = whole if whole is not None else _digest(one, pieces)
             counted[operators[one.name]] = digest.together((counted[operators[one.name]], part))
     gathered = all_gather_objects((own, dict(counted)))
     _compare_replicas([its for its, _ in gathered], operators)
@@ -213,6 +237,14 @@ def _digests(
         for operator, part in its.items():
             every[operator] = digest.together((every[operator], part))
     return dict(every)
+
+
+def _digest(of: Range, pieces: Mapping[str, Sequence[Piece]]) -> int:
+    parts, begin = [], of.begin
+    for tensor in _find(pieces, of):
+        parts.append(digest.of_range(of.name, begin, _plain(tensor)))
+        begin += tensor.numel()
+    return digest.together(parts)
 
 
 def _first_holders(everyones: Mapping[int, Sequence[Range]]) -> dict[int, list[Range]]:

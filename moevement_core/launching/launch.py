@@ -55,6 +55,8 @@ class Launch:
     """So many processes in a row are taken for a node; None: all are on this host."""
     spare_timeout_s: float = 600.0
     """How long a job waits for a spare where none is left."""
+    respawn_after_s: float = 0.0
+    """How long after a process has died another one is started in its place; infinite: never."""
 
 
 def run_dir_of(argv: list[str]) -> Path | None:
@@ -123,7 +125,7 @@ def launch_on_this_host(launch: Launch) -> int:
                     watch = ReplaceWhoDies(
                         starter.start, store, launch.nproc, launch.spares, launch.spare_timeout_s,
                         lease_of(launch.argv), pages, RunRecord(run_dir) if run_dir is not None else None, progress,
-                        children,
+                        children, launch.respawn_after_s,
                     )  # fmt: skip
                 while watch.is_running():
                     if signals.asked_by is not None:
@@ -166,6 +168,8 @@ def _check(launch: Launch) -> None:
     ):
         if value is not None and value < least:
             raise ConfigError(f"{flag} {value}: needs {least} or more")
+    if not launch.respawn_after_s >= 0:
+        raise ConfigError(f"--respawn-after {launch.respawn_after_s:g}: needs seconds, 0 or more, or inf")
     switch = launch.trainer.switch
     if launch.spares is not None and switch and switch not in config_file.expand(launch.argv[1:]):
         raise ConfigError(

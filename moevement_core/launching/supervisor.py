@@ -82,6 +82,7 @@ class Supervisor:
         on_end: called when a process has ended; returns whether another one starts.
         on_replaced: called with the process that ended and the one that was started for it.
         may_settle: whether nobody waits for processes that are started now, so that they are to do nothing at first.
+        respawn_after_s: how long after a process has ended another one is started in its place; infinite: never.
     """
 
     def __init__(
@@ -94,12 +95,16 @@ class Supervisor:
         on_end: Callable[[int, Child], bool],
         on_replaced: Callable[[int, Child, Child], None],
         may_settle: Callable[[], bool] = lambda: False,
+        respawn_after_s: float = 0.0,
     ) -> None:
         self.children: dict[int, Child] = {}
         """All that were ever started, by member."""
         self.is_fenced = False
         self._start, self._next_member, self._link, self._folder = start, next_member, link, pages
         self._on_end, self._on_replaced, self._may_settle = on_end, on_replaced, may_settle
+        self._respawn_after_s = respawn_after_s
+        self._respawns: list[tuple[float, int, Child]] = []
+        """When which member's process is followed by another one."""
         self._settling = pages / "settling"
         self._is_winding_down = False
         self._pages: dict[int, StatusPage] = {}
@@ -136,6 +141,7 @@ class Supervisor:
             child = self.children[member]
             if child.poll() is not None:
                 self._has_ended(member, child)
+        self._respawn()
         for member in self._running & self._link.given_up:
             self.children[member].send(signal.SIGKILL)  # stopped or not
         if not self._may_settle():
@@ -151,6 +157,12 @@ class Supervisor:
         self._pages.pop(member)
         (self._folder / f"status_{member}").unlink(missing_ok=True)
         if self._on_end(member, child):
+            self._respawns.append((time.monotonic() + self._respawn_after_s, member, child))
+
+    def _respawn(self) -> None:
+        due = [one for one in self._respawns if one[0] <= time.monotonic()]
+        self._respawns = [one for one in self._respawns if one not in due]
+        for _, member, child in due:
             self._on_replaced(member, child, self.start(self._next_member(), settles=self._may_settle()))
 
     def _look_for_stopped(self) -> None:

@@ -109,6 +109,7 @@ class ReplaceWhoDies(Watch):
         record: where ``ranks.json`` is kept.
         progress: what the user sees.
         children: every process that is started is appended, for whoever ends them all.
+        respawn_after_s: how long after a process has ended another one is started in its place; infinite: never.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class ReplaceWhoDies(Watch):
         record: RunRecord | None,
         progress: Progress,
         children: list[Child],
+        respawn_after_s: float = 0.0,
     ) -> None:
         from moevement_core.restart.store import interrupt_in
 
@@ -143,7 +145,7 @@ class ReplaceWhoDies(Watch):
         self._children = children
         self._supervisor = Supervisor(
             range(ranks + spares), start_listed, lambda: next(numbers), LocalLink(self._coordinator), pages,
-            self._on_end, self._on_replaced, self._may_settle,
+            self._on_end, self._on_replaced, self._may_settle, respawn_after_s,
         )  # fmt: skip
 
     def is_running(self) -> bool:

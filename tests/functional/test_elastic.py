@@ -23,7 +23,8 @@ ELASTIC: dict[str, Any] = {
     "global_batch_size": 24,
     "train_iters": 9,
 }
-OURS = tuple(name for name in ELASTIC if name.startswith("moevement"))
+GONE = ("--respawn-after", "inf")
+"""Who dies does not come back."""
 
 
 def fresh(nproc: int, folder: Path, saved: Path, iteration: int, **overrides: Any) -> Any:
@@ -54,16 +55,14 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    ("rank", "phase"), [(0, "forward"), (-1, "step")], ids=["first-forward", "last-step"]
-)
+@pytest.mark.parametrize(("rank", "phase"), [(0, "forward"), (-1, "step")], ids=["first-forward", "last-step"])
 def test_a_job_goes_on_with_fewer_ranks_as_a_fresh_one_would(
     layout: str, rank: int, phase: str, tmp_path: Path
 ) -> None:
     nproc, left, its = LAYOUTS[layout]
     saved = tmp_path / "saved"
     survived = survive(
-        nproc, 0, tmp_path / "elastic",
+        nproc, 0, tmp_path / "elastic", options=GONE,
         inject=(f"rank={rank % nproc},iteration=6,phase={phase}",),
         **ELASTIC | its | {"save": str(saved), "save_interval": 1},
     )  # fmt: skip
@@ -98,7 +97,7 @@ def test_experts_in_slots_compute_what_megatrons_experts_compute(tmp_path: Path)
 
 SLOT_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "DP4": (4, 3, {}),
-    "PP2xDP2": (4, 2, {"pipeline_model_parallel_size": 2, "moevement_expert_slots": 4}),
+    "PP2xDP3": (6, 4, {"pipeline_model_parallel_size": 2, "moevement_expert_slots": 3}),
     "DP3xBF16": (3, 2, {"bf16": True, "moevement_expert_slots": 3, "hidden_dropout": 0.1}),
 }
 
@@ -108,7 +107,7 @@ def test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would(layout: str
     nproc, left, its = SLOT_LAYOUTS[layout]
     saved = tmp_path / "saved"
     survived = survive(
-        nproc, 0, tmp_path / "elastic", inject=("rank=0,iteration=6,phase=backward",),
+        nproc, 0, tmp_path / "elastic", options=GONE, inject=("rank=0,iteration=6,phase=backward",),
         **SLOTS | its | {"save": str(saved), "save_interval": 5},
     )  # fmt: skip
     (event,) = resized(survived)

@@ -19,6 +19,7 @@ from megatron.moevement.runtime.job import Job, Process
 from moevement_core.elastic.exchange import Piece
 from moevement_core.session.commit import Mark
 from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.sources import MemorySource
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,17 @@ class _Standing:
 
 
 class Held(NamedTuple):
-    """What a rank brings, of experts in slots."""
+    """What a rank brings."""
 
-    stage: int = -1
+    stand: Stand | None = None
+    """Where it stood; None: it is new."""
+    is_live: bool = False
+    """Whether it has the state of the newest iteration."""
     experts: Mapping[int, Sequence[int]] = {}
     """By layer, those in its slots."""
     loads: Loads = {}
+    states: frozenset[int] = frozenset()
+    """Iterations of whose state it has a part in snapshots."""
 
 
 @dataclass(frozen=True)
@@ -48,28 +54,17 @@ class Meeting:
     """What ranks have agreed on, the same on all of them."""
 
     lineage: str
-    iteration: int
-    """That all go on from."""
     is_between: bool
-    """Whether what is due after it (evaluation, dense save) may not have been done."""
+    """Whether what is due after the newest iteration (evaluation, dense save) may not have been done."""
     world_before: int
-    boundaries: Mapping[Stand, Mapping[str, Any]]
-    """What stands beside the optimizer's state, by where a rank stood that has it."""
+    lost: frozenset[int]
+    """Ranks of before whose state of the newest iteration is lost."""
+    candidates: tuple[int, ...]
+    """Iterations to go on from: the newest that anybody has committed, then older ones that are in snapshots."""
     books: float
+    """Floating-point operations so far."""
     held: Sequence[Held]
-    """Of every rank, what it brings."""
-
-    def boundary_for(self, stand: Stand) -> Mapping[str, Any] | None:
-        """What a rank goes on with; nothing if nobody of its stage is left.
-
-        Data-parallel replicas draw the same random numbers, so all of them go on with those of one.
-        """
-        of_stage = [one for one in self.boundaries if one.stage == stand.stage]
-        if not of_stage:
-            return None
-        return self.boundaries[
-            min(of_stage, key=lambda one: (one.tensor != stand.tensor, one.expert != stand.expert, one.rank))
-        ]
+    """Of every rank."""
 
 
 def meet(process: Process) -> Meeting | None:
@@ -83,33 +78,61 @@ def meet(process: Process) -> Meeting | None:
     if not known:
         return None
     lineage = max((one.lineage for one in known), key=_number_of_start)
+    if mine is None or mine.lineage != lineage:
+        mine = process.offer = None
     known = [one for one in known if one.lineage == lineage]
     newest = max(one.committed for one in known)
     holders = [one for one in known if one.committed == newest]
-    has = mine is not None and mine.lineage == lineage
-    if has and mine is not None and mine.committed == newest - 1 and mine.may_follow:
+    if mine is not None and mine.committed == newest - 1 and mine.may_follow:
         _follow(process.job, holders, newest)
-    elif not (has and mine is not None and mine.committed == newest):
-        process.offer, has = None, False
-    if has and process.offer is None:
+    if mine is not None and process.offer is None:
         process.offer = _offer(process)
     is_between = not (all(one.has_begun_next for one in holders) and any(one.stand.is_last for one in holders))
-    return _agree(process.offer, lineage, newest, is_between, holders[0].stand.world)
+    return _agree(process.offer, lineage, newest, is_between)
 
 
-def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool, world_before: int) -> Meeting:
-    stands = all_gather_objects(offer.stand if offer is not None else None)
-    speakers = {(one.stage, one.tensor, one.expert): one for one in reversed(stands) if one is not None}
-    mine = None
-    if offer is not None and offer.stand in speakers.values():
-        mine = offer.mark.boundary if is_between or offer.mark.resumed is None else offer.mark.resumed
-    held = Held() if offer is None else Held(offer.stand.stage, offer.experts, offer.loads)
-    given = all_gather_objects((mine, offer.books if offer is not None else 0.0, held))
-    boundaries = {stand: its for stand, (its, _, _) in zip(stands, given, strict=True) if its is not None}
+def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
+    held = Held()
+    if offer is not None:
+        is_live = offer.mark is not None and offer.mark.iteration == iteration
+        held = Held(offer.stand, is_live, offer.experts, offer.loads, frozenset(offer.states()))
+    helds = all_gather_objects(held)
+    live = [one.stand for one in helds if one.is_live and one.stand is not None]
+    world = max(one.stand.world for one in helds if one.stand is not None)
+    older = sorted({state for one in helds for state in one.states if state < iteration}, reverse=True)
     return Meeting(
-        lineage, iteration, is_between, world_before, boundaries, max(books for _, books, _ in given),
-        [its for _, _, its in given],
+        lineage, is_between, world, frozenset(range(world)) - {one.rank for one in live if one.world == world},
+        (iteration, *older), max(all_gather_objects(offer.books if offer is not None else 0.0)), helds,
     )  # fmt: skip
+
+
+def boundary_of(meeting: Meeting, offer: Offer | None, iteration: int, stand: Stand) -> Mapping[str, Any] | None:
+    """What this rank goes on with beside the optimizer's state; nothing if nobody has it of its stage.
+
+    Data-parallel replicas draw the same random numbers, so all of them go on with those of one. Every rank calls it.
+
+    Args:
+        meeting: of all ranks.
+        offer: of this rank.
+        iteration: after which.
+        stand: where this rank stands in the job of now.
+    """
+    mine: dict[Stand, Mapping[str, Any]] = {}
+    if offer is not None:
+        if iteration < meeting.candidates[0]:
+            mine = offer.boundaries_of(iteration)
+        elif (mark := offer.mark) is not None and mark.iteration == iteration:
+            has_all = not meeting.is_between and mark.resumed is not None
+            mine = {offer.stand: mark.resumed if has_all and mark.resumed is not None else mark.boundary}
+    speakers: dict[tuple[int, int, int], int] = {}
+    for rank, its in enumerate(all_gather_objects(list(mine))):
+        for one in its:
+            speakers.setdefault((one.stage, one.tensor, one.expert), rank)
+    own = {one: its for one, its in mine.items() if speakers[one.stage, one.tensor, one.expert] == dist.get_rank()}
+    found = {one: its for given in all_gather_objects(own) for one, its in given.items() if one.stage == stand.stage}
+    if not found:
+        return None
+    return found[min(found, key=lambda one: (one.tensor != stand.tensor, one.expert != stand.expert, one.rank))]
 
 
 def _number_of_start(name: str) -> int:
@@ -117,25 +140,22 @@ def _number_of_start(name: str) -> int:
 
 
 def _standing(process: Process) -> _Standing | None:
+    """Nothing on a rank that is new. One whose step was torn has committed nothing, and may have snapshots."""
     if (offer := process.offer) is not None:
-        mark = offer.mark
-        return _Standing(
-            offer.lineage, mark.iteration, mark.resumed is not None, False, offer.stand, mark.outcome,
-            _common(mark.boundary),
-        )  # fmt: skip
+        return _standing_of(offer.lineage, offer.mark, offer.stand, may_follow=False)
     job = process.job
     commit = job.session.commit if job.session is not None and job.has_begun else None
-    if commit is None or commit.torn or (mark_ := commit.mark) is None:
+    if commit is None:
         return None
     assert job.stand is not None
-    return _Standing(
-        process.lineage, mark_.iteration, mark_.resumed is not None, True, job.stand, mark_.outcome,
-        _common(mark_.boundary),
-    )  # fmt: skip
+    return _standing_of(process.lineage, None if commit.torn else commit.mark, job.stand, may_follow=True)
 
 
-def _common(boundary: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: boundary[name] for name in ("progress", "loss_scalers")}
+def _standing_of(lineage: str, mark: Mark | None, stand: Stand, *, may_follow: bool) -> _Standing:
+    if mark is None:
+        return _Standing(lineage, -1, False, False, stand)
+    common = {name: mark.boundary[name] for name in ("progress", "loss_scalers")}
+    return _Standing(lineage, mark.iteration, mark.resumed is not None, may_follow, stand, mark.outcome, common)
 
 
 def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
@@ -153,22 +173,31 @@ def _follow(job: Job, holders: Sequence[_Standing], newest: int) -> None:
 
 
 def _offer(process: Process) -> Offer:
-    from megatron.core.utils import unwrap_model
     from megatron.training import get_args
 
     job = process.job
     assert job.session is not None
-    assert job.session.commit.mark is not None
     assert job.stand is not None
     its = slots()
-    pieces = state_pieces(list(unwrap_model(job.live.model or [])), job.live.optimizer, job.stand)
+    mark = None if job.session.commit.torn else job.session.commit.mark
+    pieces = [] if mark is None else state_pieces(_chunks(job), job.live.optimizer, job.stand)
+    memory = MemorySource(job.session.saving.checkpointer)
+    found = [memory.open(one.source, one.owner, one.iteration) for one in memory.holdings()]
     return Offer(
         process.lineage,
-        job.session.commit.mark,
+        mark,
         # The next model needs the device, and has other shards.
         [Piece(one.operator, one.name, one.begin, one.tensor.cpu()) for one in pieces],
         job.stand,
         float(get_args().num_floating_point_operations_so_far),
         {} if its is None else {layer: table[job.stand.expert] for layer, table in its.tables.items()},
         {} if job.loads is None else job.loads.now(),
+        [one for one in found if one is not None],
+        job.stands,
     )
+
+
+def _chunks(job: Job) -> list[Any]:
+    from megatron.core.utils import unwrap_model
+
+    return list(unwrap_model(job.live.model or []))

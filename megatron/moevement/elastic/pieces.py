@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.moevement.operators import operators_of_chunk
 from megatron.moevement.optimizer.views import Part, make_optimizer_state, parts_of
 from moevement_core.elastic.exchange import Piece
+from moevement_core.policy.schedule import Saved
+from moevement_core.snapshot.snapshot import BOUNDARY, Snapshot
 
 _LOCAL_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
@@ -75,6 +77,30 @@ def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: Stand) -> list[Pi
                 for what, begin, tensor in _tensors(parameter, part)
             ]
     return pieces
+
+
+_KEY = re.compile(r"(?P<chunk>\d+)\.(?P<name>.*)\[(?P<start>\d+):(?P<end>\d+)\]/(?P<what>.*)")
+
+
+def snapshot_pieces(snapshot: Snapshot, stand: Stand) -> Iterator[Piece]:
+    """The full state that a snapshot holds, as :func:`state_pieces` names it.
+
+    Args:
+        snapshot: of a rank.
+        stand: where that rank stood.
+    """
+    for entry in snapshot.header.entries:
+        if entry.saved is not Saved.FULL or entry.operator == BOUNDARY:
+            continue
+        found = _KEY.fullmatch(entry.key)
+        if found is None:  # scales of quantised state, which elastic jobs do not have
+            continue
+        cut = stand.expert_tensor if ".experts." in entry.operator else stand.tensor
+        name = f"{stand.stage}.{found['chunk']}.{_LOCAL_EXPERT.sub('', found['name'])}/{cut}/{found['what']}"
+        tensor = snapshot.bytes_of(entry).view(getattr(torch, entry.dtype))
+        is_cut = tensor.numel() == int(found["end"]) - int(found["start"]) and found["what"] != "step"
+        if tensor.numel():
+            yield Piece(entry.operator, f"{entry.operator}/{name}", int(found["start"]) if is_cut else 0, tensor)
 
 
 def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.moevement.elastic.meeting import Meeting
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.slots import Slots, Table, slots, use_slots
-from megatron.moevement.state_digest import random_states
 from moevement_core.elastic.config import ElasticConfig
 from moevement_core.errors import ConfigError
 from moevement_core.flags import from_args
@@ -53,28 +51,13 @@ def place_experts(meeting: Meeting) -> dict[int, list[int]]:
 
     stand = Stand.now()
     here = range(stand.world)[stand.rank - stand.expert :][: parallel_state.get_expert_model_parallel_world_size()]
-    of_stage = [one for one in meeting.held if one.stage == stand.stage]
+    of_stage = [one for one in meeting.held if one.stand is not None and one.stand.stage == stand.stage]
     layers = sorted({layer for one in of_stage for layer in one.experts})
     loads = {layer: list(its_) for one in of_stage[:1] for layer, its_ in one.loads.items()}
     held = [meeting.held[rank] for rank in here]
     its.tables.clear()
-    its.place(layers, loads, {rank: one.experts if one.stage == stand.stage else {} for rank, one in enumerate(held)})
+    its.place(layers, loads, {rank: one.experts if one in of_stage else {} for rank, one in enumerate(held)})
     return loads
-
-
-def with_own_expert_draws(boundary: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A boundary of another rank whose generator of expert weights is the one that this rank was built with.
-
-    It differs between expert-parallel ranks, is drawn from when a model is built, and by no iteration.
-    """
-    from megatron.core import tensor_parallel
-
-    name = tensor_parallel.random.get_expert_parallel_rng_tracker_name()
-    own = random_states()["tracker"]
-    rng = boundary["rng"]
-    if slots() is None or name not in own:
-        return boundary
-    return {**boundary, "rng": {**rng, "tracker": {**rng["tracker"], name: own[name]}}}
 
 
 def record_placement(record: RunRecord | None, iteration: int) -> None:

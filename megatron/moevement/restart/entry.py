@@ -17,13 +17,14 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
+from megatron.moevement.elastic.boundary import fitted
 from megatron.moevement.elastic.bring import bring_state, equalize_replicas, report_resized
 from megatron.moevement.elastic.loads import RoutedLoads
-from megatron.moevement.elastic.meeting import meet
+from megatron.moevement.elastic.meeting import boundary_of, meet
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.replicas import mark_replicas
 from megatron.moevement.elastic.resized import Resized
-from megatron.moevement.elastic.setup import begin_placement, place_experts, record_placement, with_own_expert_draws
+from megatron.moevement.elastic.setup import begin_placement, place_experts, record_placement
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer import weights
 from megatron.moevement.restart import leftovers, origin
@@ -141,6 +142,7 @@ def _has_built(job: Job, groups: Groups | None) -> None:
     from megatron.training import get_args
 
     job.stand = Stand.now()
+    job.stands = all_gather_objects(job.stand)
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)
     if (its := slots()) is not None:
@@ -228,17 +230,18 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: _Fi
     assert job.stand is not None
     if job.loads is not None:
         job.loads.put(loads)
-    boundary = meeting.boundary_for(job.stand)
     try:
-        exchanged = bring_state(live, job.stand, process.offer, is_verified=run.session.verify is not Verify.NOTHING)
-        if boundary is None:
-            raise StateMissing("no rank of a pipeline stage is left")
+        iteration, exchanged = bring_state(
+            live, job.stand, meeting, process.offer, is_verified=run.session.verify is not Verify.NOTHING
+        )
     except StateMissing as why:
         if dist.get_rank() == 0:
             log.warning(f"every rank restarts, because {why}")
         process.offer = None
         process.start_over()
         return False
+    boundary = boundary_of(meeting, process.offer, iteration, job.stand)
+    assert boundary is not None
     binding.put_progress(boundary["progress"])
     args.num_floating_point_operations_so_far = meeting.books
     recorder.begin(live, args, lock)
@@ -246,8 +249,9 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: _Fi
     _connect(job)
     job.session = Session(binding, run.session, names)
     job.resized = Resized(
-        meeting.iteration, boundary, meeting.is_between, meeting.world_before, exchanged, usable_at, time.time()
-    )
+        iteration, boundary, meeting.is_between or iteration < meeting.candidates[0], meeting.world_before, exchanged,
+        usable_at, time.time(),
+    )  # fmt: skip
     return True
 
 
@@ -316,7 +320,7 @@ def _take_up_resized(process: Process, resized: Resized, train: inspect.BoundArg
     """Go on from what was brought to this rank, with everything that was due there."""
     job = process.job
     assert job.session is not None
-    job.binding.put_boundary(with_own_expert_draws(resized.boundary))
+    job.binding.put_boundary(fitted(resized.boundary, job.live.optimizer))
     job.session.begin_training()
     process.offer, job.resized = None, None
     report_resized(job, resized)

@@ -6,6 +6,7 @@ them; Megatron itself passes them nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,8 @@ class Job:
     """What was brought to this rank of an elastic job, to be taken up once training is entered."""
     stand: Stand | None = None
     """Where this rank stood when its model was built."""
+    stands: Sequence[Stand] = ()
+    """Of all ranks."""
     loads: RoutedLoads | None = None
     """Of experts in slots."""
 

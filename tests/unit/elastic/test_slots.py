@@ -27,9 +27,7 @@ def test_every_token_is_in_one_slot_of_its_expert_and_replicas_are_even(seed: in
     routing, held, experts = drawn(seed)
     table = SlotTable.of(held, experts)
     tokens = routing.sum(1)
-    maps = [
-        to_slots_reference(routing[rank], table, shares(tokens, table, rank)) for rank in range(len(held))
-    ]
+    maps = [to_slots_reference(routing[rank], table, shares(tokens, table, rank)) for rank in range(len(held))]
     for rank, slot_map in enumerate(maps):
         by_expert = torch.zeros_like(routing[rank], dtype=torch.int64)
         by_expert.index_add_(1, table.expert, slot_map.long())

@@ -1,0 +1,44 @@
+"""What stands beside the optimizer's state on another rank, made to fit this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.moevement.elastic.slots import slots
+from megatron.moevement.optimizer.outcome import step_counts
+from megatron.moevement.state_digest import members, random_states
+
+
+def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """A boundary that this rank can put, from one of a rank of its stage.
+
+    Where one data-parallel rank is left experts are not apart from the rest, and there is one optimizer where there were
+    two: of their loss scalers the first one counts then, and for both when there are two again.
+    """
+    scalers = list(boundary["loss_scalers"])
+    count = len(members(optimizer))
+    if len(scalers) != count:
+        scalers = [scalers[0]] * count
+    steps = {step for of_member in boundary["group_steps"] for step in of_member if step is not None}
+    step = max(steps, default=None)  # of all parameters together, so the same in every group
+    return {
+        **boundary,
+        "rng": _with_own_expert_draws(boundary["rng"]),
+        "loss_scalers": scalers,
+        "group_steps": [[step] * len(of_member) for of_member in step_counts(optimizer)],
+    }
+
+
+def _with_own_expert_draws(rng: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The generator of expert weights as this rank was built with it, where experts are in slots.
+
+    It differs between expert-parallel ranks, is drawn from when a model is built, and by no iteration.
+    """
+    from megatron.core import tensor_parallel
+
+    name = tensor_parallel.random.get_expert_parallel_rng_tracker_name()
+    own = random_states()["tracker"]
+    if slots() is None or name not in own:
+        return rng
+    return {**rng, "tracker": {**rng["tracker"], name: own[name]}}
