@@ -38,7 +38,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="S",
         help="start S processes more, of which one takes the place of each rank that dies; the job goes on "
-        "(0: of those that are started again then; without the option the first failure ends the job, unless it is elastic)",
+        "(0: of those that are started again then; without the option the first failure ends the job, unless it is "
+        "elastic)",
     )
     parser.add_argument(
         "--ranks-per-node",
@@ -58,8 +59,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="S",
-        help="seconds until a process is started in the place of one that died, or inf for never, for trying an elastic "
-        "job on one host (default: 0)",
+        help="seconds until a process is started in the place of one that died, or inf for never, for trying an "
+        "elastic job on one host (default: 0)",
     )
     parser.add_argument(
         "--trainer",

@@ -74,8 +74,8 @@ class Resized(_Plain):
             size += f" instead of {self.world_before}"
         proof = f"; digests of {self.digests_equal} operators are as they were" if self.digests_equal else ""
         return (
-            f"{self.lost + '; ' if self.lost else ''}the job goes on with {size} from iteration {self.iteration}, after "
-            f"{self.seconds['total']:.1f} s; {self.moved_bytes / 1e6:.1f} MB of state moved{proof}"
+            f"{self.lost + '; ' if self.lost else ''}the job goes on with {size} from iteration {self.iteration}, "
+            f"after {self.seconds['total']:.1f} s; {self.moved_bytes / 1e6:.1f} MB of state moved{proof}"
         )
 
 

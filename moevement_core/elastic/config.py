@@ -25,18 +25,18 @@ class ElasticConfig:
 
     is_elastic: bool = flag(
         SWITCH, action="store_true", default=False,
-        help="go on with fewer data-parallel replicas where ranks are lost and no spare is left, and with more again when "
-        "processes have joined; the global batch stays the same",
+        help="go on with fewer data-parallel replicas where ranks are lost and no spare is left, and with more again "
+        "when processes have joined; the global batch stays the same",
     )  # fmt: skip
     join_wait_s: float = flag(
         "--moevement-join-wait", type=float, default=JOIN_WAIT_S, metavar="S", check=_seconds,
-        help="seconds that an elastic job waits for further processes after one has joined that makes it larger, so that "
-        f"several are taken in together (default: {JOIN_WAIT_S:g})",
+        help="seconds that an elastic job waits for further processes after one has joined that makes it larger, so "
+        f"that several are taken in together (default: {JOIN_WAIT_S:g})",
     )  # fmt: skip
     expert_slots: int | None = flag(
         "--moevement-expert-slots", type=int, metavar="C", check=at_least(1),
-        help="experts that a rank of an elastic job holds of each layer: popular ones have more replicas, and each layer "
-        "spreads over all data-parallel ranks, whatever their number (default: experts as "
+        help="experts that a rank of an elastic job holds of each layer: popular ones have more replicas, and each "
+        "layer spreads over all data-parallel ranks, whatever their number (default: experts as "
         "--expert-model-parallel-size spreads them)",
     )  # fmt: skip
     min_replicas: int = flag(

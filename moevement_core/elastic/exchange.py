@@ -127,6 +127,7 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
         works = [dist.irecv(buffer, source, group=group) for source, buffer in buffers.items()]
         works += [dist.isend(buffer, target, group=group) for target, buffer in packed.items()]
         for work in works:
+            assert work is not None
             work.wait()
         for source, parts in receives.items():
             _unpack(buffers[source], parts)

@@ -2,8 +2,8 @@
 
 It decides alone, so that nobody has to agree on anything while processes die. Every member, rank or spare, has a lease
 that its supervisor renews; one whose lease runs out is dead, whether anybody saw it end or not. Survivors keep their
-ranks, and a spare takes over each rank that is lost. An elastic job goes on with fewer ranks where no spare is left, and
-with more again when processes have come. A roster is a proposal until all of its members have acknowledged
+ranks, and a spare takes over each rank that is lost. An elastic job goes on with fewer ranks where no spare is left,
+and with more again when processes have come. A roster is a proposal until all of its members have acknowledged
 it: only then does any of them enter training.
 """
 
@@ -238,7 +238,7 @@ class Coordinator:
         return self._grid
 
     def _is_to_grow(self) -> bool:
-        """Whether those who wait make the job larger, and nobody has come for a while: then all ranks are interrupted."""
+        """Whether those who wait make the job larger, and nobody has come for a while: all ranks are interrupted."""
         grid = self._elastic()
         if grid is None or self._clock() - max(self.membership.joined_at, self._proposed_at) < grid.join_wait_s:
             return False

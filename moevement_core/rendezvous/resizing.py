@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 
@@ -62,15 +62,11 @@ class Grid:
         kept = {member for stage in whole for unit in stage for member in unit}
         others = iter([*(member for _, member in sorted(survivors.items()) if member not in kept), *free])
         ranks: list[int] = []
-        for stage in whole:
-            ranks += _flat(stage)
-            ranks += [next(others) for _ in range((replicas - len(stage)) * self.unit)]
+        for units in whole:
+            ranks += [member for unit in units for member in unit]
+            ranks += [next(others) for _ in range((replicas - len(units)) * self.unit)]
         return dict(enumerate(ranks))
 
     def _unit(self, survivors: Mapping[int, int], number: int) -> list[int]:
         ranks = range(number * self.unit, (number + 1) * self.unit)
         return [survivors[rank] for rank in ranks if rank in survivors]
-
-
-def _flat(units: Iterable[Iterable[int]]) -> list[int]:
-    return [member for unit in units for member in unit]

@@ -37,7 +37,7 @@ GIVEN_UP = "members/{}/given_up"
 """By member: the job goes on without it."""
 NEWEST = "generation/newest"
 ELASTIC = "job/elastic"
-"""The :class:`~moevement_core.rendezvous.resizing.Grid` of a job that may go on with fewer ranks, and with more again."""
+"""The :class:`~moevement_core.rendezvous.resizing.Grid` of a job that may change its size."""
 STOP = "stop"
 """Why the job ends; empty when it has come to its end."""
 

@@ -13,8 +13,8 @@ from megatron.moevement.state_digest import members, random_states
 def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     """A boundary that this rank can put, from one of a rank of its stage.
 
-    Where one data-parallel rank is left experts are not apart from the rest, and there is one optimizer where there were
-    two: of their loss scalers the first one counts then, and for both when there are two again.
+    Where one data-parallel rank is left experts are not apart from the rest, and there is one optimizer where there
+    were two: of their loss scalers the first one counts then, and for both when there are two again.
     """
     scalers = list(boundary["loss_scalers"])
     count = len(members(optimizer))

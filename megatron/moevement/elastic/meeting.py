@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -35,16 +35,17 @@ class _Standing:
     common: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True)
+class Held:
     """What a rank brings."""
 
     stand: Stand | None = None
     """Where it stood; None: it is new."""
     is_live: bool = False
     """Whether it has the state of the newest iteration."""
-    experts: Mapping[int, Sequence[int]] = {}
+    experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """By layer, those in its slots."""
-    loads: Loads = {}
+    loads: Loads = field(default_factory=dict)
     states: frozenset[int] = frozenset()
     """Iterations of whose state it has a part in snapshots."""
 

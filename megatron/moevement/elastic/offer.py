@@ -21,8 +21,8 @@ class Offer:
     lineage: str
     """The start of the job that this state has come from, in an unbroken row of iterations."""
     mark: Mark | None
-    """The newest iteration that it has committed, and what stands beside the optimizer's state after it; None: it has no
-    state of any iteration but in snapshots."""
+    """The newest iteration that it has committed, and what stands beside the optimizer's state after it; None: it has
+    no state of any iteration but in snapshots."""
     pieces: Sequence[Piece]
     """Of that iteration, on the host."""
     stand: Stand

@@ -1,4 +1,4 @@
-"""The optimizer's state on this rank as pieces whose names do not depend on how many data-parallel replicas there are."""
+"""The optimizer's state on a rank as pieces, whose names do not depend on how many data-parallel replicas there are."""
 
 from __future__ import annotations
 

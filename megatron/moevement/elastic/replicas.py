@@ -16,6 +16,9 @@ import torch.distributed as dist
 from megatron.moevement.elastic.slots import Table, slots
 from megatron.moevement.optimizer.views import parts_of
 
+SHARED = "shared"
+"""Megatron's attribute of a parameter that another one has the norm of."""
+
 
 def reducing_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
     """``finalize_model_grads`` that also reduces the gradients of experts over their replicas."""
@@ -42,7 +45,7 @@ def slot_layers(chunks: Sequence[Any]) -> Iterator[Any]:
                 yield module
 
 
-def local_parameters(layer: Any) -> list[list[torch.nn.Parameter]]:
+def local_parameters(layer: Any) -> list[list[Any]]:
     """Of each of this rank's slots, in one order."""
     return [list(expert.parameters()) for expert in layer.experts.local_experts]
 
@@ -87,9 +90,8 @@ def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> No
             sums[first] += flat[slot] if source == rank else next(arrived)
     returned = [sums[owner[table[source][slot]][1]] for source, its in enumerate(here) for slot in its]
     back = iter(_exchange(returned, flat[0], list(map(len, here)), list(map(len, away)), group))
-    for target, its in enumerate(away):
-        for slot in its:
-            flat[slot] = next(back)
+    for slot in (slot for of_rank in away for slot in of_rank):
+        flat[slot] = next(back)
     for slot, expert in enumerate(table[rank]):
         where, first = owner[expert]
         whole = sums[first] if where == rank else flat[slot]
@@ -136,7 +138,8 @@ def _exchange(
 
 
 def mark_replicas(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Have each expert counted once in norms: all replicas but the first are marked as shared, which Megatron passes over.
+    """Have each expert counted once in norms: Megatron passes over what is marked as shared, as replicas are but the
+    first.
 
     Args:
         chunks: this rank's virtual stages.
@@ -152,4 +155,4 @@ def mark_replicas(chunks: Sequence[Any], optimizer: Any) -> None:
                 part = part_of(parameter)
                 for tensor in (parameter, part.master if part is not None else None):
                     if tensor is not None:
-                        tensor.shared = is_shared
+                        setattr(tensor, SHARED, is_shared)

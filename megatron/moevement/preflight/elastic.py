@@ -65,7 +65,7 @@ def elastic(args: Namespace) -> Iterator[str]:
                 yield f"--moevement-{flag.replace('_', '-')} without {SWITCH}; give both"
         return
     if session_config(args) is None:
-        yield f"{SWITCH} without --moevement-sparse-ckpt: nobody would know which iteration ranks have committed; give both"
+        yield f"{SWITCH} without --moevement-sparse-ckpt, which knows what ranks have committed; give both"
         return
     yield from complaints(REFUSED, args, f"{SWITCH} with {{flag}}: {{reason}}; leave one of them out")
     if config.expert_slots is None:
@@ -78,6 +78,6 @@ def elastic(args: Namespace) -> Iterator[str]:
         return
     yield from complaints(SLOTS_REFUSED, args, f"{asked} with {{flag}}: {{reason}}; leave one of them out")
     ranks = args.world_size // args.pipeline_model_parallel_size
-    if ranks * config.expert_slots < args.num_experts:
+    if (room := ranks * config.expert_slots) < args.num_experts:
         least = -(-args.num_experts // ranks)
-        yield f"{asked}: {ranks} ranks of a stage hold {ranks * config.expert_slots} of {args.num_experts} experts; needs {least} or more"
+        yield f"{asked}: {ranks} ranks of a stage hold {room} of {args.num_experts} experts; needs {least} or more"

@@ -126,7 +126,7 @@ def _classes() -> _Classes:
 
         def _experts_sharded(self, prefix: str, offsets: tuple[Any, ...], metadata: Any) -> dict[str, Any]:
             layer, rank = self.layer_number - 1, self.ep_group.rank()
-            state = {}
+            state: dict[str, Any] = {}
             for slot, expert in enumerate(self.experts.local_experts):
                 own, number = f"{prefix}local_experts.{slot}.", self._slots.expert(layer, rank, slot)
                 if (metadata or {}).get("singleton_local_shards", False):
