@@ -227,6 +227,7 @@ def points() -> tuple[Point, ...]:
 
 def _optimizer_points() -> tuple[Point, ...]:
     """Dense checkpoints with torch's Adam, which Megatron meets only without Apex and Transformer Engine."""
+    from megatron.moevement.elastic import masters
     from megatron.moevement.optimizer import chained, torch_adam
 
     distributed = ("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",)
@@ -263,14 +264,17 @@ def _optimizer_points() -> tuple[Point, ...]:
             Point(
                 owner,
                 "sharded_state_dict",
-                torch_adam.with_adam_state,
-                "torch's Adam has no moments before its first step",
+                lambda original: masters.masters_by_number(torch_adam.with_adam_state(original)),
+                "torch's Adam has no moments before its first step; second replicas of experts are left out of lists",
             )
             for owner in others
         ),
         *(
             Point(
-                owner, "load_state_dict", torch_adam.with_step_zero, "a step count of zero is left out of checkpoints"
+                owner,
+                "load_state_dict",
+                lambda original: masters.masters_in_lists(torch_adam.with_step_zero(original)),
+                "a step count of zero is left out of checkpoints; masters are by number where experts have slots",
             )
             for owner in others
         ),

@@ -65,7 +65,7 @@ def carry_out(
     plan = prepared.mine
     everywhere = any(len(plan.ranks) == parts.topology.world for plan in prepared.plans)
     shared_from = _shared_from(parts, plan)
-    check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now)
+    check = StateCheck(parts.states, parts.checkpointer.capturer.whole_now, enabled=prepared.is_comparable)
     replayed: list[int] = []
     redone: list[int] = []
     came_of: Mapping[str, Any] = {}

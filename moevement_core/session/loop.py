@@ -187,7 +187,7 @@ class _Loop(Training):
             binding.record = begin_record(self._run_dir, lock, self._flags, binding.iteration)
         if names.is_restart:
             self._report_restart(binding, f"the window {loaded.place}" if loaded is not None else "its beginning")
-        self._session = Session(binding, self._config, names, loaded)
+        self._session = Session(binding, self._config, names, loaded.prepared if loaded is not None else None)
 
     def _report_restart(self, binding: Binding, source: str) -> None:
         text = f"the job restarts at iteration {binding.iteration}, from {source}"

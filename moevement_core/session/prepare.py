@@ -31,6 +31,9 @@ class Prepared:
     outcomes: Mapping[int, Any]
     """What came of recent iterations, from ranks of the same model replica."""
     fetch_s: float
+    is_comparable: bool = True
+    """Whether what is recovered has the bits that were lost. Not where ranks of another number run iterations again:
+    their sums have another order."""
 
 
 @dataclass(frozen=True)

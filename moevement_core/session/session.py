@@ -28,11 +28,11 @@ from moevement_core.session.drill import refuse_without_wipe, wipe_and_recover
 from moevement_core.session.identity import JobNames
 from moevement_core.session.peers import Copies
 from moevement_core.session.policy import Policy
+from moevement_core.session.prepare import Prepared
 from moevement_core.session.recoverer import Recoverer
 from moevement_core.session.saving import Joining, Saving
 from moevement_core.session.step_records import StepRecords
 from moevement_core.session.totals import Totals, summary
-from moevement_core.session.window_files import Loaded
 from moevement_core.snapshot.agreement import NONE
 
 
@@ -43,7 +43,7 @@ class Session:
         binding: the trainer.
         config: the flags.
         names: of the job.
-        loaded: the window that the job starts from, if it starts from one.
+        prepared: what the job starts from, if that has to be recovered first: a window on disk, for example.
         joining: what a replacement knows of the running job; None where the job starts.
     """
 
@@ -52,7 +52,7 @@ class Session:
         binding: Binding,
         config: SessionConfig,
         names: JobNames,
-        loaded: Loaded | None = None,
+        prepared: Prepared | None = None,
         joining: Joining | None = None,
     ) -> None:
         refuse_without_wipe(binding, config.drill.wipe_at)
@@ -70,7 +70,7 @@ class Session:
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)
         self.recoverer = Recoverer(saving, self.records)
         self.totals = Totals()
-        self._loaded = loaded
+        self._prepared = prepared
         self._is_first = joining is None
         self._start_clock()
 
@@ -92,9 +92,9 @@ class Session:
 
     def begin_training(self) -> None:
         """Inside the training loop, before its first iteration; after a failure there is more to do than this."""
-        if loaded := self._loaded:
-            self.recoverer.carry_out(loaded.prepared)
-            self._loaded = None  # its host memory is free again
+        if prepared := self._prepared:
+            self.recoverer.carry_out(prepared)
+            self._prepared = None  # its host memory is free again
             self.saving.windows.forget(self.binding.iteration)
         self.commit.mark = Mark(self.binding.iteration, self.binding.boundary_copy(), {})
 

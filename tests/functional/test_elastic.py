@@ -114,3 +114,31 @@ def test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would(layout: str
     assert (event["world_before"], event["world_size"], event["iteration"]) == (nproc, left, 5)
     other = fresh_with_slots(left, tmp_path / "fresh", saved, survived, 5, **its)
     assert_same(survived, other, 5)
+
+
+SHARDED = {"use_distributed_optimizer": True, "moevement_window": 2}
+LOST: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "DP3xredo": (3, 2, {"moevement_recovery": "redo"}),
+    "DP3xBF16xredo": (3, 2, {"moevement_recovery": "redo", "bf16": True, "hidden_dropout": 0.1}),
+    "PP2xDP2xredo": (4, 2, {"moevement_recovery": "redo", "pipeline_model_parallel_size": 2}),
+    "EP2xDP2xredo": (4, 2, {"moevement_recovery": "redo", "expert_model_parallel_size": 2, "bf16": True}),
+}
+
+
+@pytest.mark.parametrize("layout", LOST)
+def test_lost_shards_come_from_copies_on_peers(layout: str, tmp_path: Path) -> None:
+    """With the distributed optimizer nobody else has a lost rank's shard; gradients at peers lead to the newest state
+    that they reach, in the layout of now, with the bits that it had.
+    """
+    nproc, left, its = LOST[layout]
+    its = SHARDED | its
+    saved = tmp_path / "saved"
+    survived = survive(
+        nproc, 0, tmp_path / "elastic", options=GONE, inject=("rank=1,iteration=7,phase=backward",),
+        **ELASTIC | its | {"save": str(saved), "save_interval": 1},
+    )  # fmt: skip
+    (event,) = resized(survived)
+    assert (event["world_before"], event["world_size"]) == (nproc, left)
+    assert event["iteration"] in (5, 6)
+    survived.check_metrics(9)
+    assert_same(survived, fresh(left, tmp_path / "fresh", saved, event["iteration"], **its), event["iteration"])

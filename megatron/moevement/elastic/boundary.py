@@ -30,6 +30,26 @@ def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
     }
 
 
+def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: bool) -> dict[str, Any]:
+    """What came of an iteration, as this rank can use it.
+
+    Args:
+        record: of a rank of its stage.
+        optimizer: Megatron's.
+        is_comparable: whether what comes of the iteration has the same bits now; otherwise nothing is to be compared.
+    """
+    if not record:
+        return {}
+    kept = {name: value for name, value in record.items() if is_comparable or name != "losses"}
+    kept.pop("sent", None)  # to other ranks, in other pieces
+    if "step" not in kept:
+        return kept
+    found, count = list(kept["step"]["found_inf"]), len(members(optimizer))
+    if len(found) != count:
+        found = [any(found) if any(one is not None for one in found) else None] * count
+    return {**kept, "step": {**kept["step"], "found_inf": found}}
+
+
 def _with_own_expert_draws(rng: Mapping[str, Any]) -> Mapping[str, Any]:
     """The generator of expert weights as this rank was built with it, where experts are in slots.
 

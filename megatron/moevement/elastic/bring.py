@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron.moevement.elastic.meeting import Meeting
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand, state_pieces
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.elastic.slots import slots
+from megatron.moevement.elastic.transfer import bring_pieces
 from megatron.moevement.optimizer import weights
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 from moevement_core import log
-from moevement_core.elastic.exchange import Exchanged, Piece, StateMissing, exchange, once
+from moevement_core.elastic.exchange import Exchanged
 from moevement_core.events import Resized as ResizedEvent
 from moevement_core.operators import expert_name
 from moevement_core.restart.generation import generation
@@ -26,44 +25,26 @@ from moevement_core.session.exchange import all_gather_objects
 
 
 @torch.no_grad()
-def bring_state(
-    live: Live, stand: Stand, meeting: Meeting, offer: Offer | None, *, is_verified: bool
-) -> tuple[int, Exchanged]:
+def bring_live_state(live: Live, stand: Stand, iteration: int, offer: Offer | None, *, is_verified: bool) -> Exchanged:
     """Fill the optimizer's state of a model that was just built, and its weights; every rank calls it.
 
     Args:
         live: Megatron's objects.
         stand: where this rank stands in the job of now.
-        meeting: what ranks agreed on.
+        iteration: whose state; the newest that anybody has committed.
         offer: what this rank has; None: nothing.
         is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
 
-    Returns:
-        The iteration whose state it is, and what was done. An older one than the newest where ranks and snapshots
-        together do not have all of that.
-
     Raises:
-        StateMissing: of no iteration is there all of it. On every rank alike.
+        StateMissing: neither replicas nor shards of a part of it are left. On every rank alike.
         RecoveryError: replicas differ, or the state is another than it was. On every rank alike.
     """
     from megatron.core.utils import unwrap_model
 
     wanted = state_pieces(list(unwrap_model(live.model or [])), live.optimizer, stand)
-    why: StateMissing | None = None
-    for iteration in meeting.candidates:
-        held = [] if offer is None else offer.of_iteration(iteration, meeting.lost)
-        try:
-            exchanged = _exchange(held, wanted, is_verified=is_verified)
-        except StateMissing as missing:
-            why = why or missing
-            continue
-        _make_weights(live)
-        if iteration < meeting.candidates[0] and dist.get_rank() == 0:
-            again = f"iterations {iteration + 1} to {meeting.candidates[0]} are done again"
-            log.warning(f"{again}, because of iteration {meeting.candidates[0]} {why}")
-        return iteration, exchanged
-    assert why is not None
-    raise why
+    exchanged = bring_pieces(offer.live(iteration) if offer is not None else (), wanted, is_verified=is_verified)
+    _make_weights(live)
+    return exchanged
 
 
 @torch.no_grad()
@@ -85,28 +66,8 @@ def equalize_replicas(live: Live, stand: Stand) -> None:
     }
     experts = {expert_name(layer, expert) for layer in its.tables for expert in range(its.experts)}
     held = [one for one in pieces if one.operator not in experts or one.operator in first]
-    _exchange(held, pieces, is_verified=True)
+    bring_pieces(held, pieces, is_verified=True)
     _make_weights(live)
-
-
-def _exchange(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:
-    """A rank may have two replicas of an expert: what it brings is that of one, and the other is a copy."""
-    first: dict[tuple[str, int], Piece] = {}
-    copies: list[tuple[Piece, Piece]] = []
-    for one in wanted:
-        key = one.name, one.begin
-        if key in first:
-            copies.append((one, first[key]))
-        else:
-            first[key] = one
-    group = dist.new_group(backend="gloo")
-    try:
-        exchanged = exchange(once(held), list(first.values()), group, is_verified=is_verified)
-    finally:
-        dist.destroy_process_group(group)
-    for copy, one in copies:
-        copy.tensor.copy_(one.tensor)
-    return exchanged
 
 
 def _make_weights(live: Live) -> None:

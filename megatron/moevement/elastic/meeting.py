@@ -41,13 +41,9 @@ class Held:
 
     stand: Stand | None = None
     """Where it stood; None: it is new."""
-    is_live: bool = False
-    """Whether it has the state of the newest iteration."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """By layer, those in its slots."""
     loads: Loads = field(default_factory=dict)
-    states: frozenset[int] = frozenset()
-    """Iterations of whose state it has a part in snapshots."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,8 @@ class Meeting:
     is_between: bool
     """Whether what is due after the newest iteration (evaluation, dense save) may not have been done."""
     world_before: int
-    lost: frozenset[int]
-    """Ranks of before whose state of the newest iteration is lost."""
-    candidates: tuple[int, ...]
-    """Iterations to go on from: the newest that anybody has committed, then older ones that are in snapshots."""
+    newest: int
+    """The newest iteration that anybody has committed; -1: nobody has state but in snapshots."""
     books: float
     """Floating-point operations so far."""
     held: Sequence[Held]
@@ -93,38 +87,38 @@ def meet(process: Process) -> Meeting | None:
 
 
 def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
-    held = Held()
-    if offer is not None:
-        is_live = offer.mark is not None and offer.mark.iteration == iteration
-        held = Held(offer.stand, is_live, offer.experts, offer.loads, frozenset(offer.states()))
+    held = Held() if offer is None else Held(offer.stand, offer.experts, offer.loads)
     helds = all_gather_objects(held)
-    live = [one.stand for one in helds if one.is_live and one.stand is not None]
     world = max(one.stand.world for one in helds if one.stand is not None)
-    older = sorted({state for one in helds for state in one.states if state < iteration}, reverse=True)
-    return Meeting(
-        lineage, is_between, world, frozenset(range(world)) - {one.rank for one in live if one.world == world},
-        (iteration, *older), max(all_gather_objects(offer.books if offer is not None else 0.0)), helds,
-    )  # fmt: skip
+    books = max(all_gather_objects(offer.books if offer is not None else 0.0))
+    return Meeting(lineage, is_between, world, iteration, books, helds)
 
 
-def boundary_of(meeting: Meeting, offer: Offer | None, iteration: int, stand: Stand) -> Mapping[str, Any] | None:
-    """What this rank goes on with beside the optimizer's state; nothing if nobody has it of its stage.
-
-    Data-parallel replicas draw the same random numbers, so all of them go on with those of one. Every rank calls it.
+def live_boundary(meeting: Meeting, offer: Offer | None, stand: Stand) -> Mapping[str, Any] | None:
+    """What this rank goes on with beside the optimizer's state of the newest iteration; None: nobody of its stage has
+    it. Every rank calls it.
 
     Args:
         meeting: of all ranks.
         offer: of this rank.
-        iteration: after which.
         stand: where this rank stands in the job of now.
     """
     mine: dict[Stand, Mapping[str, Any]] = {}
-    if offer is not None:
-        if iteration < meeting.candidates[0]:
-            mine = offer.boundaries_of(iteration)
-        elif (mark := offer.mark) is not None and mark.iteration == iteration:
-            has_all = not meeting.is_between and mark.resumed is not None
-            mine = {offer.stand: mark.resumed if has_all and mark.resumed is not None else mark.boundary}
+    if offer is not None and (mark := offer.mark) is not None and mark.iteration == meeting.newest:
+        is_complete = not meeting.is_between and mark.resumed is not None
+        mine = {offer.stand: mark.resumed if is_complete and mark.resumed is not None else mark.boundary}
+    return nearest_of_stage(mine, stand)
+
+
+def nearest_of_stage(mine: Mapping[Stand, Mapping[str, Any]], stand: Stand) -> Mapping[str, Any] | None:
+    """What a rank of the same stage brings, of the same place in it where there is one; None: nobody brings any.
+
+    Data-parallel replicas draw the same random numbers, so all of them go on with those of one. Every rank calls it.
+
+    Args:
+        mine: what this rank brings, by where a rank stood.
+        stand: where this rank stands.
+    """
     speakers: dict[tuple[int, int, int], int] = {}
     for rank, its in enumerate(all_gather_objects(list(mine))):
         for one in its:

@@ -14,7 +14,7 @@ from megatron.moevement.operators import operators_of_chunk
 from megatron.moevement.optimizer.views import Part, make_optimizer_state, parts_of
 from moevement_core.elastic.exchange import Piece
 from moevement_core.policy.schedule import Saved
-from moevement_core.snapshot.snapshot import BOUNDARY, Snapshot
+from moevement_core.snapshot.snapshot import BOUNDARY, Snapshot, StateTensor
 
 _LOCAL_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 
@@ -83,24 +83,33 @@ _KEY = re.compile(r"(?P<chunk>\d+)\.(?P<name>.*)\[(?P<start>\d+):(?P<end>\d+)\]/
 
 
 def snapshot_pieces(snapshot: Snapshot, stand: Stand) -> Iterator[Piece]:
-    """The full state that a snapshot holds, as :func:`state_pieces` names it.
+    """What a snapshot holds of operators, as pieces.
 
     Args:
         snapshot: of a rank.
         stand: where that rank stood.
     """
     for entry in snapshot.header.entries:
-        if entry.saved is not Saved.FULL or entry.operator == BOUNDARY:
-            continue
-        found = _KEY.fullmatch(entry.key)
-        if found is None:  # scales of quantised state, which elastic jobs do not have
-            continue
-        cut = stand.expert_tensor if ".experts." in entry.operator else stand.tensor
-        name = f"{stand.stage}.{found['chunk']}.{_LOCAL_EXPERT.sub('', found['name'])}/{cut}/{found['what']}"
-        tensor = snapshot.bytes_of(entry).view(getattr(torch, entry.dtype))
-        is_cut = tensor.numel() == int(found["end"]) - int(found["start"]) and found["what"] != "step"
-        if tensor.numel():
-            yield Piece(entry.operator, f"{entry.operator}/{name}", int(found["start"]) if is_cut else 0, tensor)
+        if entry.operator != BOUNDARY and entry.nbytes:
+            tensor = snapshot.bytes_of(entry).view(getattr(torch, entry.dtype))
+            yield saved_piece(StateTensor(entry.operator, entry.saved, entry.key, tensor), stand)
+
+
+def saved_piece(saved: StateTensor, stand: Stand) -> Piece:
+    """A tensor of a snapshot as a piece: full state as :func:`state_pieces` names it, the rest by what it is.
+
+    Args:
+        saved: as the views of a rank have it.
+        stand: where that rank stood.
+    """
+    found = _KEY.fullmatch(saved.key)
+    assert found is not None, saved.key
+    what = found["what"] if saved.saved is Saved.FULL else f"{saved.saved.name.lower()}.{found['what']}"
+    cut = stand.expert_tensor if ".experts." in saved.operator else stand.tensor
+    name = f"{stand.stage}.{found['chunk']}.{_LOCAL_EXPERT.sub('', found['name'])}/{cut}/{what}"
+    start = int(found["start"])
+    is_cut = saved.tensor.numel() == int(found["end"]) - start and found["what"] != "step"
+    return Piece(saved.operator, f"{saved.operator}/{name}", start if is_cut else 0, saved.tensor)
 
 
 def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:

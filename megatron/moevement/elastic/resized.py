@@ -15,13 +15,13 @@ class Resized:
 
     iteration: int
     """That all ranks go on from."""
-    boundary: Mapping[str, Any]
-    """What stands beside the optimizer's state there."""
+    boundary: Mapping[str, Any] | None
+    """What stands beside the optimizer's state there; None: the recovery that comes first puts it."""
     is_between: bool
     """Whether what is due after it (evaluation, dense save) may not have been done."""
     world_before: int
     exchanged: Exchanged
-    usable_at: float
+    usable_at: float = 0.0
     """When process groups were usable, seconds since the epoch."""
-    brought_at: float
+    brought_at: float = 0.0
     """When the state was here."""

@@ -11,6 +11,7 @@ import inspect
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
 from megatron.moevement.elastic.boundary import fitted
-from megatron.moevement.elastic.bring import bring_state, equalize_replicas, report_resized
+from megatron.moevement.elastic.bring import bring_live_state, equalize_replicas, report_resized
 from megatron.moevement.elastic.loads import RoutedLoads
-from megatron.moevement.elastic.meeting import boundary_of, meet
+from megatron.moevement.elastic.meeting import Meeting, live_boundary, meet
+from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.rebuild import Rebuilt, prepare_from_snapshots
 from megatron.moevement.elastic.replicas import mark_replicas
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.elastic.setup import begin_placement, place_experts, record_placement
@@ -42,6 +45,7 @@ from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.identity import agree_on_names, job_name
+from moevement_core.session.prepare import Prepared
 from moevement_core.session.rejoin import NoWayBack, rejoin
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
@@ -134,7 +138,7 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: _FirstP
             _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
         if config is not None:
             _connect(job)
-            job.session = Session(binding, config, names, loaded)
+            job.session = Session(binding, config, names, loaded.prepared if loaded is not None else None)
     _has_built(job, groups)
 
 
@@ -231,28 +235,50 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: _Fi
     if job.loads is not None:
         job.loads.put(loads)
     try:
-        iteration, exchanged = bring_state(
-            live, job.stand, meeting, process.offer, is_verified=run.session.verify is not Verify.NOTHING
-        )
+        resized, prepared = _bring(job, process.offer, meeting, is_verified=run.session.verify is not Verify.NOTHING)
     except StateMissing as why:
         if dist.get_rank() == 0:
             log.warning(f"every rank restarts, because {why}")
         process.offer = None
         process.start_over()
         return False
-    boundary = boundary_of(meeting, process.offer, iteration, job.stand)
-    assert boundary is not None
-    binding.put_progress(boundary["progress"])
     args.num_floating_point_operations_so_far = meeting.books
     recorder.begin(live, args, lock)
     record_placement(live.record, live.iteration)
     _connect(job)
-    job.session = Session(binding, run.session, names)
-    job.resized = Resized(
-        iteration, boundary, meeting.is_between or iteration < meeting.candidates[0], meeting.world_before, exchanged,
-        usable_at, time.time(),
-    )  # fmt: skip
+    job.session = Session(binding, run.session, names, prepared)
+    job.resized = replace(resized, usable_at=usable_at, brought_at=time.time())
     return True
+
+
+def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool) -> tuple[Resized, Prepared | None]:
+    """The newest state from replicas and shards, or the means to recover it, or an older one, from snapshots.
+
+    Raises:
+        StateMissing: there is neither. On every rank alike.
+    """
+    live, stand = job.live, job.stand
+    assert stand is not None
+    rebuilt: Rebuilt | None = None
+    boundary = live_boundary(meeting, offer, stand)
+    try:
+        if not all(all_gather_objects(boundary is not None)):
+            raise StateMissing("a stage has no rank left that trained")
+        exchanged = bring_live_state(live, stand, meeting.newest, offer, is_verified=is_verified)
+        iteration = meeting.newest
+    except StateMissing as why:
+        rebuilt = prepare_from_snapshots(offer, job.binding.states(), live.optimizer, stand, is_verified=is_verified)
+        boundary, exchanged = rebuilt.boundary, rebuilt.exchanged
+        iteration = boundary["progress"]["iteration"]
+        if dist.get_rank() == 0:
+            log.info(f"{why}; snapshots lead to iteration {iteration}")
+    assert boundary is not None
+    job.binding.put_progress(boundary["progress"])
+    resized = Resized(
+        iteration, None if rebuilt is not None else boundary, meeting.is_between or iteration < meeting.newest,
+        meeting.world_before, exchanged,
+    )  # fmt: skip
+    return resized, None if rebuilt is None else rebuilt.prepared
 
 
 def _joined(job: Job, session: Session, until: int) -> None:
@@ -320,7 +346,8 @@ def _take_up_resized(process: Process, resized: Resized, train: inspect.BoundArg
     """Go on from what was brought to this rank, with everything that was due there."""
     job = process.job
     assert job.session is not None
-    job.binding.put_boundary(fitted(resized.boundary, job.live.optimizer))
+    if resized.boundary is not None:
+        job.binding.put_boundary(fitted(resized.boundary, job.live.optimizer))
     job.session.begin_training()
     process.offer, job.resized = None, None
     report_resized(job, resized)

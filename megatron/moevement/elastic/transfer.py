@@ -1,0 +1,32 @@
+"""Pieces of state to where they are wanted, over a process group that ends with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from moevement_core.elastic.exchange import Exchanged, Piece, exchange, once
+
+
+def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:
+    """See :func:`~moevement_core.elastic.exchange.exchange`; every rank calls it.
+
+    A rank may have two replicas of an expert: what it brings is that of one, and the other becomes a copy.
+    """
+    first: dict[tuple[str, int], Piece] = {}
+    copies: list[tuple[Piece, Piece]] = []
+    for one in wanted:
+        key = one.name, one.begin
+        if key in first:
+            copies.append((one, first[key]))
+        else:
+            first[key] = one
+    group = dist.new_group(backend="gloo")
+    try:
+        exchanged = exchange(once(held), list(first.values()), group, is_verified=is_verified)
+    finally:
+        dist.destroy_process_group(group)
+    for copy, one in copies:
+        copy.tensor.copy_(one.tensor)
+    return exchanged
