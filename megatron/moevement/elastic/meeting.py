@@ -40,7 +40,7 @@ class Held:
     """What a rank brings."""
 
     stand: Stand | None = None
-    """Where it stood; None: it is new."""
+    """Where it stood; None: it is new, or has waited."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """By layer, those in its slots."""
     loads: Loads = field(default_factory=dict)
@@ -87,7 +87,9 @@ def meet(process: Process) -> Meeting | None:
 
 
 def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
-    held = Held() if offer is None else Held(offer.stand, offer.experts, offer.loads)
+    """What one brings that has no state of ``iteration`` (it may have waited as a spare since) does not count."""
+    committed = -1 if offer is None or offer.mark is None else offer.mark.iteration
+    held = Held() if offer is None or committed < iteration else Held(offer.stand, offer.experts, offer.loads)
     helds = all_gather_objects(held)
     world = max(one.stand.world for one in helds if one.stand is not None)
     books = max(all_gather_objects(offer.books if offer is not None else 0.0))
