@@ -50,8 +50,10 @@ def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node
         is_running: whether the job has begun: then it goes on with what the nodes that are left allow.
     """
     ranks, others = len(nodes), len(set(nodes)) - 1
-    if replicas is not None and not (is_running and replicas > others and not same_node):
+    if replicas is not None and not (is_running and replicas > (ranks - 1 if same_node else others)):
         return Copies(replicas, same_node)
+    if is_running and ranks == 1:
+        return Copies(0, True, "one rank is left, and nobody to keep copies of its snapshots")
     wanted = WANTED if replicas is None else replicas
     if others and not same_node:
         possible = min(wanted, others)

@@ -64,11 +64,20 @@ class Saving:
         config: the flags.
         names: of the job.
         joining: what a replacement knows of the running job; None where the job starts.
+        is_resized: whether the job goes on with another number of ranks: then with as many copies as they allow.
     """
 
-    def __init__(self, binding: Binding, config: SessionConfig, names: JobNames, joining: Joining | None) -> None:
+    def __init__(
+        self,
+        binding: Binding,
+        config: SessionConfig,
+        names: JobNames,
+        joining: Joining | None,
+        *,
+        is_resized: bool = False,
+    ) -> None:
         self._binding, self._config = binding, config
-        self.topology = connect(config, binding, is_running=joining is not None)
+        self.topology = connect(config, binding, is_running=joining is not None or is_resized)
         self.reports = Reports(binding, self.topology.rank)
         self._warn_of_copies()
         self.began_at = binding.iteration if joining is None else joining.policy.began_at

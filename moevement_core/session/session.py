@@ -45,6 +45,7 @@ class Session:
         names: of the job.
         prepared: what the job starts from, if that has to be recovered first: a window on disk, for example.
         joining: what a replacement knows of the running job; None where the job starts.
+        is_resized: whether the job goes on with another number of ranks.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Session:
         names: JobNames,
         prepared: Prepared | None = None,
         joining: Joining | None = None,
+        *,
+        is_resized: bool = False,
     ) -> None:
         refuse_without_wipe(binding, config.drill.wipe_at)
         self.binding = binding
         self._drill = config.drill
         self._peer_timeout_s = config.timeouts.peer_s
-        self.saving = saving = Saving(binding, config, names, joining)
+        self.saving = saving = Saving(binding, config, names, joining, is_resized=is_resized)
         strategy = saving.windows.strategy
         if saving.topology.pipeline.stages > 1 and not strategy.rolls_back_all:
             binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes(), saving.reports.report)

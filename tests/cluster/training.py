@@ -44,9 +44,17 @@ class Training:
     """A job that trains, and its run directory."""
 
     def __init__(
-        self, cluster: Cluster, job: Job, run_dir: Path, arguments: list[str], environment: dict[str, str]
+        self,
+        cluster: Cluster,
+        job: Job,
+        run_dir: Path,
+        arguments: list[str],
+        environment: dict[str, str],
+        tasks: int,
+        spares: int | str,
     ) -> None:
         self.cluster, self.job, self.record = cluster, job, RunRecord(run_dir)
+        self._tasks, self._spares = tasks, spares
         self._arguments, self._environment = arguments, environment
         self._joined = 0
 
@@ -123,12 +131,12 @@ class Training:
             port = 20000 + self.job.number % 20000
             environment = {
                 **self._environment, "MOEVEMENT_STORE": f"n1:{port}", "HOME": str(Path.home()),
-                "SLURM_PROCID": str(number), "SLURM_NTASKS": str(RANKS + SPARES), "SLURM_LOCALID": str(number),
+                "SLURM_PROCID": str(number), "SLURM_NTASKS": str(self._tasks), "SLURM_LOCALID": str(number),
             }  # fmt: skip
             log = self.run_dir.parent / f"added_{self._joined}.log"
             moevement = Path(sys.executable).with_name("moevement")
             self.cluster.machines[node].start(
-                moevement, "launch", "--spares", str(SPARES), SCRIPT, *self._arguments, "--run-dir", self.run_dir,
+                moevement, "launch", "--spares", str(self._spares), SCRIPT, *self._arguments, "--run-dir", self.run_dir,
                 log=log, environment=environment,
             )  # fmt: skip
 
@@ -217,7 +225,7 @@ def train(
         SBATCH, arguments, shell, *sbatch_flags, nodes=nodes, tasks_per_node=tasks_per_node, output=folder / "job.out",
         folder=ROOT,
     )  # fmt: skip
-    return Training(cluster, job, folder / "run", arguments, shell)
+    return Training(cluster, job, folder / "run", arguments, shell, nodes * tasks_per_node, spares)
 
 
 def _later(training: Training, at: float) -> bool:
@@ -230,16 +238,16 @@ class Baselines:
     def __init__(self, folder: Path) -> None:
         self._folder, self._made = folder, dict[str, RunRecord]()
 
-    def of(self, *, timeout_s: float = 280, **overrides: Any) -> RunRecord:
+    def of(self, *, timeout_s: float = 280, ranks: int = RANKS, **overrides: Any) -> RunRecord:
         """The run with these flags; it is made when it is asked for the first time."""
-        key = repr(sorted(overrides.items()))
+        key = repr((ranks, sorted(overrides.items())))
         if key not in self._made:
             run_dir = self._folder / str(len(self._made))
             nodes = {"moevement_ranks_per_node": TASKS_PER_NODE}
             words = flags(**(SPARSE | PP2_EP2 | nodes | overrides))
             words += ["--run-dir", str(run_dir)]
             code, out, err = finished(
-                command("--nproc", str(RANKS), str(SCRIPT), *words, env={**os.environ, **_THREADS}), timeout_s
+                command("--nproc", str(ranks), str(SCRIPT), *words, env={**os.environ, **_THREADS}), timeout_s
             )
             assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
             self._made[key] = RunRecord(run_dir)

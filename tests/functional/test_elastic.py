@@ -38,7 +38,11 @@ def resized(survived: Any) -> list[dict[str, Any]]:
 
 
 def assert_same(survived: Any, other: Any, since: int, drawn_apart: tuple[int, ...] = ()) -> None:
-    """Losses after ``since`` and the final state are equal, bit for bit; but for generators of ``drawn_apart`` ranks."""
+    """Losses after ``since`` and the final state are equal, bit for bit.
+
+    Args:
+        drawn_apart: ranks whose generators may differ.
+    """
     mine = {line["iteration"]: line["loss"] for line in survived.record.metrics() if line["iteration"] > since}
     its = {line["iteration"]: line["loss"] for line in other.metrics()}
     assert mine == its
@@ -184,11 +188,12 @@ BACK = ("--respawn-after", "2")
 @pytest.mark.parametrize("layout", ["DP3", "PP2xDP2xsharded", "slots"])
 def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Path) -> None:
     """Nobody is restarted, no committed iteration is lost, and what follows is what a fresh job would do."""
-    its = {
+    layouts: dict[str, dict[str, Any]] = {
         "DP3": {},
         "PP2xDP2xsharded": SHARDED | {"pipeline_model_parallel_size": 2, "moevement_recovery": "redo"},
         "slots": {"moevement_expert_slots": 3, "hidden_dropout": 0.1},
-    }[layout]
+    }
+    its = layouts[layout]
     nproc = 4 if layout.startswith("PP2") else 3
     saved = tmp_path / "saved"
     survived = survive(

@@ -246,7 +246,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: _Fi
     recorder.begin(live, args, lock)
     record_placement(live.record, live.iteration)
     _connect(job)
-    job.session = Session(binding, run.session, names, prepared)
+    job.session = Session(binding, run.session, names, prepared, is_resized=True)
     job.resized = replace(resized, usable_at=usable_at, brought_at=time.time())
     return True
 
