@@ -8,57 +8,45 @@ from __future__ import annotations
 
 import functools
 import inspect
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
-from megatron.moevement.elastic.boundary import fitted
-from megatron.moevement.elastic.bring import bring_live_state, equalize_replicas, report_resized
-from megatron.moevement.elastic.loads import RoutedLoads
-from megatron.moevement.elastic.meeting import Meeting, live_boundary, meet
-from megatron.moevement.elastic.offer import Offer
+from megatron.moevement.elastic.bring import equalize_replicas
 from megatron.moevement.elastic.pieces import Stand
-from megatron.moevement.elastic.rebuild import Rebuilt, prepare_from_snapshots
-from megatron.moevement.elastic.replicas import mark_replicas
-from megatron.moevement.elastic.resized import Resized
-from megatron.moevement.elastic.setup import begin_placement, place_experts, record_placement
+from megatron.moevement.elastic.reassemble import reassemble, take_up_resized
+from megatron.moevement.elastic.setup import begin_placement, record_placement
 from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer import weights
 from megatron.moevement.restart import leftovers, origin
 from megatron.moevement.restart.alone import building_alone, sharing_parameter_keys
+from megatron.moevement.restart.built import FirstProgress, Setup, connect, has_built
 from megatron.moevement.restart.groups import Groups
 from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import TrainLoop
 from moevement_core import log
-from moevement_core.elastic.exchange import StateMissing
-from moevement_core.engine.config import Verify
 from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.identity import agree_on_names, job_name
-from moevement_core.session.prepare import Prepared
 from moevement_core.session.rejoin import NoWayBack, rejoin
 from moevement_core.session.run_directory import lock_run_directory
 from moevement_core.session.session import Session
 from moevement_core.session.window_start import load_window
 
-Setup = Callable[[], tuple[list[Any], Any, Any]]
-"""Megatron's own way to model, optimizer and scheduler."""
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def enter_setup(process: Process) -> Wrapper:
     """``setup_model_and_optimizer`` that keeps what it built, and after a failure keeps what is there."""
-    first = _FirstProgress()
+    first = FirstProgress()
 
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
@@ -84,28 +72,7 @@ def enter_setup(process: Process) -> Wrapper:
     return wrapper
 
 
-class _FirstProgress:
-    """What Megatron's arguments said of progress before the first start of this process."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-
-    def put(self) -> None:
-        """A start is the first one again, however far the job had come before."""
-        from megatron.core.num_microbatches_calculator import update_num_microbatches
-        from megatron.training import get_args
-
-        args = get_args()
-        if not self._values:
-            names = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "iteration")
-            self._values = {name: getattr(args, name) for name in names if hasattr(args, name)}
-            return
-        for name, value in self._values.items():
-            setattr(args, name, value)
-        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-
-
-def _begin(process: Process, setup: Setup, groups: Groups | None, first: _FirstProgress) -> None:
+def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> None:
     """Set a job up from its start, and begin its record at the iteration that it starts from.
 
     Raises:
@@ -137,21 +104,9 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: _FirstP
         if names.is_restart:
             _report_restart(job, f"the window {loaded.place}" if loaded else began.sentence)
         if config is not None:
-            _connect(job)
+            connect(job)
             job.session = Session(binding, config, names, loaded.prepared if loaded is not None else None)
-    _has_built(job, groups)
-
-
-def _has_built(job: Job, groups: Groups | None) -> None:
-    from megatron.training import get_args
-
-    job.stand = Stand.now()
-    job.stands = all_gather_objects(job.stand)
-    job.binding.groups = [groups] if groups is not None else []
-    job.config_before = leftovers.config_of(job.live)
-    if (its := slots()) is not None:
-        mark_replicas(job.live.model or [], job.live.optimizer)
-        job.loads = RoutedLoads(job.live.model or [], its, get_args().moevement_rebalance_interval)
+    has_built(job, groups)
 
 
 def _report_restart(job: Job, source: str) -> None:
@@ -161,17 +116,7 @@ def _report_restart(job: Job, source: str) -> None:
     job.event(Restarted(job.live.iteration, text))
 
 
-def _connect(job: Job) -> None:
-    """The session's part of an optimizer step."""
-
-    def step() -> Any:
-        assert job.session is not None
-        return job.session.step()
-
-    job.binding.on_step = step
-
-
-def _take_up(process: Process, setup: Setup, groups: Groups | None, first: _FirstProgress) -> bool:
+def _take_up(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
     """Meet the others after a failure and find the way back; whether there is one. Every rank calls it.
 
     Where nothing was committed the process's job is a new one, to be set up from its start.
@@ -205,87 +150,11 @@ def _take_up(process: Process, setup: Setup, groups: Groups | None, first: _Firs
     return True
 
 
-def reassemble(process: Process, setup: Setup, groups: Groups | None, first: _FirstProgress) -> bool:
-    """Put an elastic job together from what its ranks have in memory, whatever their number was; whether that is all.
-
-    Every rank calls it, after every failure and when the job has grown.
-    """
-    from megatron.training import get_args
-
-    usable_at = time.time()
-    meeting = meet(process)
-    job = process.start_over()
-    if meeting is None:
-        return False
-    first.put()
-    args, live, binding = get_args(), job.live, job.binding
-    run = RunConfig.from_args(args)
-    assert run.session is not None
-    with live.undo.nested() as inner:
-        sharing_parameter_keys(inner, binding.parameter_keys, ())
-        names = job.names = agree_on_names()
-        binding.job_name, process.lineage = names.name, meeting.lineage
-        lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
-        for name in ("load", "pretrained_checkpoint"):
-            inner.set(args, name, None)
-        loads = place_experts(meeting)
-        live.model, live.optimizer, live.scheduler = setup()
-    _has_built(job, groups)
-    assert job.stand is not None
-    if job.loads is not None:
-        job.loads.put(loads)
-    try:
-        resized, prepared = _bring(job, process.offer, meeting, is_verified=run.session.verify is not Verify.NOTHING)
-    except StateMissing as why:
-        if dist.get_rank() == 0:
-            log.warning(f"every rank restarts, because {why}")
-        process.offer = None
-        process.start_over()
-        return False
-    args.num_floating_point_operations_so_far = meeting.books
-    recorder.begin(live, args, lock)
-    record_placement(live.record, live.iteration)
-    _connect(job)
-    job.session = Session(binding, run.session, names, prepared, is_resized=True)
-    job.resized = replace(resized, usable_at=usable_at, brought_at=time.time())
-    return True
-
-
-def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool) -> tuple[Resized, Prepared | None]:
-    """The newest state from replicas and shards, or the means to recover it, or an older one, from snapshots.
-
-    Raises:
-        StateMissing: there is neither. On every rank alike.
-    """
-    live, stand = job.live, job.stand
-    assert stand is not None
-    rebuilt: Rebuilt | None = None
-    boundary = live_boundary(meeting, offer, stand)
-    try:
-        if not all(all_gather_objects(boundary is not None)):
-            raise StateMissing("a stage has no rank left that trained")
-        exchanged = bring_live_state(live, stand, meeting.newest, offer, is_verified=is_verified)
-        iteration = meeting.newest
-    except StateMissing as why:
-        rebuilt = prepare_from_snapshots(offer, job.binding.states(), live.optimizer, stand, is_verified=is_verified)
-        boundary, exchanged = rebuilt.boundary, rebuilt.exchanged
-        iteration = boundary["progress"]["iteration"]
-        if dist.get_rank() == 0:
-            log.info(f"{why}; snapshots lead to iteration {iteration}")
-    assert boundary is not None
-    job.binding.put_progress(boundary["progress"])
-    resized = Resized(
-        iteration, None if rebuilt is not None else boundary, meeting.is_between or iteration < meeting.newest,
-        meeting.world_before, exchanged,
-    )  # fmt: skip
-    return resized, None if rebuilt is None else rebuilt.prepared
-
-
 def _joined(job: Job, session: Session, until: int) -> None:
     job.session = session
 
 
-def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], first: _FirstProgress) -> bool:
+def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], first: FirstProgress) -> bool:
     """Model, optimizer and scheduler on a rank that is new, without a word from the others; their state comes later.
 
     Returns:
@@ -303,7 +172,7 @@ def _build(job: Job, setup: Setup, args: Namespace, parameter_keys: list[Any], f
         live.model, live.optimizer, live.scheduler = setup()
     weights.make_own_again(live.optimizer)
     job.config_before = leftovers.config_of(live)
-    _connect(job)
+    connect(job)
     return not asked and load is None and pretrained is None
 
 
@@ -324,7 +193,9 @@ def enter_loop(process: Process) -> Wrapper:
             names = ("forward_step_func", "config", "p2p_communicator", "pg_collection")
             job.live.loop = TrainLoop(*(given.arguments[name] for name in names))
             if job.resized is not None:
-                _take_up_resized(process, job.resized, given)
+                resized = job.resized
+                take_up_resized(process, resized)
+                _back(job, given, resized.iteration, {}, resized.is_between)
             elif job.rejoined is not None:
                 job.binding.on_back = functools.partial(_back, job, given)
                 job.rejoined.resume()
@@ -340,18 +211,6 @@ def enter_loop(process: Process) -> Wrapper:
         return train
 
     return wrapper
-
-
-def _take_up_resized(process: Process, resized: Resized, train: inspect.BoundArguments) -> None:
-    """Go on from what was brought to this rank, with everything that was due there."""
-    job = process.job
-    assert job.session is not None
-    if resized.boundary is not None:
-        job.binding.put_boundary(fitted(resized.boundary, job.live.optimizer))
-    job.session.begin_training()
-    process.offer, job.resized = None, None
-    report_resized(job, resized)
-    _back(job, train, resized.iteration, {}, resized.is_between)
 
 
 def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[str, Any], is_between: bool) -> None:

@@ -1,0 +1,127 @@
+"""An elastic job put together again: after every failure, when it grows, and when its experts are placed anew."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from megatron.moevement.arguments import RunConfig
+from megatron.moevement.elastic.boundary import fitted
+from megatron.moevement.elastic.bring import bring_live_state, report_resized
+from megatron.moevement.elastic.meeting import Meeting, live_boundary, meet
+from megatron.moevement.elastic.offer import Offer
+from megatron.moevement.elastic.rebuild import Rebuilt, prepare_from_snapshots
+from megatron.moevement.elastic.resized import Resized
+from megatron.moevement.elastic.setup import place_experts, record_placement
+from megatron.moevement.restart.alone import sharing_parameter_keys
+from megatron.moevement.restart.built import FirstProgress, Setup, connect, has_built
+from megatron.moevement.restart.groups import Groups
+from megatron.moevement.runtime import recorder
+from megatron.moevement.runtime.job import Job, Process
+from moevement_core import log
+from moevement_core.elastic.exchange import StateMissing
+from moevement_core.engine.config import Verify
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.identity import agree_on_names
+from moevement_core.session.prepare import Prepared
+from moevement_core.session.run_directory import lock_run_directory
+from moevement_core.session.session import Session
+
+
+def reassemble(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> bool:
+    """Put a job together from what its ranks have in memory, whatever their number was.
+
+    Every rank calls it, when process groups are usable and before data is opened. What has to be recovered is
+    recovered inside the training loop (:func:`take_up_resized`).
+
+    Args:
+        process: this one.
+        setup: Megatron's.
+        groups: those of this generation.
+        first: where the job's first start was.
+
+    Returns:
+        False where memory does not have a state, on all ranks: the job is to be set up from its start.
+    """
+    from megatron.training import get_args
+
+    usable_at = time.time()
+    meeting = meet(process)
+    job = process.start_over()
+    if meeting is None:
+        return False
+    first.put()
+    args, live, binding = get_args(), job.live, job.binding
+    run = RunConfig.from_args(args)
+    assert run.session is not None
+    with live.undo.nested() as inner:
+        sharing_parameter_keys(inner, binding.parameter_keys, ())
+        names = job.names = agree_on_names()
+        binding.job_name, process.lineage = names.name, meeting.lineage
+        lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
+        for name in ("load", "pretrained_checkpoint"):
+            inner.set(args, name, None)
+        loads = place_experts(meeting)
+        live.model, live.optimizer, live.scheduler = setup()
+    has_built(job, groups)
+    assert job.stand is not None
+    if job.loads is not None:
+        job.loads.put(loads)
+    try:
+        resized, prepared = _bring(job, process.offer, meeting, is_verified=run.session.verify is not Verify.NOTHING)
+    except StateMissing as why:
+        if dist.get_rank() == 0:
+            log.warning(f"every rank restarts, because {why}")
+        process.offer = None
+        process.start_over()
+        return False
+    args.num_floating_point_operations_so_far = meeting.books
+    recorder.begin(live, args, lock)
+    record_placement(live.record, live.iteration)
+    connect(job)
+    job.session = Session(binding, run.session, names, prepared, is_resized=True)
+    job.resized = replace(resized, usable_at=usable_at, brought_at=time.time())
+    return True
+
+
+def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool) -> tuple[Resized, Prepared | None]:
+    """The newest state from replicas and shards, or the means to recover it, or an older one, from snapshots.
+
+    Raises:
+        StateMissing: there is neither. On every rank alike.
+    """
+    live, stand = job.live, job.stand
+    assert stand is not None
+    rebuilt: Rebuilt | None = None
+    boundary = live_boundary(meeting, offer, stand)
+    try:
+        if not all(all_gather_objects(boundary is not None)):
+            raise StateMissing("a stage has no rank left that trained")
+        exchanged = bring_live_state(live, stand, meeting.newest, offer, is_verified=is_verified)
+        iteration = meeting.newest
+    except StateMissing as why:
+        rebuilt = prepare_from_snapshots(offer, job.binding.states(), live.optimizer, stand, is_verified=is_verified)
+        boundary, exchanged = rebuilt.boundary, rebuilt.exchanged
+        iteration = boundary["progress"]["iteration"]
+        if dist.get_rank() == 0:
+            log.info(f"{why}; snapshots lead to iteration {iteration}")
+    assert boundary is not None
+    job.binding.put_progress(boundary["progress"])
+    resized = Resized(
+        iteration, None if rebuilt is not None else boundary, meeting.is_between or iteration < meeting.newest,
+        meeting.world_before, exchanged,
+    )  # fmt: skip
+    return resized, None if rebuilt is None else rebuilt.prepared
+
+
+def take_up_resized(process: Process, resized: Resized) -> None:
+    """Go on from what was brought to this rank; every rank calls it, inside the training loop."""
+    job = process.job
+    assert job.session is not None
+    if resized.boundary is not None:
+        job.binding.put_boundary(fitted(resized.boundary, job.live.optimizer))
+    job.session.begin_training()
+    process.offer, job.resized = None, None
+    report_resized(job, resized)
