@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,18 @@ class JobWindows:
 
 
 @dataclass(frozen=True)
+class Resize:
+    """How windows are loaded that a job of another number of ranks wrote."""
+
+    free: Collection[str]
+    """Settings that may be others."""
+    is_needed: Callable[[Manifest], bool]
+    """Whether that is so; otherwise a window is loaded as ever."""
+    prepare: Callable[[WindowFiles, Manifest], Prepared]
+    """Cut one for the ranks of now; every rank calls it, and a RecoveryError is raised on all of them."""
+
+
+@dataclass(frozen=True)
 class Loaded:
     """A window in host memory, ready to be replayed."""
 
@@ -109,6 +121,7 @@ def load_newest(
     transport: Transport,
     is_wanted: Callable[[Manifest], bool],
     after: int,
+    resize: Resize | None = None,
 ) -> Loaded | None:
     """The newest window of which every rank's snapshots can be had; every rank calls it.
 
@@ -119,6 +132,7 @@ def load_newest(
         transport: between ranks.
         is_wanted: which windows to look at.
         after: a window that reaches no further than this iteration is of no use.
+        resize: how those of a job of another size are loaded; None: they are refused.
 
     Returns:
         Nothing if there is no window that reaches further.
@@ -131,9 +145,12 @@ def load_newest(
     candidates = [one for one in everyones if one.reaches > after and is_wanted(one)]
     refused = []
     for manifest in candidates:
-        _refuse_other_settings(place, manifest, settings)
+        free = resize.free if resize is not None else ()
+        _refuse_other_settings(place, manifest, {name: its for name, its in settings.items() if name not in free})
         files = WindowFiles(place, manifest)
         try:
+            if resize is not None and resize.is_needed(manifest):
+                return Loaded(resize.prepare(files, manifest), manifest, place.path)
             reaches = manifest.reaches
             prepared = prepare(Report(dist.get_rank(), stage, ()), {Source.FILE: files}, reaches, transport)
             return Loaded(prepared, manifest, place.path)

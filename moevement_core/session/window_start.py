@@ -20,10 +20,12 @@ from moevement_core.session.config import SessionConfig
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.folder import START_PATIENCE_S, SharedFolder, find_place
 from moevement_core.session.identity import JobNames
-from moevement_core.session.window_files import Loaded, load_newest
+from moevement_core.session.window_files import Loaded, Resize, load_newest
 
 
-def load_window(binding: Binding, config: SessionConfig, names: JobNames, *, is_resumed: bool) -> Loaded | None:
+def load_window(
+    binding: Binding, config: SessionConfig, names: JobNames, *, is_resumed: bool, resize: Resize | None = None
+) -> Loaded | None:
     """Find a window to start from and set the job's progress to where it leads, before data is opened.
 
     Every rank calls it. The state itself comes later, inside the training loop: it has to be replayed.
@@ -33,21 +35,24 @@ def load_window(binding: Binding, config: SessionConfig, names: JobNames, *, is_
         config: the flags.
         names: of the job.
         is_resumed: whether a dense checkpoint that the job has saved itself was loaded.
+        resize: how windows of a job of another number of ranks are loaded; None: they are not.
 
     Raises:
         ConfigError: the windows are of a job with other settings.
         RecoveryError: there are windows, and none of them is whole.
     """
     host = own_address()
-    loaded = _load_own(binding, config, names, host) if names.is_restart else None
+    loaded = _load_own(binding, config, names, host, resize) if names.is_restart else None
     if loaded is None and not is_resumed:
-        loaded = _load_named(binding, config, names, host)
+        loaded = _load_named(binding, config, names, host, resize)
     if loaded is not None:
         binding.put_progress(loaded.manifest.progress)
     return loaded
 
 
-def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
+def _load_own(
+    binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
+) -> Loaded | None:
     """The newest window that an earlier start of this job has written, where that can be had."""
     template = config.disk.persist_dir
     if template is None:
@@ -55,34 +60,38 @@ def _load_own(binding: Binding, config: SessionConfig, names: JobNames, host: st
     node = config.copies.node_of(dist.get_rank())
     try:
         place = find_place("--moevement-persist-dir", template, node, START_PATIENCE_S)
-        return _load(binding, host, place, lambda manifest: is_of_job(manifest.name, names.name))
+        return _load(binding, host, place, lambda manifest: is_of_job(manifest.name, names.name), resize)
     except (ConfigError, RecoveryError) as error:  # on every rank alike
         if dist.get_rank() == 0:
             log.warning(f"no window of this job can be used: {error}")
         return None
 
 
-def _load_named(binding: Binding, config: SessionConfig, names: JobNames, host: str) -> Loaded | None:
+def _load_named(
+    binding: Binding, config: SessionConfig, names: JobNames, host: str, resize: Resize | None
+) -> Loaded | None:
     """The newest window where ``--moevement-load`` says; own ones have been tried."""
     template = config.disk.load
     if template is None:
         return None
     rank, iteration = dist.get_rank(), binding.iteration
     place = find_place("--moevement-load", template, config.copies.node_of(rank), START_PATIENCE_S)
-    loaded = _load(binding, host, place, lambda manifest: not is_of_job(manifest.name, names.name))
+    loaded = _load(binding, host, place, lambda manifest: not is_of_job(manifest.name, names.name), resize)
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"
         log.info(f"no newer window in --moevement-load {place.path}: starting from {began}")
     return loaded
 
 
-def _load(binding: Binding, host: str, place: SharedFolder, is_wanted: Callable[[Manifest], bool]) -> Loaded | None:
+def _load(
+    binding: Binding, host: str, place: SharedFolder, is_wanted: Callable[[Manifest], bool], resize: Resize | None
+) -> Loaded | None:
     connections = Connections(host)
     try:
         connections.open(dist.get_rank(), all_gather_objects(connections.address))
         return load_newest(
             place, binding.place().stage, binding.settings(), connections.channel("windows"), is_wanted,
-            after=binding.iteration,
+            after=binding.iteration, resize=resize,
         )  # fmt: skip
     finally:
         connections.close()

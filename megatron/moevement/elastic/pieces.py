@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,25 @@ class Stand:
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_expert_model_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_rank(),
+        )
+
+    @staticmethod
+    def of(settings: Mapping[str, Any], rank: int) -> Stand:
+        """From the flags of a job, for Megatron's default order of ranks.
+
+        Args:
+            settings: as :func:`~megatron.moevement.runtime.settings.settings_of` has them.
+            rank: of the job.
+        """
+        world = settings["world_size"]
+        expert_tensor = settings["expert_tensor_parallel_size"] or 1
+        return Stand(
+            rank,
+            world,
+            rank // (world // settings["pipeline_model_parallel_size"]),
+            rank % settings["tensor_model_parallel_size"],
+            rank // expert_tensor % settings["expert_model_parallel_size"],
+            rank % expert_tensor,
         )
 
     @property

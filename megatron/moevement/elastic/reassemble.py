@@ -12,7 +12,7 @@ from megatron.moevement.elastic.boundary import fitted
 from megatron.moevement.elastic.bring import bring_live_state, report_resized
 from megatron.moevement.elastic.meeting import Meeting, live_boundary, meet
 from megatron.moevement.elastic.offer import Offer
-from megatron.moevement.elastic.rebuild import Rebuilt, prepare_from_snapshots
+from megatron.moevement.elastic.rebuild import Rebuilt, held_in_memory, prepare_from_snapshots
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.elastic.setup import place_experts, record_placement
 from megatron.moevement.restart.alone import sharing_parameter_keys
@@ -102,7 +102,9 @@ def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool
         exchanged = bring_live_state(live, stand, meeting.newest, offer, is_verified=is_verified)
         iteration = meeting.newest
     except StateMissing as why:
-        rebuilt = prepare_from_snapshots(offer, job.binding.states(), live.optimizer, stand, is_verified=is_verified)
+        rebuilt = prepare_from_snapshots(
+            held_in_memory(offer), job.binding.states(), live.optimizer, stand, is_verified=is_verified
+        )
         boundary, exchanged = rebuilt.boundary, rebuilt.exchanged
         iteration = boundary["progress"]["iteration"]
         if dist.get_rank() == 0:

@@ -9,8 +9,7 @@ number of ranks, because an update is elementwise. The latter gives those of a j
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,7 @@ from moevement_core.elastic.exchange import Exchanged, StateMissing
 from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.schedule import Saved
-from moevement_core.recovery.plan import RecoveryPlan, Report, Source, plan_recovery
+from moevement_core.recovery.plan import Holding, RecoveryPlan, Report, Source, plan_recovery
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.prepare import Prepared
 from moevement_core.session.sources import holding_of
@@ -70,23 +69,54 @@ class Rebuilt:
     exchanged: Exchanged
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Snapshots of one job that this rank can hand out."""
+
+    stands: Stands
+    """Of all ranks of that job."""
+    own: int
+    """The rank of it that this process was; -1: none."""
+    holdings: Sequence[Holding]
+    open: Callable[[Holding], Snapshot | None]
+    """One of them, not yet checked; nothing if it cannot be read."""
+
+
+def held_in_memory(offer: Offer | None) -> Held | None:
+    """Own snapshots and those that are kept for others, of a rank that has survived."""
+    if offer is None:
+        return None
+    found = {
+        holding_of(one, Source.MEMORY if one.header.rank == offer.stand.rank else Source.PEER): one
+        for one in offer.snapshots
+    }
+    return Held(tuple(offer.stands), offer.stand.rank, list(found), found.get)
+
+
 def prepare_from_snapshots(
-    offer: Offer | None, states: Mapping[str, OperatorState], optimizer: Any, stand: Stand, *, is_verified: bool
+    held: Held | None,
+    states: Mapping[str, OperatorState],
+    optimizer: Any,
+    stand: Stand,
+    *,
+    until: int | None = None,
+    is_verified: bool,
 ) -> Rebuilt:
     """Plan a recovery from what ranks have of snapshots, and bring to each its part; every rank calls it.
 
     Args:
-        offer: of this rank; None: it is new.
+        held: by this rank; None: nothing.
         states: the live tensors of this rank's operators; nothing is written to them.
         optimizer: Megatron's.
         stand: where this rank stands in the job of now.
+        until: the iteration to reach; None: the newest whose state the snapshots hold.
         is_verified: see :func:`~moevement_core.elastic.exchange.exchange`.
 
     Raises:
-        StateMissing: snapshots do not give a state either. On every rank alike.
+        StateMissing: snapshots do not give a state. On every rank alike.
     """
     began = time.perf_counter()
-    plan, stands, handed_out = _agree(offer)
+    plan, stands, handed_out = _agree(held, until)
     snapshots: dict[int, Snapshot] = {}
     moved, digests = 0, dict[str, int]()
     recut = _Recut(plan, stands, states, optimizer, stand, is_verified=is_verified)
@@ -106,52 +136,61 @@ def prepare_from_snapshots(
 # Which snapshots
 
 
-def _agree(offer: Offer | None) -> tuple[RecoveryPlan, Stands, list[Snapshot]]:
+def _agree(held: Held | None, until: int | None) -> tuple[RecoveryPlan, Stands, list[Snapshot]]:
     """The plan that leads farthest, the ranks whose snapshots it uses, and those that this rank hands out.
 
     What turns out to be damaged is left out, and all plan again.
     """
-    own = list(offer.snapshots) if offer is not None else []
+    usable = list(held.holdings) if held is not None else []
     while True:
-        plan, stands = _plan(offer, own)
+        plan, stands, mine = _plan(held, usable, until)
         handed_out: list[Snapshot] = []
-        damaged: list[Snapshot] = []
-        if offer is not None and tuple(offer.stands) == stands:
-            wanted = {(one.owner, one.iteration) for one in plan.fetches if one.holder == offer.stand.rank}
-            for snapshot in own:
-                if (snapshot.header.rank, snapshot.iteration) in wanted:
-                    (handed_out if snapshot.damaged() is None else damaged).append(snapshot)
+        damaged: list[Holding] = []
+        for one in mine:
+            assert held is not None
+            snapshot = held.open(one)
+            if snapshot is None or snapshot.damaged() is not None:
+                damaged.append(one)
+            else:
+                handed_out.append(snapshot)
         count = sum(all_gather_objects(len(damaged)))
         if not count:
             return plan, stands, handed_out
-        own = [one for one in own if one not in damaged]
+        usable = [one for one in usable if one not in damaged]
         if dist.get_rank() == 0:
-            log.warning(f"{count} snapshots are damaged; planning again without them")
+            log.warning(f"{count} snapshots are damaged or gone; planning again without them")
 
 
-def _plan(offer: Offer | None, snapshots: Sequence[Snapshot]) -> tuple[RecoveryPlan, Stands]:
-    mine = None
-    if offer is not None:
-        rank = offer.stand.rank
-        holdings = tuple(
-            holding_of(one, Source.MEMORY if one.header.rank == rank else Source.PEER) for one in snapshots
-        )
-        mine = (tuple(offer.stands), rank, holdings)
-    by_job: dict[Stands, dict[int, Any]] = defaultdict(dict)
-    for its in all_gather_objects(mine):
-        if its is not None:
-            by_job[its[0]][its[1]] = its[2]
-    plans, why = [], "nobody has a snapshot"
-    for stands, held in by_job.items():
-        reports = [Report(one.rank, one.stage, held.get(one.rank, ())) for one in stands]
+def _plan(
+    held: Held | None, usable: Sequence[Holding], until: int | None
+) -> tuple[RecoveryPlan, Stands, list[Holding]]:
+    """The plan, the job whose snapshots it uses, and which of them this rank hands out."""
+    everyones = all_gather_objects(None if held is None else (held.stands, held.own, tuple(usable)))
+    by_job: dict[Stands, dict[tuple[int, int], list[tuple[bool, int, Holding]]]] = {}
+    for rank, its in enumerate(everyones):
+        for one in its[2] if its is not None else ():
+            by_job.setdefault(its[0], {}).setdefault((one.owner, one.iteration), []).append(
+                (one.owner != its[1], rank, one)
+            )
+    plans: list[tuple[RecoveryPlan, Stands]] = []
+    why = "nobody has a snapshot"
+    for stands, of_job in by_job.items():
+        nearest = {which: min(its, key=lambda one: one[:2])[2] for which, its in of_job.items()}
+        reports = [
+            Report(one.rank, one.stage, tuple(held for (owner, _), held in nearest.items() if owner == one.rank))
+            for one in stands
+        ]
         try:
-            plans.append((plan_recovery(reports, None), stands))
+            plans.append((plan_recovery(reports, until), stands))
         except RecoveryError as error:
             why = str(error)
-    usable = [one for one in plans if not any(run.is_stale for run in one[0].runs.values())]
-    if not usable:
+    # Strategies that leave operators at older versions count what that costs by ranks of then.
+    exact = [one for one in plans if not any(run.is_stale for run in one[0].runs.values())]
+    if not exact:
         raise StateMissing(why)
-    return max(usable, key=lambda one: (one[0].until, -len(one[1])))
+    plan, stands = max(exact, key=lambda one: (one[0].until, -len(one[1])))
+    chosen = (min(by_job[stands][one.owner, one.iteration], key=lambda its: its[:2]) for one in plan.fetches)
+    return plan, stands, [holding for _, rank, holding in chosen if rank == dist.get_rank()]
 
 
 # Their parts, to the ranks of now

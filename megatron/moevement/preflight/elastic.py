@@ -25,7 +25,10 @@ REFUSED = (
         "--dataloader-type cyclic", lambda args: args.dataloader_type == "cyclic",
         "its order of samples depends on the number of replicas",
     ),
-    Refusal("--moevement-load", given("moevement_load"), "windows on disk are of one number of ranks"),
+    Refusal(
+        "--moevement-strategy moc or moetion", lambda args: args.moevement_strategy in ("moc", "moetion"),
+        "what experts at older versions cost is counted by the ranks that saved them",
+    ),
 )  # fmt: skip
 _WHOLE = "slots spread over the data-parallel ranks of a stage, of which each holds whole experts"
 SLOTS_REFUSED = (
@@ -53,6 +56,12 @@ SLOTS_REFUSED = (
     ),
     Refusal("--fp8-format", given("fp8"), "amaxes of an expert would be those of one of its replicas"),
     Refusal("--mtp-num-layers", given("mtp_num_layers"), "its layers have numbers of their own"),
+    Refusal(
+        "--use-distributed-optimizer and --save or --load without --dist-ckpt-optim-fully-reshardable",
+        lambda args: args.use_distributed_optimizer and not args.dist_ckpt_optim_fully_reshardable
+        and bool(args.save or args.load),
+        "Megatron's default format is of one number of expert-parallel ranks, and loads wrong state into another",
+    ),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from megatron.moevement.elastic.slots import slots
 from megatron.moevement.restart import leftovers
 from megatron.moevement.restart.groups import Groups
 from megatron.moevement.runtime.job import Job
+from megatron.moevement.runtime.settings import settings_of
 from moevement_core.session.exchange import all_gather_objects
 
 Setup = Callable[[], tuple[list[Any], Any, Any]]
@@ -44,6 +45,8 @@ def has_built(job: Job, groups: Groups | None) -> None:
     from megatron.training import get_args
 
     job.stand = Stand.now()
+    if get_args().moevement_elastic:  # windows on disk say where ranks stood by their flags alone
+        assert job.stand == Stand.of(settings_of(get_args()), job.stand.rank)
     job.stands = all_gather_objects(job.stand)
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
 from megatron.moevement.elastic.bring import equalize_replicas
+from megatron.moevement.elastic.from_disk import resize_of
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.reassemble import reassemble, take_up_resized
 from megatron.moevement.elastic.setup import begin_placement, record_placement
@@ -98,7 +99,10 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstPr
             equalize_replicas(live, Stand.now())
         live.iteration = args.iteration
         config = run.session
-        loaded = load_window(binding, config, names, is_resumed=began.is_resumed) if config is not None else None
+        loaded = None
+        if config is not None:
+            resize = resize_of(args, binding, live)
+            loaded = load_window(binding, config, names, is_resumed=began.is_resumed, resize=resize)
         recorder.begin(live, args, lock)
         record_placement(live.record, live.iteration)
         if names.is_restart:

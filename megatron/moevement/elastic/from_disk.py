@@ -1,0 +1,41 @@
+"""Windows on disk for a job of another number of ranks than the one that wrote them."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from megatron.moevement.binding import MegatronBinding
+from megatron.moevement.elastic.pieces import Stand
+from megatron.moevement.elastic.rebuild import Held, prepare_from_snapshots
+from megatron.moevement.elastic.slots import slots
+from megatron.moevement.runtime.live import Live
+from moevement_core.persistence.manifest import Manifest
+from moevement_core.session.prepare import Prepared
+from moevement_core.session.window_files import Resize, WindowFiles
+
+
+def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize | None:
+    """How an elastic job loads windows; None where the job is not elastic.
+
+    Args:
+        args: Megatron's.
+        binding: of this rank.
+        live: with the model that was just built.
+    """
+    if not args.moevement_elastic:
+        return None
+
+    def is_needed(manifest: Manifest) -> bool:
+        """With slots always: ranks of then may have had other experts."""
+        return slots() is not None or manifest.settings.get("world_size") != args.world_size
+
+    def prepare(files: WindowFiles, manifest: Manifest) -> Prepared:
+        stands = tuple(Stand.of(manifest.settings, rank) for rank in range(manifest.settings["world_size"]))
+        held = Held(stands, -1, files.holdings(), lambda one: files.open(one.source, one.owner, one.iteration))
+        rebuilt = prepare_from_snapshots(
+            held, binding.states(), live.optimizer, Stand.now(), until=manifest.reaches, is_verified=True
+        )
+        return rebuilt.prepared
+
+    free = {"world_size", *(() if slots() is None else ("expert_model_parallel_size",))}
+    return Resize(free, is_needed, prepare)
