@@ -102,6 +102,7 @@ def survive(
     *,
     options: tuple[str, ...] = (),
     inject: tuple[str, ...] = (),
+    script: Path = SCRIPT,
     **flags_: Any,
 ) -> Survived:
     """A job with ``spares`` to which the faults of ``inject`` happen; it has to come to its end."""
@@ -109,7 +110,7 @@ def survive(
     for fault in inject:
         words += ["--moevement-inject", fault]
     code, out, err = finished(
-        launch("--nproc", str(nproc), "--spares", str(spares), *options, str(SCRIPT), *words, "--run-dir", str(run_dir))
+        launch("--nproc", str(nproc), "--spares", str(spares), *options, str(script), *words, "--run-dir", str(run_dir))
     )
     assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
     return Survived(run_dir, out)

@@ -1,4 +1,5 @@
-"""Elastic experts (Lazarus): replicas as an expert's load asks for, placed so that lost nodes lose few experts.
+"""Experts with unequal replicas, and jobs whose number of ranks changes.
 
-Pure computations; source of algorithms and equations: Lazarus, section 4 and appendix A. No training uses them yet.
+Lazarus's computations (its section 4 and appendix A), and state from one cut over ranks to another.
+``megatron/moevement/elastic`` trains with them, and the simulator costs them.
 """

@@ -19,8 +19,8 @@ from moevement_core.elastic.ranges import Move, Range, reshard
 from moevement_core.errors import RecoveryError
 from moevement_core.session.exchange import all_gather_objects
 
-ROUND_BYTES = 256 << 20
-"""What a rank sends to another, and has in buffers for it, at a time."""
+ROUND_BYTES = 512 << 20
+"""What a rank sends to all others, and has in buffers for them, at a time; as much again for what it receives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,8 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
             outgoing[move.target] += _find(sources, move.range)
         elif move.target == mine:
             incoming[move.source] += _find(targets, move.range)
-    for sends, receives in _rounds(outgoing, incoming, _most_rounds(outgoing, incoming, group)):
+    room = max(ROUND_BYTES // dist.get_world_size(group), 1 << 16)  # for each pair of ranks, the same on both
+    for sends, receives in _rounds(outgoing, incoming, _most_rounds(outgoing, incoming, group, room), room):
         buffers = {source: torch.empty(_bytes(parts), dtype=torch.uint8) for source, parts in receives.items()}
         packed = {target: _packed(parts) for target, parts in sends.items()}
         moved += sum(buffer.numel() for buffer in packed.values())
@@ -136,10 +137,13 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
 
 
 def _most_rounds(
-    outgoing: Mapping[int, Sequence[torch.Tensor]], incoming: Mapping[int, Sequence[torch.Tensor]], group: Any
+    outgoing: Mapping[int, Sequence[torch.Tensor]],
+    incoming: Mapping[int, Sequence[torch.Tensor]],
+    group: Any,
+    room: int,
 ) -> int:
     most = max((_bytes(parts) for parts in (*outgoing.values(), *incoming.values())), default=0)
-    rounds = torch.tensor([-(-most // ROUND_BYTES)], dtype=torch.int64)
+    rounds = torch.tensor([-(-most // room)], dtype=torch.int64)
     dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
     return int(rounds)
 
@@ -148,11 +152,11 @@ Parts = dict[int, list[torch.Tensor]]
 
 
 def _rounds(
-    outgoing: Mapping[int, list[torch.Tensor]], incoming: Mapping[int, list[torch.Tensor]], rounds: int
+    outgoing: Mapping[int, list[torch.Tensor]], incoming: Mapping[int, list[torch.Tensor]], rounds: int, room: int
 ) -> Iterator[tuple[Parts, Parts]]:
     """Of each pair of ranks, both cut the same bytes at the same places."""
-    sends = {rank: list(_cut(parts)) for rank, parts in outgoing.items()}
-    receives = {rank: list(_cut(parts)) for rank, parts in incoming.items()}
+    sends = {rank: list(_cut(parts, room)) for rank, parts in outgoing.items()}
+    receives = {rank: list(_cut(parts, room)) for rank, parts in incoming.items()}
     for number in range(rounds):
         yield (
             {rank: cuts[number] for rank, cuts in sends.items() if number < len(cuts)},
@@ -160,9 +164,9 @@ def _rounds(
         )
 
 
-def _cut(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def _cut(parts: Iterable[torch.Tensor], of_round: int) -> Iterator[list[torch.Tensor]]:
     now: list[torch.Tensor] = []
-    room = ROUND_BYTES
+    room = of_round
     for part in parts:
         rest = part
         while rest.numel():
@@ -173,7 +177,7 @@ def _cut(parts: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
                 rest = rest[fits:]
             if rest.numel():
                 yield now
-                now, room = [], ROUND_BYTES
+                now, room = [], of_round
     if now:
         yield now
 

@@ -66,8 +66,12 @@ def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[R
         gaps: list[Range] = []
         for one in wanted[target]:
             _check(one)
-            for piece in _cut(one, holders.get(one.name, {})):
-                sources = [rank for rank, its in holders.get(one.name, {}).items() if _holds(its, piece)]
+            here = holders.get(one.name, {})
+            if _holds(here.get(target, []), one):  # most are, and nobody else need be looked at
+                moves.append(Move(target, target, one))
+                continue
+            for piece in _cut(one, here):
+                sources = [rank for rank, its in here.items() if _holds(its, piece)]
                 if not sources:
                     gaps.append(piece)
                     continue

@@ -312,11 +312,8 @@ class Coordinator:
     def _propose(self, ranks: Mapping[int, int], spares: int) -> None:
         self._attempts.formed()
         members = {rank: self.members[member] for rank, member in ranks.items()}
-        kept = {
-            rank: device
-            for rank, device in self.roster.devices.items()
-            if self.roster.ranks.get(rank) == ranks.get(rank)
-        }
+        had = {self.roster.ranks[rank]: device for rank, device in self.roster.devices.items()}
+        kept = {rank: had[member] for rank, member in ranks.items() if member in had}  # by whatever rank it is now
         now = time.time()
         self.roster = Roster(
             self.roster.generation + 1,

@@ -43,8 +43,8 @@ from moevement_core.recovery.replay import Trainer
 from moevement_core.run_record import RunRecord
 from moevement_core.session.commit import Commit, Vote
 
-Replicas = tuple[tuple[int, ...], str]
-"""Ranks that have the same compute weights, and a digest of those of one of them."""
+Replicas = tuple[str, tuple[int, ...], str]
+"""What it is (empty: all of their compute weights), the ranks that have it alike, a digest of what one of them has."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ def unequal_replicas(everyones: Sequence[Sequence[Replicas]]) -> list[str]:
     Args:
         everyones: what ``Binding.replicas`` gave, of every rank.
     """
-    digests: dict[tuple[int, ...], set[str]] = {}
+    digests: dict[tuple[str, tuple[int, ...]], set[str]] = {}
     for its in everyones:
-        for ranks, digest in its:
-            digests.setdefault(ranks, set()).add(digest)
+        for what, ranks, digest in its:
+            digests.setdefault((what, ranks), set()).add(digest)
     return [
-        f"compute weights of ranks {', '.join(map(str, ranks))}, which have the same ones"
-        for ranks, distinct in digests.items()
+        f"compute weights{f' of {what}' if what else ''} of ranks {', '.join(map(str, ranks))}, which have them alike"
+        for (what, ranks), distinct in digests.items()
         if len(distinct) > 1
     ]

@@ -219,6 +219,10 @@ class Session:
 
     # The end
 
+    def let_go(self) -> None:
+        """This rank is done with it, in a process that goes on: end its threads. Waits for nobody else."""
+        self.saving.checkpointer.capturer.close()
+
     def finish(self) -> dict[str, Any]:
         """Bring what is under way to the peers; returns what checkpointing cost. Every rank calls it."""
         saving = self.saving

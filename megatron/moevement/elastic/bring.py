@@ -83,8 +83,9 @@ def report_resized(job: Job, resized: Resized) -> None:
     roster = now.roster
     moments = all_gather_objects((now.interrupted_at, resized.usable_at, resized.brought_at, time.time()))
     interrupted_at, usable_at, brought_at, resumed_at = zip(*moments, strict=True)
-    began_at = min([*(death.at for death in roster.deaths), *filter(None, interrupted_at)], default=min(usable_at))
-    gone = ", ".join(f"rank {death.rank} (pid {death.pid}) {death.how}" for death in roster.deaths)
+    deaths = (*roster.earlier, *roster.deaths)  # an attempt to go on may have been interrupted itself
+    began_at = min([*(death.at for death in deaths), *filter(None, interrupted_at)], default=min(usable_at))
+    gone = ", ".join(f"rank {one.rank} (pid {one.pid}) {one.how}" for one in deaths if one.rank is not None)
     event = ResizedEvent(
         iteration=resized.iteration,
         world_before=resized.world_before,

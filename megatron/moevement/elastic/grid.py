@@ -24,7 +24,8 @@ def grid_of(args: Namespace) -> Grid | None:
     unit, ranks_of_replica = unit_of(args), args.tensor_model_parallel_size * args.context_parallel_size
     units = args.world_size // (args.pipeline_model_parallel_size * unit)
     least = 1 if config.expert_slots is None else -(-args.num_experts // config.expert_slots)
-    sizes = [size for size in range(least, units + 1) if divides_batch(args, size * unit // ranks_of_replica)]
+    replicas = {size: size * unit // ranks_of_replica for size in range(least, units + 1)}
+    sizes = [size for size, its in replicas.items() if can_train(args, its)]
     return Grid(args.pipeline_model_parallel_size, unit, tuple(sizes), config.join_wait_s)
 
 
@@ -39,6 +40,16 @@ def unit_of(args: Namespace) -> int:
     return math.lcm(replica, experts)
 
 
-def divides_batch(args: Namespace, replicas: int) -> bool:
-    """Whether so many data-parallel replicas can share every global batch."""
-    return not args.global_batch_size % (args.micro_batch_size * replicas)
+def can_train(args: Namespace, replicas: int) -> bool:
+    """Whether so many data-parallel replicas can share every batch as Megatron shares it."""
+    micro_batches, rest = divmod(args.global_batch_size, args.micro_batch_size * replicas)
+    is_interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
+    stages = args.pipeline_model_parallel_size
+    group = args.microbatch_group_size_per_vp_stage or stages
+    evaluated = args.eval_global_batch_size or args.global_batch_size
+    return not (
+        rest
+        or (is_interleaved and (group > micro_batches or 0 < micro_batches % group < stages))
+        or (replicas * args.context_parallel_size) % args.num_distributed_optimizer_instances
+        or evaluated % ((args.eval_micro_batch_size or args.micro_batch_size) * replicas)
+    )

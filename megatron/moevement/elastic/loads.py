@@ -40,7 +40,16 @@ class RoutedLoads:
 
     def put(self, loads: dict[int, list[int]]) -> None:
         """Count on from these."""
-        self._committed = {layer: torch.tensor(its) for layer, its in loads.items() if layer in self._layers}
+        self._committed = {
+            layer: torch.tensor(its, device=self._layers[layer].table.expert.device)
+            for layer, its in loads.items()
+            if layer in self._layers
+        }
+
+    def forget_replayed(self) -> None:
+        """What was routed in iterations that were run again has been counted, or is of no interest any more."""
+        for dispatcher in self._layers.values():
+            dispatcher.routed = None
 
     def now(self) -> dict[int, list[int]]:
         """By layer, ``[E]``; waits for the device."""
@@ -54,11 +63,12 @@ class RoutedLoads:
         Raises:
             Regroup: it would be; on every rank.
         """
-        if committed % self._interval or not self._committed:
+        if committed % self._interval:
             return
-        wanted = torch.tensor([float(any(self._proposes(layer) for layer in self._layers))])
-        device = next(iter(self._committed.values())).device
-        wanted = wanted.to(device)
+        # Every rank votes, those of stages without such layers, too.
+        wanted = torch.tensor(
+            [float(any(self._proposes(layer) for layer in self._committed))], device=torch.cuda.current_device()
+        )
         dist.all_reduce(wanted, dist.ReduceOp.MAX)
         if wanted.item():
             raise Regroup("the loads of experts ask for another placement")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.moevement.elastic.line import Line, line_of
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand, state_pieces
 from megatron.moevement.elastic.slots import Loads, slots
@@ -60,6 +61,8 @@ class Meeting:
     """Floating-point operations so far."""
     held: Sequence[Held]
     """Of every rank."""
+    line: Line | None = None
+    """What came of the newest iteration, for a line of metrics that may not have been written."""
 
 
 def meet(process: Process) -> Meeting | None:
@@ -93,7 +96,7 @@ def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) 
     helds = all_gather_objects(held)
     world = max(one.stand.world for one in helds if one.stand is not None)
     books = max(all_gather_objects(offer.books if offer is not None else 0.0))
-    return Meeting(lineage, is_between, world, iteration, books, helds)
+    return Meeting(lineage, is_between, world, iteration, books, helds, line_of(offer, iteration))
 
 
 def live_boundary(meeting: Meeting, offer: Offer | None, stand: Stand) -> Mapping[str, Any] | None:
@@ -189,6 +192,7 @@ def _offer(process: Process) -> Offer:
         float(get_args().num_floating_point_operations_so_far),
         {} if its is None else {layer: table[job.stand.expert] for layer, table in its.tables.items()},
         {} if job.loads is None else job.loads.now(),
+        None if mark is None else job.ledger.sums_of(mark.iteration),
         [one for one in found if one is not None],
         job.stands,
     )

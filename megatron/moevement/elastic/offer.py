@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.slots import Loads
 from moevement_core.elastic.exchange import Piece
@@ -31,6 +33,8 @@ class Offer:
     """By layer, those in its slots; nothing without slots."""
     loads: Loads = field(default_factory=dict)
     """What experts of its layers had of tokens lately."""
+    losses: Mapping[str, torch.Tensor] | None = None
+    """Of that iteration, sums over this rank's micro-batches and numbers of tokens; where this rank has any."""
     snapshots: Sequence[Snapshot] = ()
     """Its own, and those that it keeps for others."""
     stands: Sequence[Stand] = ()

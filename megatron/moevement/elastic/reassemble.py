@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
 from megatron.moevement.arguments import RunConfig
@@ -15,6 +17,7 @@ from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.rebuild import Rebuilt, held_in_memory, prepare_from_snapshots
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.elastic.setup import place_experts, record_placement
+from megatron.moevement.optimizer.norms import as_logged
 from megatron.moevement.restart.alone import sharing_parameter_keys
 from megatron.moevement.restart.built import FirstProgress, Setup, connect, has_built
 from megatron.moevement.restart.groups import Groups
@@ -49,7 +52,11 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
 
     usable_at = time.time()
     meeting = meet(process)
+    process.job.let_go()
     job = process.start_over()
+    gc.collect()  # before the next model is built: there may be no room for two
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     if meeting is None:
         return False
     first.put()
@@ -113,7 +120,7 @@ def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool
     job.binding.put_progress(boundary["progress"])
     resized = Resized(
         iteration, None if rebuilt is not None else boundary, meeting.is_between or iteration < meeting.newest,
-        meeting.world_before, exchanged,
+        meeting.world_before, exchanged, meeting.line if rebuilt is None else None,
     )  # fmt: skip
     return resized, None if rebuilt is None else rebuilt.prepared
 
@@ -124,6 +131,12 @@ def take_up_resized(process: Process, resized: Resized) -> None:
     assert job.session is not None
     if resized.boundary is not None:
         job.binding.put_boundary(fitted(resized.boundary, job.live.optimizer))
+        if (line := resized.line) is not None:
+            norm = as_logged(line.outcome.get("clip_norm"))
+            job.ledger.replayed(resized.iteration, line.losses, bool(line.outcome.get("overflow")), norm)
     job.session.begin_training()
+    job.has_begun = True  # from here on this rank has its state, whatever interrupts what is due next
     process.offer, job.resized = None, None
+    if job.loads is not None:
+        job.loads.forget_replayed()
     report_resized(job, resized)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.moevement.elastic.line import Line
 from moevement_core.elastic.exchange import Exchanged
 
 
@@ -21,6 +22,8 @@ class Resized:
     """Whether what is due after it (evaluation, dense save) may not have been done."""
     world_before: int
     exchanged: Exchanged
+    line: Line | None = None
+    """What came of that iteration, for a line of metrics that may not have been written."""
     usable_at: float = 0.0
     """When process groups were usable, seconds since the epoch."""
     brought_at: float = 0.0

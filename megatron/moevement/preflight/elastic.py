@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, complaints, given
 from moevement_core.elastic.config import SWITCH, ElasticConfig
 from moevement_core.flags import from_args
+from moevement_core.restart.environment import MEMBER_ENV
 
 _PER_SHARD = "its state has scales of the shards that it is in, and shards change"
 REFUSED = (
@@ -20,6 +22,10 @@ REFUSED = (
     Refusal(
         "--data-parallel-random-init", given("data_parallel_random_init"),
         "replicas draw different random numbers, and those of lost ones are lost",
+    ),
+    Refusal(
+        "--step-batch-size-schedule", given("step_batch_size_schedule"),
+        "each of its batches would have to suit every number of replicas",
     ),
     Refusal(
         "--dataloader-type cyclic", lambda args: args.dataloader_type == "cyclic",
@@ -75,6 +81,9 @@ def elastic(args: Namespace) -> Iterator[str]:
         return
     if session_config(args) is None:
         yield f"{SWITCH} without --moevement-sparse-ckpt, which knows what ranks have committed; give both"
+        return
+    if MEMBER_ENV not in os.environ:
+        yield f"{SWITCH} without `moevement launch`, which forms the job again; launch it, or leave the flag out"
         return
     yield from complaints(REFUSED, args, f"{SWITCH} with {{flag}}: {{reason}}; leave one of them out")
     if config.expert_slots is None:

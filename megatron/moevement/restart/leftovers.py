@@ -43,6 +43,7 @@ def clear_thread() -> None:
     """What is the thread's, not the model's; right after the interruption, before ranks meet."""
     _finish_context_managers()
     _reset_thread()
+    _drop_queued_nodes()
     _reset_random_tracker()
 
 
@@ -103,6 +104,21 @@ def _buffers_with_gradients(live: Live) -> Iterator[str]:
                 yield f"gradients in buffer {number}"
 
 
+def let_go(live: Live) -> None:
+    """What keeps a model in memory that nobody refers to any more.
+
+    A garbage collection does not look into graphs of autograd. Modules, and what they hold, keep tensors of the last
+    forward pass, these its graph, that the accumulators of gradients, and their hooks the model.
+    """
+    for chunk in live.model or []:
+        chunk.grad_accs.clear()
+        for module in chunk.modules():
+            for owner in (module, *vars(module).values()):
+                for name, value in list(vars(owner).items()) if hasattr(owner, "__dict__") else ():
+                    if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                        setattr(owner, name, None)
+
+
 def _drop_gradient(parameter: Any) -> None:
     parameter.grad = None
     if getattr(parameter, "decoupled_grad", None) is not None:
@@ -131,6 +147,25 @@ def _reset_thread() -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     if torch.cuda.is_available():  # not tested on GPUs
         torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+def _first_graph() -> torch.Tensor:
+    with torch.enable_grad():
+        return torch.ones((), requires_grad=True) * 1.0
+
+
+_FIRST = _first_graph()
+"""Made when this module is imported, before any graph that trains: its nodes have the lowest numbers."""
+
+
+def _drop_queued_nodes() -> None:
+    """An interrupted backward pass leaves its nodes in the thread's queue, and the graph with all that it has saved.
+
+    The queue is worked off in the order of numbers, the highest first, until the pass is over that is under way (torch
+    2.13, ``torch/csrc/autograd/engine.cpp``): a new pass would be over before it came to what is left. One of the
+    first graph comes to everything else before. Queues of devices have threads of their own, which wait for more.
+    """
+    _FIRST.backward(retain_graph=True)
 
 
 def _reset_random_tracker() -> None:

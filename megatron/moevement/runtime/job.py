@@ -15,6 +15,7 @@ from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.resized import Resized
+from megatron.moevement.restart import leftovers
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
 from moevement_core.events import Event
@@ -55,6 +56,14 @@ class Job:
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.live)
         self.binding = MegatronBinding(self.live, self.ledger)
+
+    def let_go(self) -> None:
+        """Free model, optimizer and host memory of a job that is over in this process; waits for nobody else."""
+        if self.session is not None:
+            self.session.let_go()
+        leftovers.let_go(self.live)
+        self.live.model = self.live.optimizer = self.live.scheduler = self.live.loop = None
+        self.session = self.rejoined = self.loads = None
 
     def event(self, event: Event) -> None:
         """Append an event to the run's record, on the rank that keeps it."""

@@ -94,6 +94,19 @@ class Ledger:
             **checkpointing,
         )
 
+    def sums_of(self, iteration: int) -> dict[str, torch.Tensor] | None:
+        """Sums over this rank's micro-batches, on the host; None where it did not run ``iteration`` last, has no
+        losses, or Megatron's schedule gave means (old scripts).
+        """
+        ran, micro_batches = self.micro_batch_losses
+        if ran != iteration or not micro_batches:
+            return None
+        sums = {
+            name: torch.vstack([one[name].view(-1) for one in micro_batches]).sum(dim=0).cpu()
+            for name in micro_batches[0]
+        }
+        return sums if all(its.numel() == 2 for its in sums.values()) else None
+
     def complete(self, until: int, outcome: Mapping[str, Any]) -> None:
         """Write the lines up to ``until`` that a failure has kept from being written; every rank calls it.
 

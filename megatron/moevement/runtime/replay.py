@@ -307,10 +307,11 @@ class MegatronTrainer(Trainer):
 
     def _training_config(self, undo: UndoStack) -> None:
         """What ``train`` puts into the model's configuration before its first step, without what overlaps."""
-        from megatron.core.distributed import finalize_model_grads
+        from megatron.training import training
 
         config, optimizer = self._loop.config, self._live.optimizer
-        finalize = config.finalize_model_grads_func or finalize_model_grads
+        # As the trainer has it: experts in slots are reduced over their replicas in it.
+        finalize = config.finalize_model_grads_func or training.finalize_model_grads
 
         def finalize_as_ever(*args: Any, **kwargs: Any) -> Any:
             # Megatron puts the gradients of all parameters that require one into one tensor to reduce it. A sum over

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron.moevement.elastic.replicas import local_parameters, slot_layers
+from megatron.moevement.elastic.slots import slots
 from megatron.moevement.optimizer.quantised import quantised_buffers
 from megatron.moevement.runtime.live import Live
 from moevement_core.session.binding import Replicas
@@ -29,4 +31,21 @@ def replica_digests(live: Live) -> list[Replicas]:
             quantised = quantised_buffers(parameter)
             stored = [parameter.data] if quantised is None else list(quantised.all.values())
             weights.setdefault(tuple(dist.get_process_group_ranks(group)), []).extend(stored)
-    return [(ranks, begin_whole({"": tensors})()[""]) for ranks, tensors in weights.items() if len(ranks) > 1]
+    alike = [("", ranks, begin_whole({"": tensors})()[""]) for ranks, tensors in weights.items() if len(ranks) > 1]
+    return alike + _experts_in_slots(live)
+
+
+def _experts_in_slots(live: Live) -> list[Replicas]:
+    """Of experts that several slots have, one digest for each slot here."""
+    found: list[Replicas] = []
+    if (its := slots()) is None:
+        return found
+    for layer in slot_layers(live.model or []):
+        table, mine = its.tables[layer.layer_number - 1], layer.ep_group.rank()
+        ranks = dist.get_process_group_ranks(layer.ep_group)
+        for expert, parameters in zip(table[mine], local_parameters(layer), strict=True):
+            replicas = tuple(ranks[rank] for rank, of_rank in enumerate(table) for one in of_rank if one == expert)
+            if len(replicas) > 1:
+                digest = begin_whole({"": [parameter.data for parameter in parameters]})()[""]
+                found.append((f"expert {expert} of layer {layer.layer_number - 1}", replicas, digest))
+    return found

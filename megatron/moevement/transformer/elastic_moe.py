@@ -76,12 +76,10 @@ def _classes() -> _Classes:
             mine = routing_map.sum(0)
             tokens = mine.new_empty(self.ep_size, mine.numel())
             dist.all_gather_into_tensor(tokens.view(-1), mine, group=self.ep_group)
-            if torch.is_grad_enabled() and self.counts:
+            if torch.is_grad_enabled():
                 total = tokens.sum(0)
                 self.routed = total if self.routed is None else self.routed + total
             return tokens
-
-        counts: bool = True
 
     class SlotLayer(MoELayer):
         """A layer whose experts stand in slots."""

@@ -1,0 +1,275 @@
+"""A recorded trace of nodes that come and go, live: who trains how much in the same time; writes elastic_nodes.md.
+
+    python -m benchmarks.elastic_nodes TRACE.csv                 (half an hour)
+
+A segment of the trace is played on six nodes in namespaces, a rank on each, faster than it was recorded. The first node
+has the coordinator and stays. A node of the trace that goes is killed, and its replacement in the trace is the same node,
+booted again: until its processes have joined the job has fewer nodes, as where a preempted instance is replaced. Needs
+root, slurm-wlm, munge and iproute2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import measured_on
+from benchmarks.papers.common import table
+from moevement_core.run_record import RunRecord
+from moevement_core.simulator.availability import Change, changes, segment
+from tests.cluster.cluster import Cluster, why_not
+from tests.cluster.training import Training, train
+
+OUTPUT = Path(__file__).with_suffix(".md")
+PLOT = OUTPUT.with_suffix(".png")
+NODES = 6
+SAVE_EVERY = 50
+"""Iterations between two dense checkpoints of a job that restarts from them."""
+MODEL: dict[str, Any] = {
+    "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1, "use_distributed_optimizer": False,
+    "bf16": False, "num_experts": 8, "hidden_size": 64, "micro_batch_size": 2, "global_batch_size": 120,
+    "train_iters": 100_000, "lr": 1e-3, "log_interval": 1, "moevement_lease_seconds": 5, "moevement_window": 4,
+}  # fmt: skip
+ELASTIC = {"moevement_elastic": True, "moevement_join_wait": 2}
+PLAIN = {"moevement_sparse_ckpt": False, "moevement_window": False, "moevement_replicas": False}
+FLAGS: dict[str, dict[str, Any]] = {
+    "lazarus": ELASTIC | {"moevement_expert_slots": 4, "moevement_rebalance_interval": 100},
+    "replicas": ELASTIC,
+    "shards": ELASTIC | {"use_distributed_optimizer": True, "moevement_recovery": "redo"},
+    "restart": PLAIN | {"moevement_lease_seconds": False, "save_interval": SAVE_EVERY},
+}
+WHAT = {
+    "static": "elastic experts, no node goes",
+    "lazarus": "elastic experts, 4 slots of 8 experts on each rank (`--moevement-elastic --moevement-expert-slots 4`)",
+    "replicas": "every rank has all state (`--moevement-elastic`)",
+    "shards": "a distributed optimizer, gradients at peers (`... --use-distributed-optimizer --moevement-recovery redo`)",
+    "restart": f"no fault tolerance: a restart from the newest dense checkpoint, one every {SAVE_EVERY} iterations, "
+    "whenever a node goes and whenever one is back",
+}
+
+
+@dataclass
+class Played:
+    """What came of one system."""
+
+    iterations: int = 0
+    """Committed when the segment was over; those of a dense checkpoint that a restart went back to, once."""
+    again: int = 0
+    """Run more than once."""
+    down_s: list[float] = field(default_factory=list)
+    """After each change, the longest time without a commit, beyond an iteration's."""
+    sizes: list[int] = field(default_factory=list)
+    losses: dict[int, float] = field(default_factory=dict)
+    progress: list[tuple[float, int]] = field(default_factory=list)
+    """Seconds since the segment began, and the newest iteration."""
+    is_unequal: bool = False
+    """Whether any migration ended without equal digests."""
+
+
+def main() -> int:
+    """Play and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path, metavar="TRACE.csv", help="milliseconds, add or remove, node")
+    parser.add_argument("--begin", type=float, default=28800.0, metavar="S", help="of the segment (default: 28800)")
+    parser.add_argument("--length", type=float, default=4800.0, metavar="S", help="of the segment (default: 4800)")
+    parser.add_argument("--speedup", type=float, default=20.0, metavar="X", help="default: 20")
+    parser.add_argument("--systems", nargs="+", choices=WHAT, default=list(WHAT), help="default: all")
+    given = parser.parse_args()
+    if (reason := why_not()) is not None:
+        print(f"no cluster here: {reason}", file=sys.stderr)
+        return 2
+    os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
+    os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
+    first, recorded = segment(changes(given.trace), given.begin, given.begin + given.length, NODES - 1)
+    events = list(node_events(first, recorded, given.speedup))
+    length_s = given.length / given.speedup
+    played: dict[str, Played] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for system in given.systems:
+            print(f"{system}: {length_s:.0f} s, {len(events)} changes", file=sys.stderr, flush=True)
+            with Cluster(nodes=NODES) as cluster:
+                play = _restarting if system == "restart" else _elastic
+                its = () if system == "static" else events
+                played[system] = play(cluster, Path(folder, system), FLAGS.get(system, FLAGS["lazarus"]), its, length_s)
+            print(f"{system}: {played[system].iterations} iterations", file=sys.stderr, flush=True)
+    OUTPUT.write_text(report(played, events, given), encoding="utf-8")
+    draw(played, events, PLOT)
+    return 0
+
+
+def node_events(first: Sequence[str], recorded: Sequence[Change], speedup: float) -> Iterator[tuple[float, list[str]]]:
+    """When which of the cluster's nodes are lost, seconds; what replaces a node in the trace is the same one here."""
+    here = dict(zip(first, [f"n{number}" for number in range(2, NODES + 1)], strict=True))
+    for change in recorded:
+        lost = [here.pop(node) for node in sorted(change.removed)]
+        here.update(zip(sorted(change.added), lost, strict=True))
+        yield change.at_s / speedup, lost
+
+
+def _elastic(
+    cluster: Cluster, folder: Path, flags: dict[str, Any], events: Sequence[tuple[float, list[str]]], length_s: float
+) -> Played:
+    training = train(
+        cluster, folder, nodes=NODES, tasks_per_node=1, spares=0, environment={"NPROC": "1"}, **MODEL | flags
+    )
+    training.wait_for_iteration(12)
+    played, began_at = Played(), time.time()
+    start = training.iteration()
+    for at_s, nodes in events:
+        _watch(training, played, began_at, began_at + at_s)
+        for node in nodes:
+            cluster.kill_node(node)
+        for node in nodes:
+            cluster.restart_node(node)
+    _watch(training, played, began_at, began_at + length_s)
+    lines = [line for line in training.record.metrics() if line["time"] <= began_at + length_s]
+    played.iterations = lines[-1]["iteration"] - start
+    played.losses = {line["iteration"]: line["loss"] for line in lines}
+    resized = training.events("resized")
+    played.sizes = [event["world_size"] for event in resized]
+    played.down_s = [event["seconds"]["total"] for event in resized]
+    played.is_unequal = any(not event["digests_equal"] for event in resized)
+    played.again = _again(training.record, resized)
+    cluster.restore()
+    return played
+
+
+def _again(record: RunRecord, resized: Sequence[dict[str, Any]]) -> int:
+    """Iterations that were committed, and run again because the job went on from an older one."""
+    del record
+    return sum(max(0, event.get("newest", event["iteration"]) - event["iteration"]) for event in resized)
+
+
+def _watch(training: Training, played: Played, began_at: float, until: float) -> None:
+    while time.time() < until:
+        played.progress.append((time.time() - began_at, training.iteration()))
+        time.sleep(min(0.5, max(0.0, until - time.time())))
+
+
+def _restarting(
+    cluster: Cluster, folder: Path, flags: dict[str, Any], events: Sequence[tuple[float, list[str]]], length_s: float
+) -> Played:
+    """Whoever runs it starts it again: at once, with the nodes that are there."""
+    saved = folder / "saved"
+    played = Played()
+    run = 0
+
+    def start(nodes: int) -> Training:
+        nonlocal run
+        run += 1
+        again = {"load": str(saved)} if (saved / "latest_checkpointed_iteration.txt").exists() else {}
+        return train(
+            cluster, folder / f"run{run}", nodes=nodes, tasks_per_node=1, spares="none", environment={"NPROC": "1"},
+            **MODEL | flags | {"save": str(saved)} | again,
+        )  # fmt: skip
+
+    training = start(NODES)
+    training.wait_for_iteration(12)
+    began_at = time.time()
+    first = training.iteration()
+    newest = first
+    for at_s, nodes in events:
+        _watch(training, played, began_at, began_at + at_s)
+        newest = max(newest, training.iteration())
+        for node in nodes:
+            cluster.kill_node(node)
+        training.job.cancel()
+        for node in nodes:
+            cluster.restart_node(node)
+        training = start(NODES)
+        played.sizes.append(NODES)
+        back = _saved(saved)
+        played.again += newest - back
+    _watch(training, played, began_at, began_at + length_s)
+    lines = [line for line in training.record.metrics() if line["time"] <= began_at + length_s]
+    played.iterations = (lines[-1]["iteration"] if lines else _saved(saved)) - first
+    played.losses = {line["iteration"]: line["loss"] for line in lines}
+    training.job.cancel()
+    cluster.restore()
+    return played
+
+
+def _saved(folder: Path) -> int:
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    return int(tracker.read_text()) if tracker.exists() else 0
+
+
+def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]], given: argparse.Namespace) -> str:
+    """The whole file."""
+    static = played.get("static")
+    rows = []
+    for system, its in played.items():
+        rate = f"{its.iterations / static.iterations:.2f}" if static is not None else ""
+        shared = set(its.losses) & set(static.losses) if static is not None else set()
+        apart = max((abs(its.losses[one] / static.losses[one] - 1) for one in shared), default=0.0) if static else 0.0
+        rows.append(
+            [
+                system, f"{its.iterations}", rate, " ".join(map(str, its.sizes)) or "6", f"{its.again}",
+                f"{statistics.median(its.down_s):.1f}" if its.down_s else "",
+                f"{max(its.down_s):.1f}" if its.down_s else "", f"{apart:.1e}" if system != "static" else "",
+            ]
+        )  # fmt: skip
+    header = [
+        "system", "iterations", "of static", "sizes after each change", "run again", "s to go on, median", "most",
+        "loss apart from static",
+    ]  # fmt: skip
+    when = ", ".join(f"{at_s:.0f} s ({len(nodes)})" for at_s, nodes in events)
+    what = "\n".join(f"- **{system}**: {WHAT[system]}" for system in played)
+    length_s = given.length / given.speedup
+    unequal = [system for system, its in played.items() if its.is_unequal]
+    equal = "in all of them" if not unequal else f"in all but those of {', '.join(unequal)}"
+    return f"""# Nodes that come and go, live
+
+    python -m benchmarks.elastic_nodes TRACE.csv        (writes this file and the plot)
+
+The trace `{given.trace.stem}` from {given.begin:.0f} s on, {given.length:.0f} s of it in {length_s:.0f} s, on six nodes that
+are network namespaces under Slurm, a rank on each. Nodes are lost at {when}; a node that was lost is booted again at once,
+and back when its processes are. Nobody has a spare.
+
+{what}
+
+{table(header, rows)}
+
+Two cores compute for all ranks, however many there are, so fewer ranks are not slower here: what differs is what is lost
+by going on. After a change digests of all operators were compared with those before it, and are equal {equal}.
+What fewer nodes cost at the paper's scale is in [elastic.md](elastic.md).
+
+![iterations over time]({PLOT.name})
+
+{measured_on()}
+"""
+
+
+def draw(played: dict[str, Played], events: Sequence[tuple[float, list[str]]], path: Path) -> None:
+    """Iterations over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for system, its in played.items():
+        if its.progress:
+            first = its.progress[0][1]
+            axes.plot([at for at, _ in its.progress], [newest - first for _, newest in its.progress], label=system)
+    for at_s, _ in events:
+        axes.axvline(at_s, color="0.8", linewidth=1, zorder=0)
+    axes.set_xlabel("seconds; nodes are lost at the grey lines")
+    axes.set_ylabel("iterations committed")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+Play = Callable[..., Played]
+
+if __name__ == "__main__":
+    sys.exit(main())

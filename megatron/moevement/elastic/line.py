@@ -1,0 +1,50 @@
+"""What came of the newest iteration of an elastic job, where a failure may have kept its line of metrics from being
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.moevement.elastic.offer import Offer
+from moevement_core.session.exchange import all_gather_objects
+
+
+@dataclass(frozen=True)
+class Line:
+    """What came of an iteration."""
+
+    losses: Mapping[str, torch.Tensor]
+    """None of them where a rank is lost that had a part of them."""
+    outcome: Mapping[str, Any]
+    """Of its step."""
+
+
+def line_of(offer: Offer | None, iteration: int) -> Line | None:
+    """Of ``iteration``; None where nobody who is left knows. Every rank calls it.
+
+    Args:
+        offer: of this rank; None: it is new.
+        iteration: the newest that anybody has committed.
+    """
+    from megatron.training import get_args
+
+    mark = offer.mark if offer is not None else None
+    is_live = offer is not None and mark is not None and mark.iteration == iteration
+    mine = (offer.stand, offer.losses, mark.outcome) if is_live and offer is not None and mark is not None else None
+    known = [one for one in all_gather_objects(mine) if one is not None]
+    outcome = next((outcome for _, _, outcome in known if outcome), None)
+    if outcome is None:
+        return None
+    last = {stand: losses for stand, losses, _ in known if losses is not None and stand.tensor == 0}
+    args = get_args()
+    ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
+    if not last or len(last) < next(iter(last)).world // ranks:
+        return Line({}, outcome)
+    sums = [losses for _, losses in sorted(last.items(), key=lambda its: its[0].rank)]
+    totals = {name: torch.stack([its[name] for its in sums]).sum(dim=0) for name in sums[0]}
+    return Line({name: total[0] / total[1] for name, total in totals.items()}, outcome)
