@@ -128,6 +128,12 @@ def test_a_rank_that_now_shares_a_node_with_its_peer_gets_another() -> None:
     assert after[0] in ((2,), (3,))
 
 
+ONE_NODE = (
+    "all {} ranks are on one node, and so are the {} copies of each snapshot: they survive the loss of a process and "
+    "not of the node"
+)
+
+
 @pytest.mark.parametrize(
     ("nodes", "replicas", "same_node", "is_running", "wanted"),
     [
@@ -135,6 +141,9 @@ def test_a_rank_that_now_shares_a_node_with_its_peer_gets_another() -> None:
         ([0], None, False, False, Copies(0, True)),
         ([0, 0, 0], 1, True, False, Copies(1, True)),
         ([0, 0, 0], 2, False, False, Copies(2, False)),  # refused where copies are placed
+        ([0, 1], 2, False, True, Copies(1, False, "each snapshot has 1 of 2 copies: there are 1 other nodes for them")),
+        ([0, 0], 2, True, True, Copies(1, True, ONE_NODE.format(2, 1))),
+        ([0], 1, True, True, Copies(0, True, "one rank is left, and nobody to keep copies of its snapshots")),
     ],
 )
 def test_copies_are_as_many_as_were_asked_for(

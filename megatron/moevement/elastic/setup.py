@@ -29,12 +29,17 @@ def put_experts_in_slots(args: Namespace) -> None:
         use_slots(Slots(args.num_experts, config.expert_slots, config.min_replicas))
 
 
-def begin_placement(args: Namespace) -> None:
-    """At a start of the job: what ``--moevement-expert-placement`` says, or experts as if all had equal loads."""
+def begin_placement(args: Namespace, *, is_restart: bool) -> None:
+    """At a start of the job: what ``--moevement-expert-placement`` says, or experts as if all had equal loads.
+
+    Args:
+        args: Megatron's.
+        is_restart: whether the job has begun before, maybe with more ranks than now: the placement was for those.
+    """
     its = slots()
     if its is not None:
         its.tables.clear()
-        if args.moevement_expert_placement:
+        if args.moevement_expert_placement and not is_restart:
             its.tables.update(read_placement(args.moevement_expert_placement, its, args.data_parallel_size))
 
 

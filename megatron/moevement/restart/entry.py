@@ -91,7 +91,7 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstPr
         binding.job_name = names.name
         run = RunConfig.from_args(args)
         lock = lock_run_directory(run.run_dir, names.name) if run.run_dir is not None else None
-        begin_placement(args)
+        begin_placement(args, is_restart=names.is_restart)
         with origin.loading(names, args) as began:
             live.model, live.optimizer, live.scheduler = setup()
         weights.make_again(live.model, live.optimizer)
