@@ -16,14 +16,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import measured_on
 from benchmarks.papers.common import table
-from moevement_core.run_record import RunRecord
 from moevement_core.simulator.availability import Change, changes, segment
 from tests.cluster.cluster import Cluster, why_not
 from tests.cluster.training import Training, train
@@ -35,7 +34,7 @@ SAVE_EVERY = 50
 """Iterations between two dense checkpoints of a job that restarts from them."""
 MODEL: dict[str, Any] = {
     "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1, "use_distributed_optimizer": False,
-    "bf16": False, "num_experts": 8, "hidden_size": 64, "micro_batch_size": 2, "global_batch_size": 120,
+    "bf16": False, "num_layers": 2, "num_experts": 8, "micro_batch_size": 2, "global_batch_size": 120,
     "train_iters": 100_000, "lr": 1e-3, "log_interval": 1, "moevement_lease_seconds": 5, "moevement_window": 4,
 }  # fmt: skip
 ELASTIC = {"moevement_elastic": True, "moevement_join_wait": 2}
@@ -137,15 +136,8 @@ def _elastic(
     played.sizes = [event["world_size"] for event in resized]
     played.down_s = [event["seconds"]["total"] for event in resized]
     played.is_unequal = any(not event["digests_equal"] for event in resized)
-    played.again = _again(training.record, resized)
     cluster.restore()
     return played
-
-
-def _again(record: RunRecord, resized: Sequence[dict[str, Any]]) -> int:
-    """Iterations that were committed, and run again because the job went on from an older one."""
-    del record
-    return sum(max(0, event.get("newest", event["iteration"]) - event["iteration"]) for event in resized)
 
 
 def _watch(training: Training, played: Played, began_at: float, until: float) -> None:
@@ -268,8 +260,6 @@ def draw(played: dict[str, Played], events: Sequence[tuple[float, list[str]]], p
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
-
-Play = Callable[..., Played]
 
 if __name__ == "__main__":
     sys.exit(main())

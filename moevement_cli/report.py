@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from moevement_cli.plotting import figure
 from moevement_core.errors import ConfigError, RunRecordError
+from moevement_core.events import Resized
 from moevement_core.recovery.account import trace_events
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.run_record import RunRecord
@@ -50,6 +52,8 @@ def report(runs: list[Path], plot: Path | None, trace: Path | None, *, as_json: 
             print(f"{row['run']}: {cost_line(row['checkpointing'])}")
             for recovery in row["checkpointing"]["recoveries"]:
                 print(f"{row['run']}: {Recovery(**recovery).sentence()}")
+        for change in row["sizes"]:
+            print(f"{row['run']}: {change}")
     if plot is not None:
         draw([RunRecord(folder) for folder in runs], plot)
         print(f"plot: {plot}")
@@ -92,6 +96,11 @@ def _row(record: RunRecord) -> dict[str, Any]:
         "tokens_per_s": statistics.median(rates) if rates else 0.0,
         "checkpointing": summary.get("checkpointing"),
         "state_digest": summary.get("state_digest", {}).get("all"),
+        "sizes": [
+            Resized(**{field.name: event[field.name] for field in fields(Resized)}).sentence()
+            for event in record.events()
+            if event["event"] == Resized.kind
+        ],
     }
 
 

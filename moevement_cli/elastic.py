@@ -1,0 +1,164 @@
+"""``moevement elastic``: what nodes that come and go cost, with elastic experts and without."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Column, Table
+
+from moevement_core.errors import ConfigError
+from moevement_core.simulator.availability import changes, nodes_over_time, segment
+from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained
+
+SEGMENT_S = 4800.0
+_FLAGS: dict[str, tuple[type, Any, str]] = {
+    "experts": (int, 8, "of each layer"),
+    "slots": (int, 6, "for experts on a node, in each layer"),
+    "floor": (int, 2, "replicas of each expert, at least"),
+    "nodes": (int, 10, "of the cluster; what the trace has beyond them waits"),
+    "iteration-s": (float, 0.45, "seconds of an iteration on all nodes with equal loads"),
+    "expert-share": (float, 0.5, "of an iteration that is spent in experts"),
+    "expert-bytes": (float, 63e6, "state of an expert of one layer"),
+    "bytes-per-s": (float, 12.5e9, "of a node's network"),
+    "regroup-s": (float, 25.0, "until process groups are there again"),
+    "restart-s": (float, 120.0, "until a job that is started anew trains again"),
+    "checkpoint-every": (int, 250, "iterations between two checkpoints in storage; 50 for restart in the paper"),
+    "checkpoint-s": (float, 20.0, "that one of them delays training by"),
+    "wait-s": (float, 120.0, "for which nodes that come are gathered"),
+    "rebalance-every": (int, 200, "iterations between two allocations"),
+}
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "A recorded trace of nodes that come and go, in segments, under three systems: lazarus (elastic experts, as "
+        "--moevement-expert-slots trains them: the same allocation, placement and migration), regroup (equal experts "
+        "in groups of nodes that hold each expert once) and restart (from the newest checkpoint whenever a node goes). "
+        "Defaults are Lazarus's testbed and its GPT-S. docs/elastic.md, docs/simulator.md."
+    )
+    parser.add_argument("trace", type=Path, metavar="TRACE.csv", help="milliseconds,add|remove,NODE")
+    parser.add_argument(
+        "--routing", type=Path, metavar="FILE.npz",
+        help="recorded loads: tokens_per_expert [records, layers, experts] and iteration [records] (default: drawn)",
+    )  # fmt: skip
+    parser.add_argument("--layers", type=int, default=12, metavar="N", help="with drawn loads (default: 12)")
+    parser.add_argument(
+        "--skew", type=float, default=1.0, metavar="S",
+        help="of drawn loads: the expert of rank k has 1 / k^S of the first one's tokens (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--segment", type=float, default=SEGMENT_S, metavar="S", help=f"seconds (default: {SEGMENT_S:g})"
+    )
+    parser.add_argument("--system", nargs="+", choices=list(System), metavar="NAME", help=f"of {', '.join(System)}")
+    for name, (kind, default, text) in _FLAGS.items():
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} (default: {default:g})")
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code.
+
+    Raises:
+        ConfigError: a number cannot be, or a file is none of its kind.
+    """
+    job = _job(arguments)
+    loads, every = _loads(arguments, job)
+    try:
+        trace = changes(arguments.trace)
+    except OSError as error:
+        raise ConfigError(f"{arguments.trace}: {error.strerror}; give a trace of nodes") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{arguments.trace}: no text; needs lines of milliseconds,add|remove,NODE") from None
+    if not trace:
+        raise ConfigError(f"{arguments.trace}: empty; needs lines of milliseconds,add|remove,NODE")
+    begins = np.arange(0.0, max(trace[-1].at_s, 1.0), arguments.segment).tolist()
+    found: dict[System, list[Trained]] = {}
+    nodes: list[float] = []
+    for begin_s in begins:
+        first, rest = segment(trace, begin_s, begin_s + arguments.segment, job.nodes)
+        stretches = nodes_over_time(first, rest, arguments.segment)
+        nodes.append(sum((end - start) * count for start, end, count in stretches) / arguments.segment)
+        for system in arguments.system or System:
+            training = ElasticTraining(job, System(system), loads, every, first)
+            found.setdefault(System(system), []).append(training.run(rest, arguments.segment))
+    _print(found, nodes, arguments)
+    if arguments.json:
+        print(json.dumps({"results": [_as_json(system, its) for system, its in found.items()]}))
+    return 0
+
+
+def _job(arguments: argparse.Namespace) -> ElasticJob:
+    given = {name: getattr(arguments, name) for name in (field.name for field in fields(ElasticJob))}
+    positive = [name for name in given if name not in ("expert_share", "expert_bytes", "regroup_s", "restart_s",
+                                                       "checkpoint_s", "wait_s")]  # fmt: skip
+    for name, value in given.items():
+        least = "above 0" if name in positive else "0 or more"
+        if not (0 < value < float("inf") if name in positive else 0 <= value < float("inf")):
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}; needs a number, {least}")
+    for name, value in (("segment", arguments.segment), ("layers", arguments.layers)):
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"--{name} {value:g}; needs a number, above 0")
+    if not 0 <= arguments.skew < 100:
+        raise ConfigError(f"--skew {arguments.skew:g}; needs a number, 0 to below 100")
+    if given["expert_share"] > 1:
+        raise ConfigError(f"--expert-share {given['expert_share']:g}; needs a share, 0 to 1")
+    if given["nodes"] * given["slots"] < given["experts"]:
+        raise ConfigError(
+            f"--nodes {given['nodes']} of --slots {given['slots']} hold fewer than --experts {given['experts']}; needs "
+            "a slot for each expert"
+        )
+    return ElasticJob(**given)
+
+
+def _loads(arguments: argparse.Namespace, job: ElasticJob) -> tuple[npt.NDArray[np.int64], int]:
+    """Tokens of each expert, ``[records, layers, E]``, and iterations between two records."""
+    if arguments.routing is None:
+        share = 1.0 / np.arange(1, job.experts + 1) ** arguments.skew
+        layers = [np.roll(share, layer) for layer in range(arguments.layers)]
+        return np.rint(np.array([layers]) / share.sum() * 1e6).astype(np.int64), job.rebalance_every
+    try:
+        with np.load(arguments.routing) as record:
+            tokens, iterations = record["tokens_per_expert"].astype(np.int64), record["iteration"]
+        every = int(iterations[1] - iterations[0])
+        if tokens.ndim != 3 or tokens.shape[2] < job.experts or every < 1 or tokens.min() < 0:
+            raise ValueError(f"tokens_per_expert is {list(tokens.shape)}, a record every {every} iterations")
+    except OSError as error:
+        raise ConfigError(f"--routing {arguments.routing}: {error.strerror or 'no .npz file'}") from None
+    except (ValueError, KeyError, IndexError, TypeError, EOFError) as error:
+        raise ConfigError(
+            f"--routing {arguments.routing}: {error}; needs tokens_per_expert [records, layers, {job.experts} experts "
+            "or more] and iteration [records], ascending"
+        ) from None
+    chosen = np.argsort(-tokens.sum(0), axis=-1)[:, : job.experts]  # the most loaded ones of each layer
+    return np.take_along_axis(tokens, chosen[None], axis=-1), every
+
+
+def _print(found: dict[System, list[Trained]], nodes: Sequence[float], arguments: argparse.Namespace) -> None:
+    table = Table(
+        Column("system", no_wrap=True), Column("iterations", no_wrap=True), "changes", "from storage", "experts moved",
+        "regroup", "migrate", "restart", "save",
+        title=f"{arguments.trace.stem}: {len(nodes)} segments of {arguments.segment:g} s, means; "
+        f"{statistics.mean(nodes):.1f} nodes; seconds lost to regroup ... save",
+    )  # fmt: skip
+    for system, its in found.items():
+        counted = (statistics.mean(getattr(one, name) for one in its) for name in ("changes", "fallbacks", "moved"))
+        lost = (statistics.mean(one.lost_s[name] for one in its) for name in ("regroup", "migrate", "restart",
+                                                                            "checkpoint"))  # fmt: skip
+        made = statistics.mean(one.iterations for one in its)
+        table.add_row(str(system), f"{made:,.0f}", *(f"{one:.1f}" for one in counted), *(f"{one:.0f}" for one in lost))
+    Console().print(table)
+
+
+def _as_json(system: System, its: Sequence[Trained]) -> dict[str, Any]:
+    return {"system": str(system), "segments": [asdict(one) for one in its]}

@@ -1,0 +1,65 @@
+"""``moevement elastic``: a trace in, a table out, and one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.errors import ConfigError
+from moevement_core.exit_codes import USAGE_ERROR
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv"
+    nodes = [f"0,add,n{number}" for number in range(4)]
+    path.write_text("\n".join([*nodes, "60000,remove,n1", "180000,add,n4", "3000000,remove,n2"]) + "\n")
+    return path
+
+
+SMALL = ("--nodes", "4", "--slots", "4", "--layers", "2", "--segment", "1200", "--wait-s", "10")
+
+
+def test_elastic_experts_train_most(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["elastic", str(trace), *SMALL, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    made = {one["system"]: sum(its["iterations"] for its in one["segments"]) for one in results}
+    assert made["lazarus"] > made["regroup"] > made["restart"]
+    (lazarus,) = (one["segments"] for one in results if one["system"] == "lazarus")
+    assert lazarus[0]["changes"] == 2
+    assert lazarus[0]["fallbacks"] == 0
+
+
+def test_recorded_loads(trace: Path, tmp_path: Path) -> None:
+    tokens = np.random.default_rng(1).integers(1, 1000, (3, 2, 8))
+    np.savez(tmp_path / "routing.npz", tokens_per_expert=tokens, iteration=np.array([1, 11, 21]))
+    assert main(["elastic", str(trace), *SMALL, "--routing", str(tmp_path / "routing.npz")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nodes", "1"], "hold fewer than --experts 8"),
+        (["--segment", "nan"], "--segment nan; needs a number, above 0"),
+        (["--iteration-s", "0"], "--iteration-s 0; needs a number, above 0"),
+        (["--expert-share", "2"], "--expert-share 2; needs a share"),
+        (["--routing", "/nowhere.npz"], "/nowhere.npz: No such file"),
+        (["--routing", __file__], "--routing .*needs tokens_per_expert"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    words: list[str], message: str, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises((SystemExit, ConfigError)) as caught:
+        main(["elastic", str(trace), *SMALL, *words])
+    if isinstance(caught.value, SystemExit):
+        assert caught.value.code == USAGE_ERROR
+    error = capsys.readouterr().err
+    assert "Traceback" not in error
+    import re
+
+    assert re.search(message, error), error
