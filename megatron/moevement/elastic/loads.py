@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron.moevement.elastic.replicas import slot_layers
 from megatron.moevement.elastic.slots import Slots
+from moevement_core.elastic.placement import slowest_node
 from moevement_core.elastic.rebalance import Hysteresis, LoadMonitor
 from moevement_core.restart.generation import Regroup
 
@@ -29,12 +30,15 @@ class RoutedLoads:
         self._slots, self._interval = slots, interval
         self._committed: dict[int, torch.Tensor] = {}
         """Tokens of each expert since the last look, by layer, on the device."""
+        self._last: dict[int, torch.Tensor] = {}
+        """Those of the last iteration."""
 
     def committed(self) -> None:
         """An iteration was committed: what was routed in it counts."""
         for layer, dispatcher in self._layers.items():
             routed, dispatcher.routed = dispatcher.routed, None
             if routed is not None:
+                self._last[layer] = routed
                 before = self._committed.get(layer)
                 self._committed[layer] = routed if before is None else before + routed
 
@@ -45,6 +49,17 @@ class RoutedLoads:
             for layer, its in loads.items()
             if layer in self._layers
         }
+
+    def imbalance(self) -> float | None:
+        """Tokens of the rank with the most over those of an even share, in the last iteration: what experts, for which
+        all wait, took longer than they could. Mean over layers of this rank's stage; None without any. Waits for the
+        device.
+        """
+        shares = [
+            slowest_node(np.array(tokens.tolist(), dtype=np.int64), self._slots.tables[layer])
+            for layer, tokens in self._last.items()
+        ]
+        return float(np.mean(shares)) if shares else None
 
     def forget_replayed(self) -> None:
         """What was routed in iterations that were run again has been counted, or is of no interest any more."""

@@ -88,6 +88,8 @@ def record_iteration(process: Process) -> Wrapper:
             job = process.job
             job.live.iteration = iteration
             checkpointing = job.session.metrics() if job.session is not None else {}
+            if job.loads is not None and job.live.record is not None:  # as the loss, it waits for the device
+                checkpointing = {**checkpointing, "expert_imbalance": job.loads.imbalance()}
             job.ledger.write(
                 iteration, loss_dict, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale,
                 skipped=bool(skipped_iter), grad_norm=grad_norm,

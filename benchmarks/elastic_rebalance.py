@@ -1,0 +1,97 @@
+"""Experts in slots that follow their loads, live: what it is worth and what it costs; writes elastic_rebalance.md.
+
+    python -m benchmarks.elastic_rebalance                 (eight minutes)
+
+The laptop preset on four data-parallel ranks, four slots of eight experts each, without an auxiliary loss that would
+even the loads out. Once experts stay where equal loads placed them, and then they are looked at every so many iterations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.environment import measured_on
+from benchmarks.papers.common import table
+from moevement_core.run_record import RunRecord
+
+OUTPUT = Path(__file__).with_suffix(".md")
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "pretrain_moe"
+NEVER = 1_000_000
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=160, metavar="N", help="default: 160")
+    parser.add_argument("--every", type=int, nargs="+", default=[NEVER, 40, 20], metavar="N", help="looks at loads")
+    given = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for every in given.every:
+            record = _train(Path(folder, str(every)), every, given.iterations)
+            rows.append(_row(record, every))
+            print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
+    OUTPUT.write_text(report(rows, given.iterations), encoding="utf-8")
+
+
+def _train(run_dir: Path, every: int, iterations: int) -> RunRecord:
+    words = [
+        "--nproc", "4", "--spares", "0", str(SCRIPT / "pretrain_gpt.py"), "--config",
+        str(SCRIPT / "configs" / "laptop.yaml"),
+        "--pipeline-model-parallel-size", "1", "--expert-model-parallel-size", "1", "--moe-aux-loss-coeff", "0",
+        "--train-iters", str(iterations), "--eval-iters", "0", "--moevement-elastic", "--moevement-expert-slots", "4",
+        "--moevement-rebalance-interval", str(every), "--run-dir", str(run_dir),
+    ]  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "moevement_cli.main", "launch", *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+    return RunRecord(run_dir)
+
+
+def _row(record: RunRecord, every: int) -> list[str]:
+    lines = record.metrics()
+    half = [line["expert_imbalance"] for line in lines[len(lines) // 2 :] if line.get("expert_imbalance") is not None]
+    resized = [event for event in record.events() if event["event"] == "resized"]
+    seconds = [event["seconds"]["total"] for event in resized]
+    return [
+        "never" if every == NEVER else f"{every}",
+        f"{statistics.mean(half):.2f}",
+        f"{len(resized)}",
+        f"{statistics.median(seconds):.2f}" if seconds else "",
+        f"{statistics.mean(event['moved_bytes'] for event in resized) / 1e6:.1f}" if resized else "",
+        f"{statistics.median(line['iteration_s'] for line in lines[8:] if line.get('iteration_s')):.2f}",
+        f"{lines[-1]['loss']:.3f}",
+    ]
+
+
+def report(rows: list[list[str]], iterations: int) -> str:
+    """The whole file."""
+    header = [
+        "looked at every", "slowest rank over an even one, second half", "rebalances", "s each, median", "MB moved each",
+        "s an iteration, median", "loss at the end",
+    ]  # fmt: skip
+    return f"""# Experts that follow their loads, live
+
+    python -m benchmarks.elastic_rebalance        (writes this file)
+
+The laptop preset on four data-parallel ranks, four slots of eight experts on each, {iterations} iterations, no auxiliary loss.
+The second column is what the expert part of an iteration takes longer than with even loads, where every rank has
+processors of its own; here four ranks share two cores, so the iteration does not show it. A rebalance interrupts all
+ranks: its seconds are those from the interruption to the next iteration, of which models are built anew in most.
+
+{table(header, rows)}
+
+On recorded routing of a model that trains for longer: [elastic.md](elastic.md).
+
+{measured_on()}
+"""
+
+
+if __name__ == "__main__":
+    main()
