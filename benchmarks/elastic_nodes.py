@@ -51,7 +51,7 @@ WHAT = {
     "replicas": "every rank has all state (`--moevement-elastic`)",
     "shards": "a distributed optimizer, gradients at peers (`... --use-distributed-optimizer --moevement-recovery redo`)",
     "restart": f"no fault tolerance: a restart from the newest dense checkpoint, one every {SAVE_EVERY} iterations, "
-    "whenever a node goes and whenever one is back",
+    "for each change, once the nodes that were lost are booted again",
 }
 
 
@@ -62,9 +62,9 @@ class Played:
     iterations: int = 0
     """Committed when the segment was over; those of a dense checkpoint that a restart went back to, once."""
     again: int = 0
-    """Run more than once."""
+    """Iterations lost to restarts and run again; counted for ``restart`` only."""
     down_s: list[float] = field(default_factory=list)
-    """After each change, the longest time without a commit, beyond an iteration's."""
+    """Seconds from each loss or join until training resumed, as the ``resized`` events have it; none for ``restart``."""
     sizes: list[int] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     progress: list[tuple[float, int]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Played:
 
 
 def main() -> int:
-    """Play and write."""
+    """Plays the trace under each system and writes the report and the plot; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, metavar="TRACE.csv", help="milliseconds, add or remove, node")
     parser.add_argument("--begin", type=float, default=28800.0, metavar="S", help="of the segment (default: 28800)")
@@ -149,7 +149,7 @@ def _watch(training: Training, played: Played, began_at: float, until: float) ->
 def _restarting(
     cluster: Cluster, folder: Path, flags: dict[str, Any], events: Sequence[tuple[float, list[str]]], length_s: float
 ) -> Played:
-    """Whoever runs it starts it again: at once, with the nodes that are there."""
+    """Cancels the job at each change, and starts it again on all nodes when they are booted."""
     saved = folder / "saved"
     played = Played()
     run = 0
@@ -201,12 +201,12 @@ def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]],
     for system, its in played.items():
         rate = f"{its.iterations / static.iterations:.2f}" if static is not None else ""
         shared = set(its.losses) & set(static.losses) if static is not None else set()
-        apart = max((abs(its.losses[one] / static.losses[one] - 1) for one in shared), default=0.0) if static else 0.0
+        apart = max((abs(its.losses[one] / static.losses[one] - 1) for one in shared), default=None) if static else None
         rows.append(
             [
                 system, f"{its.iterations}", rate, " ".join(map(str, its.sizes)) or "6", f"{its.again}",
                 f"{statistics.median(its.down_s):.1f}" if its.down_s else "",
-                f"{max(its.down_s):.1f}" if its.down_s else "", f"{apart:.1e}" if system != "static" else "",
+                f"{max(its.down_s):.1f}" if its.down_s else "", f"{apart:.1e}" if system != "static" and apart is not None else "",
             ]
         )  # fmt: skip
     header = [

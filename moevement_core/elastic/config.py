@@ -30,8 +30,8 @@ class ElasticConfig:
     )  # fmt: skip
     join_wait_s: float = flag(
         "--moevement-join-wait", type=float, default=JOIN_WAIT_S, metavar="S", check=_seconds,
-        help="seconds that an elastic job waits for further processes after one has joined that makes it larger, so "
-        f"that several are taken in together (default: {JOIN_WAIT_S:g})",
+        help="an elastic job grows when no further process has joined for so many seconds, so that several are taken "
+        f"in together (default: {JOIN_WAIT_S:g})",
     )  # fmt: skip
     expert_slots: int | None = flag(
         "--moevement-expert-slots", type=int, metavar="C", check=at_least(1),

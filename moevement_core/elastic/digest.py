@@ -17,7 +17,7 @@ _CHUNK = 1 << 20
 
 
 def of_range(name: str, begin: int, elements: npt.NDArray[np.generic]) -> int:
-    """Of a range of a tensor of state, 0 to 2^64.
+    """Returns the digest of a range of a state tensor, from 0 to 2^64 - 1.
 
     Args:
         name: of the tensor, in any layout the same.

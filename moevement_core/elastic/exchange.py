@@ -42,7 +42,7 @@ class Piece:
 
 
 def once(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same elements without those that several pieces have: of an element, the first piece that has it counts."""
+    """Returns the pieces without overlaps: an element that several pieces hold is kept in the first of them only."""
     by_name: dict[str, list[Piece]] = defaultdict(list)
     for one in pieces:
         rest = [(one.begin, one.range.end)]

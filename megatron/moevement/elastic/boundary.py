@@ -11,10 +11,10 @@ from megatron.moevement.state_digest import members, random_states
 
 
 def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """A boundary that this rank can put, from one of a rank of its stage.
+    """Returns the boundary state of a rank of the same stage, converted so that this rank can restore it.
 
-    Where one data-parallel rank is left experts are not apart from the rest, and there is one optimizer where there
-    were two: of their loss scalers the first one counts then, and for both when there are two again.
+    With one data-parallel rank Megatron has a single optimizer, where it otherwise has a second one for experts. If
+    their number has changed, the first one's loss scaler is used for all.
     """
     scalers = list(boundary["loss_scalers"])
     count = len(members(optimizer))

@@ -25,7 +25,7 @@ class Line:
 
 
 def line_of(offer: Offer | None, iteration: int) -> Line | None:
-    """Of ``iteration``; None where nobody who is left knows. Every rank calls it.
+    """Returns the losses and step outcome of ``iteration``; None if no living rank has them. Every rank calls it.
 
     Args:
         offer: of this rank; None: it is new.

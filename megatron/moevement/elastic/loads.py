@@ -17,7 +17,7 @@ from moevement_core.restart.generation import Regroup
 
 
 class RoutedLoads:
-    """Of the layers with slots on this rank; all ranks of a stage count the same.
+    """Counts tokens by expert, in this rank's layers with slots; equal on all ranks of a stage.
 
     Args:
         chunks: this rank's virtual stages.
@@ -29,7 +29,7 @@ class RoutedLoads:
         self._layers = {layer.layer_number - 1: layer.token_dispatcher for layer in slot_layers(chunks)}
         self._slots, self._interval = slots, interval
         self._committed: dict[int, torch.Tensor] = {}
-        """Tokens of each expert since the last look, by layer, on the device."""
+        """Tokens of each expert by layer, on the device, since the last look at the loads that moved no experts."""
         self._last: dict[int, torch.Tensor] = {}
         """Those of the last iteration."""
 

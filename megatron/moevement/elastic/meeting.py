@@ -1,7 +1,7 @@
-"""How ranks of an elastic job find out what is left, after every failure and when the job grows.
+"""How the ranks of an elastic job find out what state is left: after a failure, before growing, and at a rebalance.
 
-They go on from what they have in memory: replicas and shards of the state after the newest iteration that anybody has
-committed. A process may get another rank, so nothing of the old model is kept but its state.
+They go on from what they have in memory: replicas and shards of the state after the newest iteration that any rank has
+committed, and snapshots. A process may get another rank, so of the old model only the state is kept.
 """
 
 from __future__ import annotations

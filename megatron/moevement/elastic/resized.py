@@ -12,7 +12,7 @@ from moevement_core.elastic.exchange import Exchanged
 
 @dataclass(frozen=True, eq=False)
 class Resized:
-    """Of one rank."""
+    """The state that a resize has brought to one rank, and what training needs to resume from it."""
 
     iteration: int
     """That all ranks go on from."""

@@ -24,7 +24,7 @@ Loads = Mapping[int, Sequence[int]]
 
 @dataclass
 class Slots:
-    """Of the layers of this rank's stage."""
+    """The slots of the MoE layers of this rank's stage: how many there are, and which expert each one holds."""
 
     experts: int
     """E, of each layer."""
@@ -90,7 +90,7 @@ _slots: Slots | None = None
 
 
 def slots() -> Slots | None:
-    """Of this process; nothing where experts are Megatron's own."""
+    """Returns the slots of this process; None where experts are not in slots."""
     return _slots
 
 
