@@ -239,6 +239,11 @@ class Saving:
         self._settled = self._policy(iteration)
         self.windows.give_room()
 
+    @property
+    def has_persisted(self) -> bool:
+        """Whether there is a window that is persisted on every rank, as all have agreed."""
+        return self.checkpointer.progress.persisted != NONE
+
     def take_again(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
         """``SS_iteration`` while a recovery runs iterations again whose outcome may be another one than it was.
 

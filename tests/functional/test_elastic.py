@@ -309,6 +309,19 @@ def test_a_second_failure_finds_what_the_first_one_has_left(tmp_path: Path) -> N
     assert (tmp_path / "models").read_text() == "1"
 
 
+def test_a_loss_right_after_a_resize_goes_back_to_before_it(tmp_path: Path) -> None:
+    """No window of the new size is at peers yet, and the second rank takes its shard along."""
+    survived = survive(
+        3, 0, tmp_path / "elastic", options=GONE,
+        inject=("rank=2,iteration=6,phase=backward", "rank=1,iteration=7,phase=forward"),
+        **ELASTIC | SHARDED | {"moevement_recovery": "redo"},
+    )  # fmt: skip
+    assert survived.events("restart") == []
+    assert [event["world_size"] for event in resized(survived)] == [2, 1]
+    assert resized(survived)[-1]["iteration"] >= 3
+    survived.check_metrics(9)
+
+
 COUNTING = """
 import gc
 import sys

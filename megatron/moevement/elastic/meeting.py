@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.moevement.elastic.held import Held as HeldSnapshots
 from megatron.moevement.elastic.line import Line, line_of
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand, state_pieces
@@ -77,7 +78,7 @@ def meet(process: Process) -> Meeting | None:
         return None
     lineage = max((one.lineage for one in known), key=_number_of_start)
     if mine is None or mine.lineage != lineage:
-        mine = process.offer = None
+        mine, process.offer, process.before = None, None, ()
     known = [one for one in known if one.lineage == lineage]
     newest = max(one.committed for one in known)
     holders = [one for one in known if one.committed == newest]
@@ -193,8 +194,10 @@ def _offer(process: Process) -> Offer:
         {} if its is None else {layer: table[job.stand.expert] for layer, table in its.tables.items()},
         {} if job.loads is None else job.loads.now(),
         None if mark is None else job.ledger.sums_of(mark.iteration),
-        [one for one in found if one is not None],
-        job.stands,
+        [
+            HeldSnapshots.in_memory([one for one in found if one is not None], job.stands, job.stand.rank),
+            *(() if job.session.saving.has_persisted else process.before),
+        ],
     )
 
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from megatron.moevement.elastic.held import Held
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.slots import Loads
 from moevement_core.elastic.exchange import Piece
 from moevement_core.session.commit import Mark
-from moevement_core.snapshot.snapshot import Snapshot
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +35,10 @@ class Offer:
     """What experts of its layers had of tokens lately."""
     losses: Mapping[str, torch.Tensor] | None = None
     """Of that iteration, sums over this rank's micro-batches and numbers of tokens; where this rank has any."""
-    snapshots: Sequence[Snapshot] = ()
-    """Its own, and those that it keeps for others."""
-    stands: Sequence[Stand] = ()
-    """Of all ranks then."""
+    helds: Sequence[Held] = ()
+    """Its own snapshots and those that it keeps for others, of the job of then; and of jobs before it, as long as that
+    one has no window yet that is persisted.
+    """
 
     def live(self, iteration: int) -> Sequence[Piece]:
         """What this rank has of the state after ``iteration``, snapshots not among it."""

@@ -14,7 +14,7 @@ from megatron.moevement.elastic.boundary import fitted
 from megatron.moevement.elastic.bring import bring_live_state, report_resized
 from megatron.moevement.elastic.meeting import Meeting, live_boundary, meet
 from megatron.moevement.elastic.offer import Offer
-from megatron.moevement.elastic.rebuild import Rebuilt, held_in_memory, prepare_from_snapshots
+from megatron.moevement.elastic.rebuild import Rebuilt, prepare_from_snapshots
 from megatron.moevement.elastic.resized import Resized
 from megatron.moevement.elastic.setup import place_experts, record_placement
 from megatron.moevement.optimizer.norms import as_logged
@@ -81,7 +81,7 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
     except StateMissing as why:
         if dist.get_rank() == 0:
             log.warning(f"every rank restarts, because {why}")
-        process.offer = None
+        process.offer, process.before = None, ()
         process.start_over()
         return False
     args.num_floating_point_operations_so_far = meeting.books
@@ -110,7 +110,11 @@ def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool
         iteration = meeting.newest
     except StateMissing as why:
         rebuilt = prepare_from_snapshots(
-            held_in_memory(offer), job.binding.states(), live.optimizer, stand, is_verified=is_verified
+            offer.helds if offer is not None else (),
+            job.binding.states(),
+            live.optimizer,
+            stand,
+            is_verified=is_verified,
         )
         boundary, exchanged = rebuilt.boundary, rebuilt.exchanged
         iteration = boundary["progress"]["iteration"]
@@ -136,6 +140,7 @@ def take_up_resized(process: Process, resized: Resized) -> None:
             job.ledger.replayed(resized.iteration, line.losses, bool(line.outcome.get("overflow")), norm)
     job.session.begin_training()
     job.has_begun = True  # from here on this rank has its state, whatever interrupts what is due next
+    process.before = process.offer.helds if process.offer is not None else ()
     process.offer, job.resized = None, None
     if job.loads is not None:
         job.loads.forget_replayed()

@@ -9,7 +9,7 @@ number of ranks, because an update is elementwise. The latter gives those of a j
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.elastic.boundary import fitted, fitted_record
+from megatron.moevement.elastic.held import Held, Stands
 from megatron.moevement.elastic.meeting import nearest_of_stage
-from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand, saved_piece, snapshot_pieces
 from megatron.moevement.elastic.transfer import bring_pieces
 from moevement_core import log
@@ -26,10 +26,9 @@ from moevement_core.elastic.exchange import Exchanged, StateMissing
 from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.schedule import Saved
-from moevement_core.recovery.plan import Holding, RecoveryPlan, Report, Source, plan_recovery
+from moevement_core.recovery.plan import Holding, RecoveryPlan, Report, plan_recovery
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.prepare import Prepared
-from moevement_core.session.sources import holding_of
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,
@@ -42,9 +41,6 @@ from moevement_core.snapshot.snapshot import (
     digest_of,
     offsets,
 )
-
-Stands = tuple[Stand, ...]
-"""Of all ranks of a job, in their order."""
 
 
 @dataclass(frozen=True)
@@ -69,32 +65,8 @@ class Rebuilt:
     exchanged: Exchanged
 
 
-@dataclass(frozen=True, eq=False)
-class Held:
-    """Snapshots of one job that this rank can hand out."""
-
-    stands: Stands
-    """Of all ranks of that job."""
-    own: int
-    """The rank of it that this process was; -1: none."""
-    holdings: Sequence[Holding]
-    open: Callable[[Holding], Snapshot | None]
-    """One of them, not yet checked; nothing if it cannot be read."""
-
-
-def held_in_memory(offer: Offer | None) -> Held | None:
-    """Own snapshots and those that are kept for others, of a rank that has survived."""
-    if offer is None:
-        return None
-    found = {
-        holding_of(one, Source.MEMORY if one.header.rank == offer.stand.rank else Source.PEER): one
-        for one in offer.snapshots
-    }
-    return Held(tuple(offer.stands), offer.stand.rank, list(found), found.get)
-
-
 def prepare_from_snapshots(
-    held: Held | None,
+    helds: Sequence[Held],
     states: Mapping[str, OperatorState],
     optimizer: Any,
     stand: Stand,
@@ -105,7 +77,7 @@ def prepare_from_snapshots(
     """Plan a recovery from what ranks have of snapshots, and bring to each its part; every rank calls it.
 
     Args:
-        held: by this rank; None: nothing.
+        helds: what this rank has of snapshots of one job, or of several.
         states: the live tensors of this rank's operators; nothing is written to them.
         optimizer: Megatron's.
         stand: where this rank stands in the job of now.
@@ -116,7 +88,7 @@ def prepare_from_snapshots(
         StateMissing: snapshots do not give a state. On every rank alike.
     """
     began = time.perf_counter()
-    plan, stands, handed_out = _agree(held, until)
+    plan, stands, handed_out = _agree(helds, until)
     snapshots: dict[int, Snapshot] = {}
     moved, digests = 0, dict[str, int]()
     recut = _Recut(plan, stands, states, optimizer, stand, is_verified=is_verified)
@@ -136,19 +108,18 @@ def prepare_from_snapshots(
 # Which snapshots
 
 
-def _agree(held: Held | None, until: int | None) -> tuple[RecoveryPlan, Stands, list[Snapshot]]:
+def _agree(helds: Sequence[Held], until: int | None) -> tuple[RecoveryPlan, Stands, list[Snapshot]]:
     """The plan that leads farthest, the ranks whose snapshots it uses, and those that this rank hands out.
 
     What turns out to be damaged is left out, and all plan again.
     """
-    usable = list(held.holdings) if held is not None else []
+    usable = {held.stands: list(held.holdings) for held in helds}
     while True:
-        plan, stands, mine = _plan(held, usable, until)
+        plan, stands, mine = _plan(helds, usable, until)
         handed_out: list[Snapshot] = []
         damaged: list[Holding] = []
         for one in mine:
-            assert held is not None
-            snapshot = held.open(one)
+            snapshot = next(held for held in helds if held.stands == stands).open(one)
             if snapshot is None or snapshot.damaged() is not None:
                 damaged.append(one)
             else:
@@ -156,22 +127,22 @@ def _agree(held: Held | None, until: int | None) -> tuple[RecoveryPlan, Stands, 
         count = sum(all_gather_objects(len(damaged)))
         if not count:
             return plan, stands, handed_out
-        usable = [one for one in usable if one not in damaged]
+        usable[stands] = [one for one in usable.get(stands, ()) if one not in damaged]
         if dist.get_rank() == 0:
             log.warning(f"{count} snapshots are damaged or gone; planning again without them")
 
 
 def _plan(
-    held: Held | None, usable: Sequence[Holding], until: int | None
+    helds: Sequence[Held], usable: Mapping[Stands, Sequence[Holding]], until: int | None
 ) -> tuple[RecoveryPlan, Stands, list[Holding]]:
     """The plan, the job whose snapshots it uses, and which of them this rank hands out."""
-    everyones = all_gather_objects(None if held is None else (held.stands, held.own, tuple(usable)))
+    everyones = all_gather_objects([(held.stands, held.own, tuple(usable[held.stands])) for held in helds])
     by_job: dict[Stands, dict[tuple[int, int], list[tuple[bool, int, Holding]]]] = {}
     for rank, its in enumerate(everyones):
-        for one in its[2] if its is not None else ():
-            by_job.setdefault(its[0], {}).setdefault((one.owner, one.iteration), []).append(
-                (one.owner != its[1], rank, one)
-            )
+        for stands, own, holdings in its:
+            for one in holdings:
+                places = by_job.setdefault(stands, {}).setdefault((one.owner, one.iteration), [])
+                places.append((one.owner != own, rank, one))
     plans: list[tuple[RecoveryPlan, Stands]] = []
     why = "nobody has a snapshot"
     for stands, of_job in by_job.items():

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.moevement.binding import MegatronBinding
+from megatron.moevement.elastic.held import Held
 from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand
@@ -80,6 +81,8 @@ class Process:
         """The start of the job that its state has come from, in an unbroken row of iterations."""
         self.offer: Offer | None = None
         """Of an elastic job that is being put together again."""
+        self.before: Sequence[Held] = ()
+        """Snapshots of before the job got its present size, until a window of that is persisted."""
 
     def start_over(self) -> Job:
         """Forget the job and begin an empty one; returns it."""

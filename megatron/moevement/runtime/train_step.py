@@ -32,6 +32,8 @@ def snapshot_every_iteration(process: Process) -> Callable[[Callable[..., Any]],
             bound.arguments["forward_backward_func"] = _keeping_losses(job, bound.arguments["forward_backward_func"])
             bound.arguments["forward_step_func"] = places.forward_and_backward(bound.arguments["forward_step_func"])
             committed = live.iteration = live.iteration if given is None else int(given)
+            if process.before and job.session.saving.has_persisted:
+                process.before = ()
             job.session.begin_iteration(committed)
             if job.loads is not None:
                 job.loads.regroup_if_uneven(committed)
