@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,12 @@ import torch.distributed as dist
 from moevement_core.elastic import digest
 from moevement_core.elastic.ranges import Move, Range, reshard
 from moevement_core.errors import RecoveryError
+from moevement_core.replication.transport import Transport
 from moevement_core.session.exchange import all_gather_objects
 
 ROUND_BYTES = 512 << 20
 """What a rank sends to all others, and has in buffers for them, at a time; as much again for what it receives."""
+TAG = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,13 +79,15 @@ class Exchanged:
     """Of each operator's whole state, before and after."""
 
 
-def exchange(held: Sequence[Piece], wanted: Sequence[Piece], group: Any, *, is_verified: bool = True) -> Exchanged:
+def exchange(
+    held: Sequence[Piece], wanted: Sequence[Piece], transport: Transport, *, is_verified: bool = True
+) -> Exchanged:
     """Bring state to where it is wanted; every rank of the job calls it.
 
     Args:
         held: by this rank, not changed; where several ranks have the same it has the same bits.
         wanted: pieces into whose tensors it is written.
-        group: of all ranks, for tensors on the host.
+        transport: between ranks.
         is_verified: whether digests are compared, of each operator before and after, and of all replicas.
 
     Raises:
@@ -101,16 +106,18 @@ def exchange(held: Sequence[Piece], wanted: Sequence[Piece], group: Any, *, is_v
         names = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise StateMissing(f"nobody is left who has the state of {names}")
     was = _digests(held, before, operators) if is_verified else {}
-    moved = _move(plan.moves, held, wanted, group)
+    moved = _move(plan.moves, held, wanted, transport)
     if is_verified:
         _compare(was, _digests(wanted, after, operators))
     return Exchanged(moved, was)
 
 
-def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece], group: Any) -> int:
-    """Returns bytes that travelled, of all ranks."""
+def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece], transport: Transport) -> int:
+    """Returns bytes that travelled, of all ranks.
+
+    Not over gloo: a receive of which a part has come never ends there when its sender dies (torch 2.13).
+    """
     mine, sources, targets = dist.get_rank(), _by_name(held), _by_name(wanted)
-    moved = torch.zeros(1, dtype=torch.int64)
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for move in moves:
@@ -120,32 +127,31 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
             outgoing[move.target] += _find(sources, move.range)
         elif move.target == mine:
             incoming[move.source] += _find(targets, move.range)
-    room = max(ROUND_BYTES // dist.get_world_size(group), 1 << 16)  # for each pair of ranks, the same on both
-    for sends, receives in _rounds(outgoing, incoming, _most_rounds(outgoing, incoming, group, room), room):
-        buffers = {source: torch.empty(_bytes(parts), dtype=torch.uint8) for source, parts in receives.items()}
-        packed = {target: _packed(parts) for target, parts in sends.items()}
-        moved += sum(buffer.numel() for buffer in packed.values())
-        works = [dist.irecv(buffer, source, group=group) for source, buffer in buffers.items()]
-        works += [dist.isend(buffer, target, group=group) for target, buffer in packed.items()]
-        for work in works:
-            assert work is not None
-            work.wait()
-        for source, parts in receives.items():
-            _unpack(buffers[source], parts)
-    dist.all_reduce(moved, group=group)
-    return int(moved)
-
-
-def _most_rounds(
-    outgoing: Mapping[int, Sequence[torch.Tensor]],
-    incoming: Mapping[int, Sequence[torch.Tensor]],
-    group: Any,
-    room: int,
-) -> int:
+    world = dist.get_world_size()
+    room = max(ROUND_BYTES // world, 1 << 16)  # for each pair of ranks, the same on both
     most = max((_bytes(parts) for parts in (*outgoing.values(), *incoming.values())), default=0)
-    rounds = torch.tensor([-(-most // room)], dtype=torch.int64)
-    dist.all_reduce(rounds, dist.ReduceOp.MAX, group=group)
-    return int(rounds)
+    rounds = -(-max(all_gather_objects(most)) // room)
+    moved = 0
+    for sends, receives in _rounds(outgoing, incoming, rounds, room):
+        moved += sum(map(_bytes, sends.values()))
+        with ThreadPoolExecutor(1, "moevement-state") as beside:
+            # In step k a rank sends to the k-th after it and receives from the k-th before it: no circle of waiting.
+            sent = beside.submit(_send, sends, mine, world, transport)
+            for step in range(1, world):
+                source = (mine - step) % world
+                if parts := receives.get(source):
+                    buffer = torch.empty(_bytes(parts), dtype=torch.uint8)
+                    transport.receive(source, TAG, buffer)
+                    _unpack(buffer, parts)
+            sent.result()
+    return int(sum(all_gather_objects(moved)))
+
+
+def _send(sends: Mapping[int, list[torch.Tensor]], mine: int, world: int, transport: Transport) -> None:
+    for step in range(1, world):
+        target = (mine + step) % world
+        if parts := sends.get(target):
+            transport.send(target, TAG, _packed(parts))
 
 
 Parts = dict[int, list[torch.Tensor]]

@@ -1,4 +1,4 @@
-"""Pieces of state to where they are wanted, over a process group that ends with it."""
+"""Pieces of state to where they are wanted, over connections that end with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from moevement_core.elastic.exchange import Exchanged, Piece, exchange, once
+from moevement_core.replication.connections import Connections
+from moevement_core.session.address import own_address
+from moevement_core.session.exchange import all_gather_objects
 
 
 def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified: bool) -> Exchanged:
@@ -22,11 +25,13 @@ def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified:
             copies.append((one, first[key]))
         else:
             first[key] = one
-    group = dist.new_group(backend="gloo")
+    connections = Connections(own_address())
     try:
-        exchanged = exchange(once(held), list(first.values()), group, is_verified=is_verified)
+        connections.open(dist.get_rank(), all_gather_objects(connections.address))
+        channel = connections.channel("state")
+        exchanged = exchange(once(held), list(first.values()), channel, is_verified=is_verified)
     finally:
-        dist.destroy_process_group(group)
+        connections.close()
     for copy, one in copies:
         copy.tensor.copy_(one.tensor)
     return exchanged
