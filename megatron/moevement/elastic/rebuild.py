@@ -225,10 +225,16 @@ class _Recut:
         return replace(kinds[0], saved={name: saved for kind in kinds for name, saved in kind.saved.items()})
 
     def _record(self, mine: Sequence[Snapshot]) -> dict[str, Any]:
-        record = nearest_of_stage({self._stands[one.header.rank]: one.record() for one in mine}, self._stand)
+        record = nearest_of_stage({self._stands[one.header.rank]: _record_of(one) for one in mine}, self._stand)
         assert record is not None
         step = fitted_record(record["iteration"], self._optimizer, is_comparable=self._is_comparable)
         return {**record, "boundary": fitted(record["boundary"], self._optimizer), "iteration": step}
+
+
+def _record_of(snapshot: Snapshot) -> dict[str, Any]:
+    """Apart from the snapshot: a tensor that is a view travels with all that it is a view of."""
+    marked, tensors = plain.flatten(snapshot.record())
+    return dict(plain.restore(marked, [tensor.clone() for tensor in tensors]))
 
 
 def _kinds(mine: Sequence[Snapshot], stands: Stands) -> list[tuple[int, _Kind]]:
