@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("trace", type=Path, metavar="TRACE.csv", help="milliseconds, add or remove, node")
     parser.add_argument("--begin", type=float, default=28800.0, metavar="S", help="of the segment (default: 28800)")
     parser.add_argument("--length", type=float, default=4800.0, metavar="S", help="of the segment (default: 4800)")
-    parser.add_argument("--speedup", type=float, default=20.0, metavar="X", help="default: 20")
+    parser.add_argument("--speedup", type=float, default=40.0, metavar="X", help="default: 40")
     parser.add_argument("--systems", nargs="+", choices=WHAT, default=list(WHAT), help="default: all")
     given = parser.parse_args()
     if (reason := why_not()) is not None:

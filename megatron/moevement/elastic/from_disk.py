@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from megatron.moevement.binding import MegatronBinding
-from megatron.moevement.elastic.held import Held
+from megatron.moevement.elastic.held import Formation, Held
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.rebuild import prepare_from_snapshots
 from megatron.moevement.elastic.slots import slots
@@ -32,7 +32,9 @@ def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize |
 
     def prepare(files: WindowFiles, manifest: Manifest) -> Prepared:
         stands = tuple(Stand.of(manifest.settings, rank) for rank in range(manifest.settings["world_size"]))
-        held = Held(stands, -1, files.holdings(), lambda one: files.open(one.source, one.owner, one.iteration))
+        held = Held(
+            Formation(-1, stands), -1, files.holdings(), lambda one: files.open(one.source, one.owner, one.iteration)
+        )
         rebuilt = prepare_from_snapshots(
             [held], binding.states(), live.optimizer, Stand.now(), until=manifest.reaches, is_verified=True
         )

@@ -10,30 +10,36 @@ from moevement_core.recovery.plan import Holding, Source
 from moevement_core.session.sources import holding_of
 from moevement_core.snapshot.snapshot import Snapshot
 
-Stands = tuple[Stand, ...]
-"""Of all ranks of a job, in their order."""
+
+@dataclass(frozen=True)
+class Formation:
+    """A job from one forming to the next."""
+
+    generation: int
+    """In which it was formed: a job may get back a size that it had before, and other state in the same places."""
+    stands: tuple[Stand, ...]
+    """Of all its ranks, in their order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Snapshots of one job that this rank can hand out."""
+    """Snapshots of one formation that this rank can hand out."""
 
-    stands: Stands
-    """Of all ranks of that job."""
+    formation: Formation
     own: int
-    """The rank of it that this process was; -1: none."""
+    """The rank that this process was in it; -1: none."""
     holdings: Sequence[Holding]
     open: Callable[[Holding], Snapshot | None]
     """One of them, not yet checked; nothing if it cannot be read."""
 
     @staticmethod
-    def in_memory(snapshots: Sequence[Snapshot], stands: Sequence[Stand], rank: int) -> Held:
+    def in_memory(snapshots: Sequence[Snapshot], formation: Formation, rank: int) -> Held:
         """Own snapshots and those that are kept for others.
 
         Args:
-            snapshots: of a job.
-            stands: of all ranks of that job.
+            snapshots: of a formation.
+            formation: which.
             rank: that this process was in it.
         """
         found = {holding_of(one, Source.MEMORY if one.header.rank == rank else Source.PEER): one for one in snapshots}
-        return Held(tuple(stands), rank, list(found), found.get)
+        return Held(formation, rank, list(found), found.get)

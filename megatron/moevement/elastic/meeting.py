@@ -179,6 +179,7 @@ def _offer(process: Process) -> Offer:
     job = process.job
     assert job.session is not None
     assert job.stand is not None
+    assert job.formation is not None
     its = slots()
     mark = None if job.session.commit.torn else job.session.commit.mark
     pieces = [] if mark is None else state_pieces(_chunks(job), job.live.optimizer, job.stand)
@@ -195,7 +196,7 @@ def _offer(process: Process) -> Offer:
         {} if job.loads is None else job.loads.now(),
         None if mark is None else job.ledger.sums_of(mark.iteration),
         [
-            HeldSnapshots.in_memory([one for one in found if one is not None], job.stands, job.stand.rank),
+            HeldSnapshots.in_memory([one for one in found if one is not None], job.formation, job.stand.rank),
             *(() if job.session.saving.has_persisted else process.before),
         ],
     )

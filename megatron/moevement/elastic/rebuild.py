@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.elastic.boundary import fitted, fitted_record
-from megatron.moevement.elastic.held import Held, Stands
+from megatron.moevement.elastic.held import Formation, Held
 from megatron.moevement.elastic.meeting import nearest_of_stage
 from megatron.moevement.elastic.pieces import Stand, saved_piece, snapshot_pieces
 from megatron.moevement.elastic.transfer import bring_pieces
@@ -88,10 +88,10 @@ def prepare_from_snapshots(
         StateMissing: snapshots do not give a state. On every rank alike.
     """
     began = time.perf_counter()
-    plan, stands, handed_out = _agree(helds, until)
+    plan, formation, handed_out = _agree(helds, until)
     snapshots: dict[int, Snapshot] = {}
     moved, digests = 0, dict[str, int]()
-    recut = _Recut(plan, stands, states, optimizer, stand, is_verified=is_verified)
+    recut = _Recut(plan, formation, states, optimizer, stand, is_verified=is_verified)
     for iteration in sorted({fetch.iteration for fetch in plan.fetches}):
         mine = [one for one in handed_out if one.iteration == iteration]
         snapshots[iteration], exchanged = recut.of_iteration(iteration, mine)
@@ -108,60 +108,60 @@ def prepare_from_snapshots(
 # Which snapshots
 
 
-def _agree(helds: Sequence[Held], until: int | None) -> tuple[RecoveryPlan, Stands, list[Snapshot]]:
+def _agree(helds: Sequence[Held], until: int | None) -> tuple[RecoveryPlan, Formation, list[Snapshot]]:
     """The plan that leads farthest, the ranks whose snapshots it uses, and those that this rank hands out.
 
     What turns out to be damaged is left out, and all plan again.
     """
-    usable = {held.stands: list(held.holdings) for held in helds}
+    usable = {held.formation: list(held.holdings) for held in helds}
     while True:
-        plan, stands, mine = _plan(helds, usable, until)
+        plan, formation, mine = _plan(helds, usable, until)
         handed_out: list[Snapshot] = []
         damaged: list[Holding] = []
         for one in mine:
-            snapshot = next(held for held in helds if held.stands == stands).open(one)
+            snapshot = next(held for held in helds if held.formation == formation).open(one)
             if snapshot is None or snapshot.damaged() is not None:
                 damaged.append(one)
             else:
                 handed_out.append(snapshot)
         count = sum(all_gather_objects(len(damaged)))
         if not count:
-            return plan, stands, handed_out
-        usable[stands] = [one for one in usable.get(stands, ()) if one not in damaged]
+            return plan, formation, handed_out
+        usable[formation] = [one for one in usable.get(formation, ()) if one not in damaged]
         if dist.get_rank() == 0:
             log.warning(f"{count} snapshots are damaged or gone; planning again without them")
 
 
 def _plan(
-    helds: Sequence[Held], usable: Mapping[Stands, Sequence[Holding]], until: int | None
-) -> tuple[RecoveryPlan, Stands, list[Holding]]:
+    helds: Sequence[Held], usable: Mapping[Formation, Sequence[Holding]], until: int | None
+) -> tuple[RecoveryPlan, Formation, list[Holding]]:
     """The plan, the job whose snapshots it uses, and which of them this rank hands out."""
-    everyones = all_gather_objects([(held.stands, held.own, tuple(usable[held.stands])) for held in helds])
-    by_job: dict[Stands, dict[tuple[int, int], list[tuple[bool, int, Holding]]]] = {}
+    everyones = all_gather_objects([(held.formation, held.own, tuple(usable[held.formation])) for held in helds])
+    by_job: dict[Formation, dict[tuple[int, int], list[tuple[bool, int, Holding]]]] = {}
     for rank, its in enumerate(everyones):
-        for stands, own, holdings in its:
+        for formation, own, holdings in its:
             for one in holdings:
-                places = by_job.setdefault(stands, {}).setdefault((one.owner, one.iteration), [])
+                places = by_job.setdefault(formation, {}).setdefault((one.owner, one.iteration), [])
                 places.append((one.owner != own, rank, one))
-    plans: list[tuple[RecoveryPlan, Stands]] = []
+    plans: list[tuple[RecoveryPlan, Formation]] = []
     why = "nobody has a snapshot"
-    for stands, of_job in by_job.items():
+    for formation, of_job in by_job.items():
         nearest = {which: min(its, key=lambda one: one[:2])[2] for which, its in of_job.items()}
         reports = [
             Report(one.rank, one.stage, tuple(held for (owner, _), held in nearest.items() if owner == one.rank))
-            for one in stands
+            for one in formation.stands
         ]
         try:
-            plans.append((plan_recovery(reports, until), stands))
+            plans.append((plan_recovery(reports, until), formation))
         except RecoveryError as error:
             why = str(error)
     # Strategies that leave operators at older versions count what that costs by ranks of then.
     exact = [one for one in plans if not any(run.is_stale for run in one[0].runs.values())]
     if not exact:
         raise StateMissing(why)
-    plan, stands = max(exact, key=lambda one: (one[0].until, -len(one[1])))
-    chosen = (min(by_job[stands][one.owner, one.iteration], key=lambda its: its[:2]) for one in plan.fetches)
-    return plan, stands, [holding for _, rank, holding in chosen if rank == dist.get_rank()]
+    plan, formation = max(exact, key=lambda one: (one[0].until, one[1].generation))
+    chosen = (min(by_job[formation][one.owner, one.iteration], key=lambda its: its[:2]) for one in plan.fetches)
+    return plan, formation, [holding for _, rank, holding in chosen if rank == dist.get_rank()]
 
 
 # Their parts, to the ranks of now
@@ -173,14 +173,14 @@ class _Recut:
     def __init__(
         self,
         plan: RecoveryPlan,
-        stands: Stands,
+        formation: Formation,
         states: Mapping[str, OperatorState],
         optimizer: Any,
         stand: Stand,
         *,
         is_verified: bool,
     ) -> None:
-        self._is_comparable, self._stands = not plan.iterations, stands
+        self._is_comparable, self._stands = not plan.iterations, formation.stands
         self._states, self._optimizer, self._stand = states, optimizer, stand
         self._is_verified = is_verified
 
@@ -237,7 +237,7 @@ def _record_of(snapshot: Snapshot) -> dict[str, Any]:
     return dict(plain.restore(marked, [tensor.clone() for tensor in tensors]))
 
 
-def _kinds(mine: Sequence[Snapshot], stands: Stands) -> list[tuple[int, _Kind]]:
+def _kinds(mine: Sequence[Snapshot], stands: Sequence[Stand]) -> list[tuple[int, _Kind]]:
     """Of each snapshot, and its stage."""
     return [
         (

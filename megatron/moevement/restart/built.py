@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron.moevement.elastic.held import Formation
 from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.elastic.pieces import Stand
 from megatron.moevement.elastic.replicas import mark_replicas
@@ -13,6 +14,7 @@ from megatron.moevement.restart import leftovers
 from megatron.moevement.restart.groups import Groups
 from megatron.moevement.runtime.job import Job
 from megatron.moevement.runtime.settings import settings_of
+from moevement_core.restart.generation import generation
 from moevement_core.session.exchange import all_gather_objects
 
 Setup = Callable[[], tuple[list[Any], Any, Any]]
@@ -47,7 +49,8 @@ def has_built(job: Job, groups: Groups | None) -> None:
     job.stand = Stand.now()
     if get_args().moevement_elastic:  # windows on disk say where ranks stood by their flags alone
         assert job.stand == Stand.of(settings_of(get_args()), job.stand.rank)
-    job.stands = all_gather_objects(job.stand)
+    now = generation()
+    job.formation = Formation(now.roster.generation if now is not None else 0, tuple(all_gather_objects(job.stand)))
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)
     if (its := slots()) is not None:

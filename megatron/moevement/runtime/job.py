@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.moevement.binding import MegatronBinding
-from megatron.moevement.elastic.held import Held
+from megatron.moevement.elastic.held import Formation, Held
 from megatron.moevement.elastic.loads import RoutedLoads
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand
@@ -46,8 +46,8 @@ class Job:
     """What was brought to this rank of an elastic job, to be taken up once training is entered."""
     stand: Stand | None = None
     """Where this rank stood when its model was built."""
-    stands: Sequence[Stand] = ()
-    """Of all ranks."""
+    formation: Formation | None = None
+    """Where all its ranks stand."""
     loads: RoutedLoads | None = None
     """Of experts in slots."""
 
