@@ -230,6 +230,10 @@ and back when its processes are. Nobody has a spare.
 
 {table(header, rows)}
 
+A snapshot has one copy (`--moevement-replicas 1`). A change that takes two nodes at once may take a shard and its copy:
+*shards* then restarts from its beginning, which shows as iterations below what it had. Two copies are the default outside
+of this page.
+
 Two cores compute for all ranks, however many there are, so fewer ranks are not slower here: what differs is what is lost
 by going on. After a change digests of all operators were compared with those before it, and are equal {equal}.
 What fewer nodes cost at the paper's scale is in [elastic.md](elastic.md).

@@ -227,7 +227,10 @@ class ReplaceWhoDies(Watch):
 def _sentence(roster: Roster, children: Mapping[int, Child]) -> str:
     gone = {death.rank for death in roster.deaths}
     places = [f"pid {children[member].pid} is rank {rank} now" for rank, member in roster.ranks.items() if rank in gone]
-    return ", ".join(places or ["all ranks restart"]) + f"; {roster.spares} spares are left"
+    others = "all ranks restart"
+    if roster.ranks_before is not None:
+        others = f"{len(roster.ranks)} ranks go on where {roster.ranks_before} were"
+    return ", ".join(places or [others]) + f"; {roster.spares} spares are left"
 
 
 def _reap_orphans(children: list[Child]) -> None:
