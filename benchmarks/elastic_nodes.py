@@ -230,9 +230,10 @@ and back when its processes are. Nobody has a spare.
 
 {table(header, rows)}
 
-A snapshot has one copy (`--moevement-replicas 1`). A change that takes two nodes at once may take a shard and its copy:
-*shards* then restarts from its beginning, which shows as iterations below what it had. Two copies are the default outside
-of this page.
+A snapshot has one copy (`--moevement-replicas 1`). A change that takes two nodes at once, or nodes that go within seconds of
+each other, may take a shard and its copy: *shards* then restarts from its beginning, two copies are the default
+outside of this page. Time is pressed together, and restarts are not: starting six interpreters on two cores
+takes *restart* longer than the trace leaves it, so no figure of it says anything of another machine.
 
 Two cores compute for all ranks, however many there are, so fewer ranks are not slower here: what differs is what is lost
 by going on. After a change digests of all operators were compared with those before it, and are equal {equal}.
@@ -240,7 +241,7 @@ What fewer nodes cost at the paper's scale is in [elastic.md](elastic.md).
 
 ![iterations over time]({PLOT.name})
 
-{measured_on()}
+{measured_on("torch", "megatron-core")}
 """
 
 

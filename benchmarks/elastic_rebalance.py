@@ -89,7 +89,7 @@ ranks: its seconds are those from the interruption to the next iteration, of whi
 
 On recorded routing of a model that trains for longer: [elastic.md](elastic.md).
 
-{measured_on()}
+{measured_on("torch", "megatron-core")}
 """
 
 
