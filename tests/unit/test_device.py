@@ -27,8 +27,9 @@ def test_copies_on_a_side_stream_are_there_after_its_event() -> None:
 def test_memory_figures_grow_with_what_is_held() -> None:
     device = current_device()
     before = device.memory_bytes()
-    held = torch.ones(32 << 20, dtype=torch.uint8, device=device.torch_device)
-    assert device.memory_bytes() >= before + (16 << 20)
+    # More than malloc ever takes from memory that it has been given back (at most 32 MiB).
+    held = torch.ones(128 << 20, dtype=torch.uint8, device=device.torch_device)
+    assert device.memory_bytes() >= before + (64 << 20)
     assert device.peak_memory_bytes() >= device.memory_bytes() - (1 << 20)
     del held
 
