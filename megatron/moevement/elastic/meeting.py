@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.moevement.elastic.held import Held as HeldSnapshots
+from megatron.moevement.elastic.held import Held
 from megatron.moevement.elastic.line import Line, line_of
 from megatron.moevement.elastic.offer import Offer
 from megatron.moevement.elastic.pieces import Stand, state_pieces
@@ -38,7 +38,7 @@ class _Standing:
 
 
 @dataclass(frozen=True)
-class Held:
+class Brought:
     """What a rank brings."""
 
     stand: Stand | None = None
@@ -60,7 +60,7 @@ class Meeting:
     """The newest iteration that anybody has committed; -1: nobody has state but in snapshots."""
     books: float
     """Floating-point operations so far."""
-    held: Sequence[Held]
+    held: Sequence[Brought]
     """Of every rank."""
     line: Line | None = None
     """What came of the newest iteration, for a line of metrics that may not have been written."""
@@ -93,7 +93,7 @@ def meet(process: Process) -> Meeting | None:
 def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
     """What one brings that has no state of ``iteration`` (it may have waited as a spare since) does not count."""
     committed = -1 if offer is None or offer.mark is None else offer.mark.iteration
-    held = Held() if offer is None or committed < iteration else Held(offer.stand, offer.experts, offer.loads)
+    held = Brought() if offer is None or committed < iteration else Brought(offer.stand, offer.experts, offer.loads)
     helds = all_gather_objects(held)
     world = max(one.stand.world for one in helds if one.stand is not None)
     books = max(all_gather_objects(offer.books if offer is not None else 0.0))
@@ -196,7 +196,7 @@ def _offer(process: Process) -> Offer:
         {} if job.loads is None else job.loads.now(),
         None if mark is None else job.ledger.sums_of(mark.iteration),
         [
-            HeldSnapshots.in_memory([one for one in found if one is not None], job.formation, job.stand.rank),
+            Held.in_memory([one for one in found if one is not None], job.formation, job.stand.rank),
             *(() if job.session.saving.has_persisted else process.before),
         ],
     )
