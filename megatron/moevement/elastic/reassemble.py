@@ -52,7 +52,6 @@ def reassemble(process: Process, setup: Setup, groups: Groups | None, first: Fir
 
     usable_at = time.time()
     meeting = meet(process)
-    process.job.let_go()
     job = process.start_over()
     gc.collect()  # before the next model is built: there may be no room for two
     if torch.cuda.is_available():

@@ -85,6 +85,7 @@ class Process:
         """Snapshots of before the job got its present size, until a window of that is persisted."""
 
     def start_over(self) -> Job:
-        """Forget the job and begin an empty one; returns it."""
+        """Forget the job, free what it holds, and begin an empty one; returns it."""
+        self.job.let_go()
         self.job = Job()
         return self.job
