@@ -36,7 +36,7 @@ def measure() -> dict[str, Any]:
             restore_s.append(_timed(device, partial(source.copy_, target, non_blocking=True)))
             busy_s.append(_timed(device, work))
             began = time.perf_counter()
-            capture = engine.start((), [(source, target)], {}, lambda done: None, lambda: None)
+            capture = engine.start((), [(source, [target])], {}, lambda done: None, lambda: None)
             work()
             device.current_stream().synchronize()  # not the copies' own
             stall_s.append(capture.wait_copied())
@@ -71,7 +71,7 @@ def _work(device: Device) -> Callable[[], object]:
 
 
 def _copied(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor) -> float:
-    capture = engine.start((), [(source, target)], {}, lambda done: None, lambda: None)
+    capture = engine.start((), [(source, [target])], {}, lambda done: None, lambda: None)
     capture.finished.wait()
     return capture.copy_s
 

@@ -1,21 +1,23 @@
-"""Copies of live state into host buffers, beside training: buffers for whatever a schedule holds, and what it cost."""
+"""Copies of live state into host memory, beside training: room for whatever a schedule holds, and what it cost."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from moevement_core.device import Device
-from moevement_core.engine.layout import Layouts, OperatorState, buffer_bytes
+from moevement_core.engine.layout import Layouts, OperatorState, SlotLayout
+from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import Held, OwnSnapshots
 from moevement_core.errors import SnapshotError
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Saved, Schedule
+from moevement_core.policy.schedule import Saved, Schedule
 from moevement_core.snapshot import plain
+from moevement_core.snapshot.arena import in_pages
+from moevement_core.snapshot.buffer import Buffer, spread
 from moevement_core.snapshot.copies import Capture, copy_engine
-from moevement_core.snapshot.pool import BufferPool
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,
     Entry,
@@ -38,8 +40,7 @@ class Logged:
 
     iteration: int
     schedule: str
-    buffer: Any
-    pool: BufferPool
+    buffer: Buffer
     copies: Capture
 
 
@@ -51,9 +52,8 @@ class Capturer:
         states: live tensors of the operators that this rank holds; views that stay valid.
         own: where snapshots go.
         device: where the state lives.
-        record_bytes: the most that a boundary record's tensors take.
+        memory: what its snapshots take.
         done: called with each snapshot that is captured, on the capture thread.
-        to_disk: whether there are to be buffers for windows that are being written to disk.
     """
 
     def __init__(
@@ -62,47 +62,20 @@ class Capturer:
         states: Mapping[str, OperatorState],
         own: OwnSnapshots,
         device: Device,
-        record_bytes: int,
+        memory: SnapshotMemory,
         done: Callable[[Held, Snapshot], None],
-        *,
-        to_disk: bool,
     ) -> None:
         self.last: Capture | None = None
         """Of the iteration that runs now; nothing if none is taken."""
         self.last_logged: Capture | None = None
         """The copies of gradients in it."""
-        self.pool = BufferPool(device, 0, 0)
-        self._rank, self._states, self._own, self._device = rank, states, own, device
-        self._record_bytes, self._done, self._to_disk = record_bytes, done, to_disk
+        self.arena = own.arena
+        self.memory = memory
+        self._rank, self._states, self._own, self._device, self._done = rank, states, own, device, done
         self._layouts = Layouts(states)
         self._engine = copy_engine(device)
         self._logged: Logged | None = None
         self._copied_bytes, self._copy_s = 0, 0.0
-
-    def memory_needed(self, schedule: Schedule) -> int:
-        """Host memory of this rank's own buffers under ``schedule``; nothing that is allocated is given back."""
-        count = max(schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk), self.pool.count)
-        return count * max(buffer_bytes(schedule, self._states, self._record_bytes), self.pool.nbytes)
-
-    def make_room(self, *schedules: Schedule) -> bool:
-        """Allocate buffers for ``schedules`` if those that are there do not do; whether that was so."""
-        return self._make_room(
-            max(one.slots_at_first(LAG_ALLOWANCE, to_disk=self._to_disk) for one in schedules), schedules
-        )
-
-    def make_more_room(self, schedule: Schedule) -> bool:
-        """Allocate as many buffers as ``schedule`` ever needs; whether there were fewer."""
-        return self._make_room(schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk), [schedule])
-
-    def _make_room(self, count: int, schedules: Sequence[Schedule]) -> bool:
-        nbytes = max(buffer_bytes(one, self._states, self._record_bytes) for one in schedules)
-        if count <= self.pool.count and nbytes <= self.pool.nbytes:
-            return False
-        if nbytes <= self.pool.nbytes:
-            self.pool.grow(count)
-            return True
-        self.pool = BufferPool(self._device, max(count, self.pool.count), max(nbytes, self.pool.nbytes))
-        return True
 
     def logs_gradients(self, iteration: int, schedule: Schedule) -> bool:
         """Whether ``SS_iteration`` holds gradients of this rank's operators."""
@@ -116,13 +89,12 @@ class Capturer:
         if self.has_logged(iteration, schedule):
             return True
         self.drop_logged()
-        if (buffer := self.pool.acquire()) is None:
+        layout = self._layouts.of(schedule, schedule.slot(iteration))
+        if (buffer := self._buffer(layout)) is None:
             return False
-        pool = self.pool
-        gradients = self._layouts.of(schedule, schedule.slot(iteration)).gradients
-        pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in gradients]
+        pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in layout.gradients]
         copies = self._engine.start((), pairs, {}, lambda done: None, lambda: None)
-        self._logged = Logged(iteration, schedule.id, buffer, pool, copies)
+        self._logged = Logged(iteration, schedule.id, buffer, copies)
         return True
 
     def has_logged(self, iteration: int, schedule: Schedule) -> bool:
@@ -140,7 +112,15 @@ class Capturer:
         logged, self._logged = self._logged, None
         if logged is not None:
             logged.copies.finished.wait()
-            logged.pool.release(logged.buffer)
+            self.arena.release(logged.buffer)
+
+    def has_room(self, iteration: int, schedule: Schedule) -> bool:
+        """Whether there is host memory for ``SS_iteration``."""
+        layout = self._layouts.of(schedule, schedule.slot(iteration))
+        return self.arena.available >= in_pages(layout.nbytes + self.memory.record_bytes)
+
+    def _buffer(self, layout: SlotLayout) -> Buffer | None:
+        return self.arena.acquire(layout.nbytes + self.memory.record_bytes)
 
     def take(self, iteration: int, schedule: Schedule, record: Any, *, state: int, whole: Collection[str]) -> bool:
         """Begin ``SS_iteration``; whether a buffer was free. See :meth:`Checkpointer.capture`.
@@ -154,21 +134,22 @@ class Capturer:
         layout = self._layouts.of(schedule, slot)
         marked, tensors = plain.flatten(record)
         boundary = [StateTensor(BOUNDARY, Saved.FULL, str(number), t.contiguous()) for number, t in enumerate(tensors)]
-        if aligned_bytes(boundary) > self._record_bytes:
+        if (nbytes := aligned_bytes(boundary)) > self.memory.record_bytes:
             raise SnapshotError(
-                f"a boundary record of {aligned_bytes(boundary)} bytes; {self._record_bytes} were set aside for it"
+                f"a boundary record of {nbytes} bytes; {self.memory.record_bytes} were set aside for it"
             )
         placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
         everything = self._everything(whole)
         logged = self._logged if self.has_logged(iteration, schedule) else None
         # One right after the other: what interrupts between them leaves a buffer that nobody has.
-        buffer, pool = (logged.buffer, logged.pool) if logged is not None else (self.pool.acquire(), self.pool)
+        buffer = logged.buffer if logged is not None else self._buffer(layout)
         if buffer is None:
             return False
         if logged is not None:
             self._logged, self.last_logged = None, logged.copies
-        held = self._own.begin(iteration, buffer, pool, layout.contents)
-        pairs = [(source, buffer[at : at + t.nbytes]) for t, at, source in placed]
+        held = self._own.begin(iteration, buffer, layout.contents)
+        pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in placed]
+        places = schedule.table.index_of
 
         def captured(done: Capture) -> None:
             # One thread makes all copies in turn, so gradients are there when the rest is.
@@ -178,10 +159,13 @@ class Capturer:
                     raise logged.copies.error
                 parts.insert(0, (layout.gradients, logged.copies.digests))
             entries = tuple(
-                Entry(t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes, digest)
+                Entry(
+                    t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes, digest,
+                    places.get(t.operator, -1),
+                )
                 for of_part, digests in parts
                 for (t, at, _), digest in zip(of_part, digests, strict=True)
-            )
+            )  # fmt: skip
             header = Header(
                 self._rank, iteration, schedule.id, slot, contents_text(layout.contents), entries, marked, state,
                 done.whole or None, _on_disk(schedule, slot),
@@ -196,11 +180,16 @@ class Capturer:
 
     def adopt(self, snapshot: Snapshot) -> bool:
         """Keep a copy of ``snapshot``, which this rank's number took in another process; whether a buffer was free."""
-        if snapshot.buffer.numel() > self.pool.nbytes or (buffer := self.pool.acquire()) is None:
+        header, pieces = snapshot.packed()
+        if (buffer := self.arena.acquire(header.payload_bytes)) is None:
             return False
-        buffer[: snapshot.buffer.numel()].copy_(snapshot.buffer)
-        held = self._own.begin(snapshot.iteration, buffer, self.pool, contents_of(snapshot.header.contents))
-        self._done(held, Snapshot(snapshot.header, buffer))
+        at = 0
+        for piece in pieces:
+            for source, target in spread(piece, list(buffer.pieces(at, piece.numel()))):
+                target.copy_(source)
+            at += piece.numel()
+        held = self._own.begin(snapshot.iteration, buffer, contents_of(header.contents))
+        self._done(held, Snapshot(header, buffer))
         return True
 
     def wait(self) -> float:

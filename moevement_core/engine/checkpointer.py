@@ -1,6 +1,6 @@
 """Sparse checkpointing of one rank: a snapshot every iteration, from its capture to the end of its life.
 
-The parts know little of each other: what is copied (``capture.py``), whose buffer is in use (``own.py``), what has to
+The parts know little of each other: what is copied (``capture.py``), whose memory is in use (``own.py``), what has to
 be kept (``lifetime.py``), where copies go (``replicator.py``), windows on disk (``persistence/writer.py``). Here they
 are put together, once an iteration, in the order that makes them safe.
 """
@@ -14,16 +14,19 @@ from moevement_core.device import Device
 from moevement_core.engine.capture import Capturer
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.lifetime import Lifetime
+from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import Copies, Held, OwnSnapshots
 from moevement_core.engine.progress import Progress
 from moevement_core.engine.replicator import Replicator
 from moevement_core.persistence.writer import WindowWriter
+from moevement_core.policy.holding import superseded
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Schedule, ScheduleHistory
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import HORIZON, NONE, Agreement, Writing
+from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.strategies.strategy import Strategy
 
@@ -42,9 +45,8 @@ class Checkpointer:
         senders: one for each peer.
         receivers: one for each rank whose snapshots are kept here.
         agreement: how ranks learn what all of them have.
-        record_bytes: the most that a boundary record's tensors take.
+        memory: what snapshots of this rank take.
         report: called, in words, with what an operator should know.
-        to_disk: whether there are to be buffers for windows that are being written to disk; see :meth:`write_to`.
         has: by peer, the snapshots of this rank that it has from before, taken by another process: the id of the
             schedule by iteration. One of another schedule holds other operators, and is sent again.
         needed: first and last snapshot of the run that is persisted on every rank, where the job has one already: peers
@@ -61,17 +63,16 @@ class Checkpointer:
         senders: Sequence[Sender],
         receivers: Sequence[Receiver],
         agreement: Agreement,
-        record_bytes: int,
+        memory: SnapshotMemory,
         report: Report,
         *,
-        to_disk: bool = False,
         has: Copies | None = None,
         needed: tuple[int, int] = (NONE, NONE),
     ) -> None:
-        self.history = history
-        self.own = OwnSnapshots()
+        self.history, self.memory = history, memory
+        self.own = OwnSnapshots(Arena(device))
         self.replicator = Replicator(self.own, senders, receivers, has or {})
-        self.capturer = Capturer(rank, states, self.own, device, record_bytes, self._captured, to_disk=to_disk)
+        self.capturer = Capturer(rank, states, self.own, device, memory, self._captured)
         self.lifetime = Lifetime(strategy, needed, self._is_whole)
         self.progress = Progress(persisted=self.lifetime.persisted)
         self._agreement = agreement
@@ -182,8 +183,7 @@ class Checkpointer:
         return True
 
     def _make_more_room(self, schedule: Schedule) -> None:
-        if self.capturer.make_more_room(schedule):
-            self._ask_peers_for_room()
+        self._grow(self.memory.after_gap(schedule))
 
     def takes(self, iteration: int) -> bool:
         """Whether there is to be an ``SS_iteration``."""
@@ -209,8 +209,9 @@ class Checkpointer:
                 return False  # they are gone, or had no room
         else:
             self.capturer.drop_logged()  # of an earlier schedule
-            if not self.capturer.pool.available:
-                self._make_more_room(schedule)
+        if self.capturer.take(iteration, schedule, record, state=state, whole=whole):
+            return True
+        self._make_more_room(schedule)
         return self.capturer.take(iteration, schedule, record, state=state, whole=whole)
 
     def pause(self, iteration: int) -> None:
@@ -261,12 +262,15 @@ class Checkpointer:
         return writer.written_bytes / writer.write_s if writer is not None and writer.write_s else float("inf")
 
     def make_room(self, *schedules: Schedule) -> None:
-        """Allocate buffers for ``schedules`` if those that are there do not do; peers are asked for the same."""
-        if self.capturer.make_room(*schedules):
-            self._ask_peers_for_room()
+        """Set host memory aside for one of ``schedules`` after the other, where there is not enough; peers are asked
+        for the same.
+        """
+        self._grow(self.memory.of_changes(schedules))
 
-    def _ask_peers_for_room(self) -> None:
-        self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
+    def _grow(self, nbytes: int) -> None:
+        if nbytes > self.own.arena.nbytes:
+            self.own.arena.grow(nbytes)
+            self.replicator.open(self.own.arena.nbytes)
 
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
         """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.
@@ -334,7 +338,7 @@ class Checkpointer:
         self._agreement, self._paused = agreement, False
         self.progress.is_winding_down = False  # what was agreed on before a failure a new rank does not know
         self.replicator.rewire(senders, receivers, has, former)
-        self.replicator.open(self.capturer.pool.count, self.capturer.pool.nbytes)
+        self.replicator.open(self.own.arena.nbytes)
         for held in kept:
             if held.snapshot is not None:
                 self.replicator.replicate(held)
@@ -359,9 +363,12 @@ class Checkpointer:
             self.progress.is_winding_down = agreed.is_winding_down
             unneeded = self.lifetime.learn(agreed, self.own)
             self.progress.persisted = self.lifetime.persisted
-            if self.lifetime.persisted != NONE:  # each time: a failure may have interrupted the last
-                self.replicator.free_before(self.lifetime.persisted)
             self.own.free({*unneeded.old, *unneeded.lost})
+            if self.lifetime.persisted != NONE:  # each time: a failure may have interrupted the last
+                last = self._ends_at()
+                self.replicator.free(self.lifetime.persisted, last)
+                if last is not None:
+                    self.own.give_back(superseded(self.own.contents(), last))
             if unneeded.lost:
                 self.replicator.drop(min(unneeded.lost), max(unneeded.lost))
             if self._writer is not None:
@@ -372,13 +379,21 @@ class Checkpointer:
         statuses = self.lifetime.statuses(iteration, self.own.deliverable(), self.persisted())
         self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
 
+    def _ends_at(self) -> int | None:
+        """Where the run ends that is persisted, on every rank alike; None: parts of it are not given back."""
+        first = self.lifetime.persisted
+        if not self.memory.gives_back:
+            return None
+        return self.history.at(first).last_of_run(first) if first >= self.history.oldest.start else None
+
     def _has_room(self, iteration: int) -> bool:
         """Whether a window that begins now could be captured whole."""
         schedule = self.history.at(iteration)
-        return schedule.may_begin_at(iteration) and self.capturer.pool.available >= schedule.snapshots
+        return schedule.may_begin_at(iteration) and self.own.arena.available >= self.memory.window(schedule)
 
     def _abandon(self, iteration: int) -> None:
         """Give up the window under way, and take no snapshot before a whole one has room again."""
+        is_room_left = self.capturer.has_room(iteration, self.history.at(iteration))
         under_way = self.lifetime.under_way(self.own.deliverable())
         self.own.free(under_way)
         if under_way:
@@ -387,7 +402,7 @@ class Checkpointer:
         self.progress.abandoned += 1
         if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is reported
             return
-        why = "no host buffer is free" if not self.capturer.pool.available else "its gradients were not logged"
+        why = "its gradients were not logged" if is_room_left else "no host memory is free"
         lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"
         self._report(
             f"iteration {iteration}: {why}, so the window under way ({lost}) is abandoned; the "
@@ -404,5 +419,4 @@ class Checkpointer:
         captured = self.own.snapshots()
         if captured:
             progress.lag = max(captured) - max(self.persisted(), default=min(captured) - 1)
-        pool = self.capturer.pool
-        progress.memory_bytes = pool.total_bytes + self.own.bytes_beside(pool) + self.replicator.memory_bytes
+        progress.memory_bytes = self.own.arena.nbytes + self.replicator.memory_bytes

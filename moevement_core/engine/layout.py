@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moevement_core.policy.schedule import Contents, Saved, Schedule
-from moevement_core.snapshot.snapshot import StateTensor, aligned_bytes, as_bytes, offsets
+import numpy as np
+import numpy.typing as npt
 
-SLACK = 1.125
-"""By how much buffers are larger than the heaviest slot: another order has other slots."""
+from moevement_core.policy.holding import Kept
+from moevement_core.policy.schedule import Contents, Saved, Schedule
+from moevement_core.snapshot.arena import PAGE, in_pages
+from moevement_core.snapshot.snapshot import StateTensor, aligned_bytes, as_bytes, offsets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +83,41 @@ _SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
 }
 
 
-def buffer_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int) -> int:
-    """Bytes of a buffer that any snapshot of ``states`` under ``schedule`` fits in, and a boundary record."""
-    slots = (contents for contents in map(schedule.contents_of_slot, range(schedule.size)) if contents is not None)
-    heaviest = max(aligned_bytes(tensors_of(schedule, contents, states)) for contents in slots)
-    # What holds everything does so whatever the order.
-    return int(heaviest * (1 if schedule.is_dense or not schedule.reorders else SLACK)) + record_bytes
+def kept_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int) -> Kept:
+    """Host memory of each snapshot of a window of ``states``, with a boundary record, as parts of it are given back.
+
+    Returns:
+        Bytes, int64 ``[snapshots, 1 or slots]``: of each slot in which a snapshot is taken, when what the next so many
+        slots have superseded is given back.
+    """
+    slots = schedule.slots()
+    steps = schedule.size if schedule.supersedes else 1
+    kept = np.empty((len(slots), steps), dtype=np.int64)
+    for row, slot in enumerate(slots):
+        contents = schedule.contents_of_slot(slot)
+        assert contents is not None
+        starts, ends = _places(schedule, contents, states)
+        whole = in_pages(int(ends[-1]) + record_bytes)
+        for step in range(steps):
+            gone = schedule.superseded(slot, step) if step else np.zeros(len(contents), dtype=bool)
+            kept[row, step] = whole - _pages_within(starts, ends, gone)
+    return kept
+
+
+def _places(
+    schedule: Schedule, contents: Contents, states: Mapping[str, OperatorState]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where each operator's tensors begin and end in a buffer, int64 ``[operators]``."""
+    nbytes = [
+        aligned_bytes(_SAVED[Saved(int(saved))](states[name])) if name in states else 0
+        for name, saved in zip(schedule.table.names, contents, strict=True)
+    ]
+    ends = np.cumsum(np.array(nbytes, dtype=np.int64))
+    return ends - nbytes, ends
+
+
+def _pages_within(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], gone: npt.NDArray[np.bool_]) -> int:
+    """Bytes of the pages that hold nothing but operators that are ``gone``."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], gone, [False])).astype(np.int8)))
+    first, last = starts[edges[::2]], ends[edges[1::2] - 1]
+    return int(np.maximum(last // PAGE - -(-first // PAGE), 0).sum()) * PAGE

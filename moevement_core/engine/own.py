@@ -7,8 +7,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from moevement_core.policy.schedule import Contents
-from moevement_core.snapshot.pool import BufferPool
+from moevement_core.snapshot.arena import Arena
+from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 Copies = Mapping[int, Mapping[int, str]]
@@ -20,8 +24,7 @@ class Held:
     """A buffer with a snapshot in it or on its way into it."""
 
     iteration: int
-    buffer: Any
-    pool: BufferPool
+    buffer: Buffer
     contents: Contents
     users: int = 1
     """Threads that read or write the buffer now; the capture is the first."""
@@ -33,9 +36,14 @@ class Held:
 
 
 class OwnSnapshots:
-    """May be used from any thread."""
+    """May be used from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        arena: whose memory they are in.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
 
@@ -46,9 +54,9 @@ class OwnSnapshots:
         with self._lock:
             return iter(sorted(self._held))
 
-    def begin(self, iteration: int, buffer: Any, pool: BufferPool, contents: Contents) -> Held:
+    def begin(self, iteration: int, buffer: Buffer, contents: Contents) -> Held:
         """A snapshot is on its way into ``buffer``, which has one user now: who copies."""
-        held = Held(iteration, buffer, pool, contents)
+        held = Held(iteration, buffer, contents)
         with self._lock:
             self._held[iteration] = held
         return held
@@ -66,20 +74,20 @@ class OwnSnapshots:
             held.freed = True
         self.end_use(held)
 
-    def begin_use(self, held: Held) -> bool:
-        """Read the buffer from now on; False if it was freed meanwhile."""
+    def begin_use(self, held: Held) -> Snapshot | None:
+        """Read the buffer from now on; returns what there is in it, None if it was freed meanwhile."""
         with self._lock:
-            if held.freed:
-                return False
+            if held.freed or held.snapshot is None:
+                return None
             held.users += 1
-            return True
+            return held.snapshot
 
     def end_use(self, held: Held) -> None:
         """It is no longer read or written."""
         with self._lock:
             held.users -= 1
             if held.freed and held.users == 0:
-                held.pool.release(held.buffer)
+                self.arena.release(held.buffer)
 
     def free(self, iterations: Iterable[int]) -> None:
         """Nobody needs these; their buffers go when nobody reads them."""
@@ -88,15 +96,26 @@ class OwnSnapshots:
                 held = self._held.pop(iteration)
                 held.freed = True
                 if held.users == 0:
-                    held.pool.release(held.buffer)
+                    self.arena.release(held.buffer)
+
+    def give_back(self, gone: Mapping[int, npt.NDArray[np.bool_]]) -> None:
+        """Parts that nobody needs, by iteration bool ``[operators]``; where somebody reads, it is tried again later."""
+        with self._lock:
+            for iteration, operators in gone.items():
+                held = self._held.get(iteration)
+                if held is None or held.snapshot is None or held.users:
+                    continue
+                held.snapshot, ranges = held.snapshot.without(operators)
+                held.contents = held.snapshot.contents
+                self.arena.release_parts(held.buffer, ranges)
 
     def lease(self, iteration: int) -> SnapshotLease | None:
         """A snapshot whose buffer stays as it is until it is given back; nothing if there is none."""
         with self._lock:
             held = self._held.get(iteration)
-        if held is None or held.snapshot is None or not self.begin_use(held):
+        if held is None or (snapshot := self.begin_use(held)) is None:
             return None
-        return SnapshotLease(held.snapshot, lambda: self.end_use(held))
+        return SnapshotLease(snapshot, lambda: self.end_use(held))
 
     def acknowledged(self, snapshot: Snapshot, peer: int) -> None:
         """A peer has all of ``snapshot``."""
@@ -113,6 +132,11 @@ class OwnSnapshots:
         """What is captured, by iteration."""
         with self._lock:
             return {iteration: held.snapshot for iteration, held in self._held.items() if held.snapshot}
+
+    def contents(self) -> dict[int, Contents]:
+        """What those hold that are captured."""
+        with self._lock:
+            return {iteration: held.contents for iteration, held in self._held.items() if held.snapshot}
 
     def deliverable(self) -> dict[int, Contents]:
         """What those hold, captured or on their way, that every peer may still have."""
@@ -146,11 +170,6 @@ class OwnSnapshots:
                     held.snapshot.acknowledged.clear()
                     held.snapshot.acknowledged.update(peers_with(held.snapshot, has))
         return kept
-
-    def bytes_beside(self, pool: BufferPool) -> int:
-        """Of buffers of an older pool, until they are freed."""
-        with self._lock:
-            return sum(held.pool.nbytes for held in self._held.values() if held.pool is not pool)
 
 
 def peers_with(snapshot: Snapshot, has: Copies) -> list[int]:

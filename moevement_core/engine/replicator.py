@@ -45,11 +45,10 @@ class Replicator:
         """Host memory set aside for copies of other ranks' snapshots."""
         return sum(store.memory_bytes for store in self.stores)
 
-    def open(self, count: int, nbytes: int) -> None:
-        """Ask every peer for room for so many snapshots."""
+    def open(self, nbytes: int) -> None:
+        """Ask every peer for so much room."""
         for sender in self._senders:
-            # One more: the peer learns a moment later than this rank that an old one may go.
-            sender.open(count + 1, nbytes)
+            sender.open(nbytes)
 
     def had_by(self, snapshot: Snapshot) -> list[int]:
         """Peers that need not be sent ``snapshot``."""
@@ -70,10 +69,15 @@ class Replicator:
         for sender in self._senders:
             sender.drop(first, last)
 
-    def free_before(self, iteration: int) -> None:
-        """No recovery needs older copies; ranks that have other peers now have brought everything there."""
+    def free(self, first: int, last: int | None) -> None:
+        """No way back begins before ``SS_first``, or ends before ``SS_last``; None: that is not known.
+
+        Ranks that have other peers now have brought everything there.
+        """
         for store in self.stores:
-            store.free_before(iteration)
+            store.free_before(first)
+            if last is not None:
+                store.give_back(last)
         self.stores = [store for store in self.stores if store.source not in self._former or store.snapshots()]
 
     def rewire(

@@ -17,7 +17,8 @@ import torch
 import xxhash
 
 from moevement_core.errors import SnapshotError
-from moevement_core.snapshot.snapshot import ALIGNMENT, VERSION, Header, Snapshot, numpy_bytes
+from moevement_core.snapshot.buffer import Buffer
+from moevement_core.snapshot.snapshot import ALIGNMENT, READ, READ_TEXT, VERSION, Header, Snapshot, numpy_bytes
 
 MAGIC = b"MoEvSnap"
 _PREFIX = struct.Struct("<8sIIQ16s")  # magic, version, nothing, header bytes, XXH3-128 of the header
@@ -54,7 +55,8 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
     Raises:
         OSError: the disk is full, or the folder cannot be written.
     """
-    header = snapshot.header.encode()
+    packed, pieces = snapshot.packed()
+    header = packed.encode()
     prefix = _PREFIX.pack(MAGIC, VERSION, 0, len(header), xxhash.xxh3_128_digest(header))
     padding = b"\0" * (_payload_at(len(header)) - len(prefix) - len(header))
     path = folder / file_name(snapshot.header.rank, snapshot.iteration)
@@ -62,8 +64,9 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_attempts)}")
     try:
         with partial.open("wb", buffering=0) as file:
-            for data in (prefix + header + padding, numpy_bytes(snapshot.payload).data):
-                _write_all(file.fileno(), memoryview(data))
+            _write_all(file.fileno(), memoryview(prefix + header + padding))
+            for piece in pieces:
+                _write_all(file.fileno(), memoryview(numpy_bytes(piece).data))
             os.fsync(file.fileno())
         if is_wanted():
             os.replace(partial, path)
@@ -103,7 +106,7 @@ def read_snapshot(path: Path) -> Snapshot:
                 got += count
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None
-    return Snapshot(header, buffer)
+    return Snapshot(header, Buffer(buffer))
 
 
 def _read(path: Path) -> tuple[Header, int]:
@@ -113,8 +116,8 @@ def _read(path: Path) -> tuple[Header, int]:
             if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
                 raise SnapshotError(f"{path}: no snapshot file, or one that was cut off; another copy is needed")
             _, version, _, length, digest = _PREFIX.unpack(prefix)
-            if version != VERSION:
-                raise SnapshotError(f"{path}: of version {version}; this program reads version {VERSION}")
+            if version not in READ:
+                raise SnapshotError(f"{path}: of version {version}; this program reads {READ_TEXT}")
             encoded = file.read(length) if length <= _MAX_HEADER_BYTES else b""
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None

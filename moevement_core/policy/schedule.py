@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +82,21 @@ class Schedule(ABC):
     @abstractmethod
     def contents_of_slot(self, slot: int) -> Contents | None:
         """What snapshots of ``slot`` hold of each operator; nothing if none is taken in it."""
+
+    supersedes: ClassVar[bool] = False
+    """Whether parts of a snapshot are of no use any more before all of it is."""
+
+    def superseded(self, slot: int, later: int) -> npt.NDArray[np.bool_]:
+        """Of a snapshot of ``slot`` the operators of which nothing is needed any more once the ``later`` slots after
+        it are persisted, bool ``[operators]``.
+
+        What an update was made from is of no use where the full state after it is there.
+        """
+        its = self.contents_of_slot(slot)
+        assert its is not None
+        saved = [self.contents_of_slot((slot + step) % self.size) for step in range(1, later + 1)]
+        newer = [contents == Saved.FULL for contents in saved if contents is not None]
+        return (its == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(its), dtype=bool), *newer])
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
         """What of a snapshot of ``slot`` is written to disk; None: all of it."""

@@ -10,6 +10,7 @@ from moevement_core.errors import SnapshotError
 from moevement_core.recovery.plan import Fetch, RecoveryPlan, Source
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message
+from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Header, Snapshot
 
 Open = Callable[[Source, int, int], Snapshot | None]
@@ -52,9 +53,10 @@ def _send(rank: int, one: Fetch, snapshot: Snapshot | None, transport: Transport
     if snapshot is None:
         transport.send(one.owner, TO_OWNER, Message(Kind.REFUSED, rank, one.iteration).encode())
         return
-    header = torch.frombuffer(bytearray(snapshot.header.encode()), dtype=torch.uint8)
-    said = Message(Kind.SNAPSHOT, rank, one.iteration, header.numel(), snapshot.payload.numel())
-    for data in (said.encode(), header, snapshot.payload):
+    packed, pieces = snapshot.packed()
+    header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
+    said = Message(Kind.SNAPSHOT, rank, one.iteration, header.numel(), packed.payload_bytes)
+    for data in (said.encode(), header, *pieces):
         transport.send(one.owner, TO_OWNER, data)
 
 
@@ -69,6 +71,6 @@ def _receive(one: Fetch, transport: Transport) -> Snapshot | None:
     transport.receive(one.holder, TO_OWNER, header)
     transport.receive(one.holder, TO_OWNER, payload)
     try:
-        return Snapshot(Header.decode(header.numpy().tobytes()), payload)
+        return Snapshot(Header.decode(header.numpy().tobytes()), Buffer(payload))
     except SnapshotError:
         return None

@@ -168,9 +168,20 @@ def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int
 
 def _found(reports: Sequence[Report], stages: Mapping[int, int]) -> tuple[Held, Usable, frozenset[int]]:
     """Where snapshots of the ranks in ``stages`` are, which of them all ranks of a stage have, and these ranks."""
-    held = {rank: its for rank, its in _by_owner(reports).items() if rank in stages}
-    usable = {stage: _usable(stage, stages, held) for stage in sorted(set(stages.values()))}
+    everything = {rank: its for rank, its in _by_owner(reports).items() if rank in stages}
+    usable = {stage: _usable(stage, stages, everything) for stage in sorted(set(stages.values()))}
+    held = {
+        rank: {at: _with_all_of(usable[stages[rank]].get(at), places) for at, places in its.items()}
+        for rank, its in everything.items()
+    }
     return held, usable, frozenset(stages)
+
+
+def _with_all_of(contents: Contents | None, places: list[Place]) -> list[Place]:
+    """Where all of ``contents`` is: files may leave operators out, and memory may have given back parts."""
+    if contents is None:
+        return places
+    return [one for one in places if not (_lacks(contents_of(one[2].contents)) & ~_lacks(contents)).any()]
 
 
 Usable = Mapping[int, Mapping[int, Contents]]
@@ -222,7 +233,7 @@ def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[
     last = max(everywhere)
     chosen = {stage: of_stage[last] for stage, of_stage in runs.items()}
     fetches = tuple(
-        _nearest(held, owner, iteration, usable[stage][iteration])
+        _nearest(held, owner, iteration)
         for owner, stage in sorted(stages.items())
         for iteration in sorted(chosen[stage].snapshots)
     )
@@ -241,12 +252,15 @@ def _state_at(held: Held, iteration: int) -> int:
     return max(holding.state for places in held.values() for _, _, holding in places[iteration])
 
 
-Held = Mapping[int, Mapping[int, list[tuple[Source, int, Holding]]]]
+Place = tuple[Source, int, Holding]
+"""Where a snapshot is: how, on which rank, and what is there."""
+
+Held = Mapping[int, Mapping[int, list[Place]]]
 """By owner and iteration: where a snapshot is."""
 
 
 def _by_owner(reports: Sequence[Report]) -> Held:
-    held: dict[int, dict[int, list[tuple[Source, int, Holding]]]] = {report.rank: {} for report in reports}
+    held: dict[int, dict[int, list[Place]]] = {report.rank: {} for report in reports}
     for report in reports:
         for holding in report.holdings:
             if holding.owner in held:
@@ -266,22 +280,22 @@ def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Cont
     return usable
 
 
-def _held_by_all(places: Sequence[Sequence[tuple[Source, int, Holding]]]) -> Contents:
-    """What every rank's snapshot holds, in whichever place holds the most of it: files may leave operators out."""
+def _held_by_all(places: Sequence[Sequence[Place]]) -> Contents:
+    """What every rank's snapshot holds, in whichever place holds the most of it."""
     contents: Contents | None = None
     for of_rank in places:
         most = min((contents_of(one.contents) for _, _, one in of_rank), key=_left_out)
-        contents = most if contents is None else np.where(_is_omitted(most), most, contents)
+        contents = most if contents is None else np.where(_lacks(most), most, contents)
     assert contents is not None
     return contents
 
 
-def _is_omitted(contents: Contents) -> npt.NDArray[np.bool_]:
-    return contents == Saved.OMITTED
+def _lacks(contents: Contents) -> npt.NDArray[np.bool_]:
+    return (contents == Saved.OMITTED) | (contents == Saved.NOTHING)
 
 
 def _left_out(contents: Contents) -> int:
-    return int(_is_omitted(contents).sum())
+    return int(_lacks(contents).sum())
 
 
 def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, ...]:
@@ -295,14 +309,9 @@ def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, 
     return tuple(fetches)
 
 
-def _nearest(held: Held, owner: int, iteration: int, contents: Contents | None = None) -> Fetch:
-    """From where it comes the quickest, with all of ``contents``; None: with whatever is held there."""
-    places = held[owner][iteration]
-    if contents is not None:
-        places = [
-            one for one in places if not (_is_omitted(contents_of(one[2].contents)) & ~_is_omitted(contents)).any()
-        ]
-    source, holder, _ = min(places, key=lambda place: (place[0], place[1] != owner, place[1]))
+def _nearest(held: Held, owner: int, iteration: int) -> Fetch:
+    """From where it comes the quickest."""
+    source, holder, _ = min(held[owner][iteration], key=lambda place: (place[0], place[1] != owner, place[1]))
     return Fetch(owner, iteration, holder, source)
 
 

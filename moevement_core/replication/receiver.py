@@ -71,10 +71,9 @@ class Receiver:
                 raise SnapshotError(f"an unexpected {message.kind.name}")
 
     def _open(self, message: Message) -> Kind:
-        store = self.store
-        if store.has_room_for(message.count, message.payload_bytes):
+        store, wanted = self.store, message.payload_bytes
+        if store.memory_bytes >= wanted:
             return Kind.GO  # asked again after a failure
-        wanted = message.count * message.payload_bytes
         if not self._allowance.take(store.source, wanted):
             self._report(
                 f"rank {store.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
@@ -82,7 +81,7 @@ class Receiver:
             )
             return Kind.REFUSED
         try:
-            store.make_room(message.count, message.payload_bytes)
+            store.make_room(wanted)
         except RuntimeError as error:
             self._allowance.keep(store.source, store.memory_bytes)
             self._report(f"no host memory for the copies of rank {store.source}: {_first_line(error)}")
@@ -98,24 +97,26 @@ class Receiver:
             self._report(f"refused a snapshot of rank {self.store.source}: {error}")
             self._say(Kind.REFUSED, message.iteration)
             return
-        if (room := self.store.begin(message.iteration)) is None:
+        if (room := self.store.begin(message.iteration, message.payload_bytes)) is None:
             self._say(Kind.FULL, message.iteration)
             return
         try:
             self._say(Kind.GO, message.iteration)
-            self._transport.receive(self.store.source, TO_PEER, room.buffer[: message.payload_bytes])
-        except Exception:  # the source is gone in the middle of it; another generation uses the buffer again
-            room.give_up()
+            for piece in room.pieces(0, message.payload_bytes):
+                self._transport.receive(self.store.source, TO_PEER, piece)
+        except Exception:  # the source is gone in the middle of it; another generation uses the memory again
+            self.store.give_up(room)
             raise
-        if damaged := Snapshot(header, room.buffer).damaged():
-            room.give_up()
+        snapshot = Snapshot(header, room)
+        if damaged := snapshot.damaged():
+            self.store.give_up(room)
             self._report(
                 f"snapshot {header.iteration} of rank {self.store.source} arrived damaged ({damaged.key} of "
                 f"{damaged.operator or 'the boundary record'}); asked for it again"
             )
             self._say(Kind.DAMAGED, message.iteration)
             return
-        self.store.add(header, room)
+        self.store.add(snapshot)
         self._say(Kind.KEPT, message.iteration)
 
     def _checked(self, header: Header, message: Message) -> Header:
@@ -129,8 +130,8 @@ class Receiver:
             raise SnapshotError(f"iteration {header.iteration} is stale; a window from {store.floor} on is persisted")
         if header.payload_bytes != message.payload_bytes:
             raise SnapshotError(f"its tensors take {header.payload_bytes} bytes; {message.payload_bytes} are announced")
-        if header.payload_bytes > store.largest_bytes:
-            raise SnapshotError(f"it has {header.payload_bytes} bytes; at most {store.largest_bytes} were agreed on")
+        if header.payload_bytes > store.memory_bytes:
+            raise SnapshotError(f"it has {header.payload_bytes} bytes; at most {store.memory_bytes} were agreed on")
         return header
 
     def _say(self, kind: Kind, iteration: int = 0) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-import torch
-
 from moevement_core.device import Device
+from moevement_core.policy.holding import superseded
 from moevement_core.snapshot.agreement import NONE
-from moevement_core.snapshot.pool import BufferPool
-from moevement_core.snapshot.snapshot import Header, Snapshot, SnapshotLease
+from moevement_core.snapshot.arena import Arena
+from moevement_core.snapshot.buffer import Buffer
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 
 @dataclass(slots=True, eq=False)
@@ -18,25 +18,8 @@ class _Replica:
     """A snapshot that is kept, or still read."""
 
     snapshot: Snapshot
-    pool: BufferPool
     readers: int = 0
     freed: bool = False
-
-    def release_unless_read(self) -> None:
-        if self.freed and not self.readers:
-            self.pool.release(self.snapshot.buffer)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Room:
-    """A buffer for a snapshot that is about to arrive; :meth:`ReplicaStore.add` or :meth:`give_up` it."""
-
-    pool: BufferPool
-    buffer: torch.Tensor
-
-    def give_up(self) -> None:
-        """Nothing whole has arrived."""
-        self.pool.release(self.buffer)
 
 
 class ReplicaStore:
@@ -51,20 +34,14 @@ class ReplicaStore:
         self.source = source
         self.floor = NONE
         """Older snapshots are stale."""
-        self._device = device
-        self._pool: BufferPool | None = None
+        self._arena = Arena(device)
         self._replicas: dict[int, _Replica] = {}
         self._lock = threading.Lock()
 
     @property
     def memory_bytes(self) -> int:
         """Host memory set aside for this source."""
-        return self._pool.total_bytes if self._pool else 0
-
-    @property
-    def largest_bytes(self) -> int:
-        """Of a snapshot; 0 before room was made."""
-        return self._pool.nbytes if self._pool else 0
+        return self._arena.nbytes
 
     def snapshots(self) -> dict[int, Snapshot]:
         """What is kept now, by iteration; every one was whole when it came."""
@@ -91,48 +68,54 @@ class ReplicaStore:
         with self._lock:
             self._release([kept for kept in self._replicas if first <= kept < first + count])
 
-    def has_room_for(self, count: int, nbytes: int) -> bool:
-        """Whether so much room was made before, in buffers of that size."""
-        return self._pool is not None and self._pool.nbytes == nbytes and self._pool.count >= count
+    def give_back(self, last: int) -> None:
+        """Let go of parts that no way back needs any more, all of which end with ``SS_last`` or later."""
+        with self._lock:
+            held = {iteration: one.snapshot.contents for iteration, one in self._replicas.items()}
+            for iteration, gone in superseded(held, last).items():
+                replica = self._replicas[iteration]
+                if not replica.readers:  # else it is tried again
+                    replica.snapshot, ranges = replica.snapshot.without(gone)
+                    self._arena.release_parts(replica.snapshot.buffer, ranges)
 
-    def make_room(self, count: int, nbytes: int) -> None:
-        """Allocate ``count`` buffers of ``nbytes``.
+    def make_room(self, nbytes: int) -> None:
+        """Allocate until there are ``nbytes``.
 
         Raises:
             RuntimeError: there is not so much memory.
         """
-        if self._pool is not None and self._pool.nbytes == nbytes and self._pool.count < count:
-            self._pool.grow(count)
-            return
-        pool = BufferPool(self._device, count, nbytes)
-        with self._lock:
-            # Buffers of the old pool stay with the snapshots that use them until those are freed.
-            self._pool = pool
+        self._arena.grow(nbytes)
 
-    def begin(self, iteration: int) -> Room | None:
-        """A buffer for a snapshot, which takes the place of one of the same iteration; nothing if none is free."""
+    def begin(self, iteration: int, nbytes: int) -> Buffer | None:
+        """Room for a snapshot, which takes the place of one of the same iteration; nothing if none is free."""
         with self._lock:
             if iteration in self._replicas:
                 self._release([iteration])
-            pool = self._pool
-            buffer = pool.acquire() if pool else None
-        return None if pool is None or buffer is None else Room(pool, buffer)
+        return self._arena.acquire(nbytes)
 
-    def add(self, header: Header, room: Room) -> None:
-        """A snapshot is whole in ``room``; kept, unless a newer window was agreed on while it came."""
+    def give_up(self, buffer: Buffer) -> None:
+        """Nothing whole has arrived in it."""
+        self._arena.release(buffer)
+
+    def add(self, snapshot: Snapshot) -> None:
+        """It is whole; kept, unless a newer window was agreed on while it came."""
         with self._lock:
-            if header.iteration < self.floor:
-                room.give_up()
+            if snapshot.iteration < self.floor:
+                self._arena.release(snapshot.buffer)
             else:
-                self._replicas[header.iteration] = _Replica(Snapshot(header, room.buffer), room.pool)
+                self._replicas[snapshot.iteration] = _Replica(snapshot)
 
     def _give_back(self, replica: _Replica) -> None:
         with self._lock:
             replica.readers -= 1
-            replica.release_unless_read()
+            self._release_unless_read(replica)
 
     def _release(self, iterations: list[int]) -> None:
         for iteration in iterations:
             replica = self._replicas.pop(iteration)
             replica.freed = True
-            replica.release_unless_read()
+            self._release_unless_read(replica)
+
+    def _release_unless_read(self, replica: _Replica) -> None:
+        if replica.freed and not replica.readers:
+            self._arena.release(replica.snapshot.buffer)

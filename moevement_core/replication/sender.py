@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,8 @@ class Delivery:
     """A snapshot to be brought to the peer."""
 
     snapshot: Snapshot
-    begin: Callable[[], bool]
-    """Called before it is read; False if it was freed meanwhile."""
+    begin: Callable[[], Snapshot | None]
+    """Called before it is read; gives what is left of it, None if it was freed meanwhile."""
     end: Callable[[], None]
     """Called when it is no longer read."""
 
@@ -98,9 +98,9 @@ class Sender:
         """Messages that wait to be sent."""
         return self._jobs.qsize()
 
-    def open(self, count: int, nbytes: int) -> None:
-        """Ask the peer for ``count`` buffers of ``nbytes``; before the first snapshot that needs them."""
-        self._jobs.put(Message(Kind.OPEN, self.rank, payload_bytes=nbytes, count=count))
+    def open(self, nbytes: int) -> None:
+        """Ask the peer for ``nbytes`` for all that it keeps at a time; before the first snapshot that needs them."""
+        self._jobs.put(Message(Kind.OPEN, self.rank, payload_bytes=nbytes))
 
     def wait_for_answer(self, timeout_s: float) -> bool:
         """Wait until the peer has answered the first :meth:`open`; whether it has."""
@@ -194,12 +194,12 @@ class Sender:
 
     def _offer(self, delivery: Delivery) -> Kind | None:
         """One attempt; None if the snapshot was freed before it could be sent."""
-        while delivery.begin():
+        while (snapshot := delivery.begin()) is not None:
             try:
                 began_s = time.perf_counter()
-                answer = self._transfer(delivery.snapshot)
+                answer = self._transfer(snapshot)
                 if answer is Kind.KEPT:
-                    self.sent_bytes += delivery.snapshot.header.payload_bytes
+                    self.sent_bytes += snapshot.nbytes
                     self.send_s += time.perf_counter() - began_s
             finally:
                 delivery.end()
@@ -210,28 +210,32 @@ class Sender:
         return None
 
     def _transfer(self, snapshot: Snapshot) -> Kind:
-        header = torch.frombuffer(bytearray(snapshot.header.encode()), dtype=torch.uint8)
-        payload = snapshot.payload
-        self._say(Message(Kind.SNAPSHOT, self.rank, snapshot.iteration, header.numel(), payload.numel()))
+        packed, pieces = snapshot.packed()
+        header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
+        self._say(Message(Kind.SNAPSHOT, self.rank, snapshot.iteration, header.numel(), packed.payload_bytes))
         self._transport.send(self.peer, TO_PEER, header)
         if (answer := self._answer()) is not Kind.GO:
             return answer
-        return self._send(payload)
+        return self._send(pieces)
 
-    def _send(self, payload: torch.Tensor) -> Kind:
+    def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
         """At once, or in chunks when the network is idle."""
         if self._pace is None:
-            self._transport.send(self.peer, TO_PEER, payload)
+            for piece in pieces:
+                self._transport.send(self.peer, TO_PEER, piece)
             return self._answer()
-        began_s, waited_s, at = time.perf_counter(), 0.0, 0
-        while at < payload.numel():
-            asked_s = time.perf_counter()
-            count = self._pace.allowed(payload.numel() - at, self._must_hurry)
-            waited_s += time.perf_counter() - asked_s
-            self._transport.send(self.peer, TO_PEER, payload[at : at + count])
-            at += count
+        began_s, waited_s, left = time.perf_counter(), 0.0, sum(piece.numel() for piece in pieces)
+        nbytes = left
+        for piece in pieces:
+            at = 0
+            while at < piece.numel():
+                asked_s = time.perf_counter()
+                count = min(self._pace.allowed(left, self._must_hurry), piece.numel() - at)
+                waited_s += time.perf_counter() - asked_s
+                self._transport.send(self.peer, TO_PEER, piece[at : at + count])
+                at, left = at + count, left - count
         answer = self._answer()
-        self._pace.sent(payload.numel(), time.perf_counter() - began_s - waited_s)
+        self._pace.sent(nbytes, time.perf_counter() - began_s - waited_s)
         return answer
 
     def _must_hurry(self) -> bool:

@@ -30,7 +30,7 @@ class Kind(IntEnum):
     """What a message says."""
 
     OPEN = 1
-    """Source: make ready ``count`` buffers of ``payload_bytes``."""
+    """Source: make ready ``payload_bytes`` for all that is kept at a time."""
     SNAPSHOT = 2
     """Source: a snapshot of these sizes follows."""
     DROP = 3

@@ -9,7 +9,7 @@ from typing import Any
 from moevement_core.device import current_device
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.config import Verify
-from moevement_core.engine.layout import buffer_bytes
+from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.replication.interface import bytes_moved
@@ -135,17 +135,12 @@ class Saving:
         )  # fmt: skip
 
     def _start_checkpointer(self, policy: Policy | None, kept: Sequence[Copies]) -> Checkpointer:
-        record_bytes = self._measure_record()
-
-        def bytes_of(schedule: Schedule) -> int:
-            return int(buffer_bytes(schedule, self._states, record_bytes))
-
+        memory = SnapshotMemory(self._states, self._measure_record(), to_disk=self._config.disk.persist_dir is not None)
         if policy is not None:
             history = ScheduleHistory(*policy.schedules)
         else:
-            history = self.windows.first(self._binding.iteration, bytes_of)
-        own_bytes = max(map(self.windows.slots, history.all)) * max(map(bytes_of, history.all))
-        budget = self._budget_for_copies(own_bytes, history.all)
+            history = self.windows.first(self._binding.iteration, memory.needed)
+        budget = self._budget_for_copies(memory.of_changes(history.all), history.all)
         senders, receivers = self.peers.connect(self.topology, budget, {})
         return Checkpointer(
             self.topology.rank,
@@ -156,9 +151,8 @@ class Saving:
             senders,
             receivers,
             self.topology.channels.agreement,
-            record_bytes,
+            memory,
             self.reports.report,
-            to_disk=self._config.disk.persist_dir is not None,
             has=peers_have(self.topology, kept),
             needed=policy.needed if policy is not None else (NONE, NONE),
         )
@@ -171,7 +165,7 @@ class Saving:
         """Host memory for the boundary log: what is left beside snapshots; at least what was set aside for it."""
         budget, checkpointer = self._config.budget, self.checkpointer
         aside = max(map(self.windows.log_bytes, checkpointer.history.all))
-        snapshots = checkpointer.capturer.memory_needed(checkpointer.history.newest)
+        snapshots = max(checkpointer.own.arena.nbytes, checkpointer.memory.of_changes(checkpointer.history.all))
         left = budget.host_memory_bytes - snapshots - checkpointer.replicator.memory_bytes
         return min(budget.log_memory_bytes, max(left, aside))
 
@@ -315,8 +309,7 @@ class Saving:
         self._warn_of_copies()
         checkpointer.make_room(*policy.schedules)
         before = {store.source: store for store in checkpointer.replicator.stores}
-        own_bytes = checkpointer.capturer.memory_needed(checkpointer.history.newest)
-        budget = self._budget_for_copies(own_bytes, checkpointer.history.all)
+        budget = self._budget_for_copies(checkpointer.own.arena.nbytes, checkpointer.history.all)
         senders, receivers = self.peers.connect(self.topology, budget, before)
         others = [store for source, store in before.items() if source not in self.topology.sources]
         # What is kept for ranks that have other peers now is of use until they have brought it there.

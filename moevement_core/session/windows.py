@@ -178,12 +178,12 @@ class WindowDecisions:
 
     # The first window
 
-    def first(self, start: int, buffer_bytes: Callable[[Schedule], int]) -> ScheduleHistory:
+    def first(self, start: int, needed: Callable[[Schedule], int]) -> ScheduleHistory:
         """Until something is measured.
 
         Args:
             start: the iteration whose state the run begins from.
-            buffer_bytes: host memory of one snapshot of this rank under a schedule.
+            needed: host memory of this rank's snapshots under a schedule.
 
         Raises:
             ConfigError: a rank needs more host memory than it may use; on every rank.
@@ -196,19 +196,15 @@ class WindowDecisions:
                 f"{most} iterations"
             )
         try:
-            self._refuse_beyond_cap(first, buffer_bytes(first))
+            self._refuse_beyond_cap(first, needed(first))
         except ConfigError as error:  # on every rank
             if instead is None:
                 raise
-            self._refuse_beyond_cap(instead, buffer_bytes(instead))
+            self._refuse_beyond_cap(instead, needed(instead))
             if self.topology.rank == 0:
                 self._report(f"recovery by replay, because gradients have no room beside snapshots: {error}")
             return ScheduleHistory(instead)
         return ScheduleHistory(first)
-
-    def slots(self, schedule: Schedule) -> int:
-        """Snapshots that a rank keeps at most."""
-        return schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk)
 
     def iterations_logged(self, schedule: Schedule) -> int:
         """How many iterations logs and records reach back at most."""
@@ -223,12 +219,11 @@ class WindowDecisions:
 
         The rank that needs the most is named, so that what the message says is enough for all.
         """
-        count = self.slots(schedule)
         everyones = all_gather_objects((own_bytes, self.log_bytes(schedule)))
         needs = []
-        for rank, (its_bytes, logs) in enumerate(everyones):
+        for rank, (own, logs) in enumerate(everyones):
             sources = sources_of(self.topology.peers, rank)
-            own, kept = count * its_bytes, sum((count + 1) * everyones[source][0] for source in sources)
+            kept = sum(everyones[source][0] for source in sources)
             needs.append((own + kept + logs, -rank, own, kept, logs, len(sources)))
         needed, rank, own, kept, logs, sources_ = max(needs)
         if needed > self._budget.host_memory_bytes:
@@ -307,18 +302,18 @@ class WindowDecisions:
         """
         if math.isinf(self._budget.host_memory_bytes):
             return [False] * len(schedules)
-        own = [checkpointer.capturer.memory_needed(schedule) for schedule in schedules]
+        old, memory = checkpointer.history.newest, checkpointer.memory
+        own = [max(checkpointer.own.arena.nbytes, memory.of_changes([old, schedule])) for schedule in schedules]
         mine = torch.tensor([own, [self.log_bytes(schedule) for schedule in schedules]])
         everyones = [torch.empty_like(mine) for _ in range(self.topology.world)]
         dist.all_gather(everyones, mine, group=self.topology.channels.job_group)
-        count = self.slots(checkpointer.history.newest)
-        needed = [self._needed_by(rank, everyones, count) for rank in range(self.topology.world)]
+        needed = [self._needed_by(rank, everyones) for rank in range(self.topology.world)]
         return [bool((one > self._budget.host_memory_bytes).any()) for one in torch.stack(needed).T]
 
-    def _needed_by(self, rank: int, everyones: list[torch.Tensor], count: int) -> torch.Tensor:
-        """Host memory of ``rank``: for its own snapshots and logs, and of each source one buffer more than its own."""
+    def _needed_by(self, rank: int, everyones: list[torch.Tensor]) -> torch.Tensor:
+        """Host memory of ``rank``: for its own snapshots and logs, and of each source as much as its own."""
         kept = [everyones[source][0] for source in sources_of(self.topology.peers, rank)]
-        return everyones[rank].sum(dim=0) + sum(-(-one * (count + 1) // count) for one in kept)
+        return everyones[rank].sum(dim=0) + sum(kept)
 
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]

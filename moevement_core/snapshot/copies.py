@@ -13,18 +13,19 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from moevement_core.device import Device, Event
+from moevement_core.snapshot.buffer import spread
 from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
 from moevement_core.snapshot.whole import Finish, begin_whole
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Live tensor and where it goes, both as flat uint8 of the same length."""
+Pair = tuple[torch.Tensor, Sequence[torch.Tensor]]
+"""Live tensor and the pieces that it goes to, all as flat uint8, of the same length together."""
 
 
 class Capture:
@@ -61,7 +62,7 @@ class Capture:
     @property
     def nbytes(self) -> int:
         """Bytes that are copied."""
-        return sum(target.numel() for _, target in (*self.beside, *self.at_once))
+        return sum(source.numel() for source, _ in (*self.beside, *self.at_once))
 
     def wait_copied(self) -> float:
         """Block until live state may change again; returns the seconds that this took.
@@ -89,7 +90,7 @@ class Capture:
 
     def _digest(self) -> None:
         began = time.thread_time()
-        self.digests = [digest_of(target) for _, target in (*self.beside, *self.at_once)]
+        self.digests = [digest_of(*targets) for _, targets in (*self.beside, *self.at_once)]
         self.digest_cpu_s = time.thread_time() - began
 
 
@@ -188,13 +189,13 @@ class ThreadCopies(CopyEngine):
         pass
 
     def _issue(self, capture: Capture) -> Finish:
-        for source, target in capture.at_once:
+        for source, target in _parts(capture.at_once):
             target.copy_(source)
         return begin_whole(capture.to_digest_whole)
 
     def _complete(self, capture: Capture, issued: Finish) -> None:
         began = time.perf_counter()
-        for source, target in capture.beside:
+        for source, target in _parts(capture.beside):
             np.copyto(numpy_bytes(target), numpy_bytes(source))
         capture.copy_s = time.perf_counter() - began
         capture.finish_whole(issued)
@@ -213,12 +214,14 @@ class StreamCopies(CopyEngine):
 
     def _issue(self, capture: Capture) -> tuple[Event, Event, Finish]:
         first, last = self._device.event(timing=True), self._device.event(timing=True)
-        for source, target in capture.at_once:  # in the order of training's own work, so before anything changes them
+        for source, target in _parts(
+            capture.at_once
+        ):  # in the order of training's own work, so before anything changes them
             target.copy_(source, non_blocking=True)
         self._stream.wait_stream(self._device.current_stream())
         with self._device.use_stream(self._stream):
             first.record(self._stream)
-            for source, target in capture.beside:
+            for source, target in _parts(capture.beside):
                 target.copy_(source, non_blocking=True)
             last.record(self._stream)
             finish = begin_whole(capture.to_digest_whole)
@@ -230,6 +233,11 @@ class StreamCopies(CopyEngine):
         capture.copy_s = first.elapsed_ms(last) / 1e3
         with self._device.use_stream(self._stream):  # the answer waits for what was issued on it
             capture.finish_whole(finish)
+
+
+def _parts(pairs: Sequence[Pair]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for source, targets in pairs:
+        yield from spread(source, targets)
 
 
 def copy_engine(device: Device) -> CopyEngine:

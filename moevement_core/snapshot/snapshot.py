@@ -1,8 +1,9 @@
-"""One snapshot: slices of a rank's state in one host buffer, with a header that says what they are.
+"""One snapshot: slices of a rank's state in a host buffer, with a header that says what they are.
 
 The buffer holds raw tensors one after the other, each at a multiple of 64 bytes. The header is JSON: where each tensor
 stands, its dtype, and its digest, taken right after the copy. That is also how a snapshot travels and how it is written
-to disk, so whoever holds one can check it without knowing the model.
+to disk, so whoever holds one can check it without knowing the model. What no recovery needs any more of it may be given
+back while the rest stays; then it travels without the gaps.
 """
 
 from __future__ import annotations
@@ -13,14 +14,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Contents, Saved
 from moevement_core.snapshot import plain
+from moevement_core.snapshot.buffer import Buffer
 
-VERSION = 2
+VERSION = 3
+READ = (2, 3)
+"""Versions that this program reads. Those of 2 do not say the places of operators."""
+READ_TEXT = f"versions {' and '.join(map(str, READ))}"
 ALIGNMENT = 64
 BOUNDARY = ""
 """In the place of an operator's name: tensors of the boundary record."""
@@ -56,6 +62,8 @@ class Entry:
     nbytes: int
     digest: str
     """XXH3 of its bytes, 128 bits in hexadecimal."""
+    place: int = -1
+    """Of the operator in the stage's table, and so in :attr:`Header.contents`; -1 for the boundary record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,9 @@ class Header:
 
     def encode(self) -> bytes:
         """As it travels."""
-        entries = [[e.operator, int(e.saved), e.key, e.dtype, e.offset, e.nbytes, e.digest] for e in self.entries]
+        entries = [
+            [e.operator, int(e.saved), e.key, e.dtype, e.offset, e.nbytes, e.digest, e.place] for e in self.entries
+        ]
         plain_header = {
             "version": VERSION,
             "rank": self.rank,
@@ -122,11 +132,11 @@ class Header:
         """
         try:
             found = json.loads(data)
-            if found["version"] != VERSION:
-                raise SnapshotError(f"a snapshot of version {found['version']}; this program reads version {VERSION}")
+            if found["version"] not in READ:
+                raise SnapshotError(f"a snapshot of version {found['version']}; this program reads {READ_TEXT}")
             entries = tuple(
-                Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d))
-                for o, s, k, t, at, n, d in found["entries"]
+                Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d), *map(int, place))
+                for o, s, k, t, at, n, d, *place in found["entries"]
             )
             whole, on_disk = found["whole"], found.get("on_disk")
             return Header(
@@ -156,8 +166,8 @@ class Snapshot:
     """A header and its buffer. The buffer belongs to the snapshot until the snapshot is freed, and never before."""
 
     header: Header
-    buffer: torch.Tensor
-    """uint8, in host memory; may be longer than the payload."""
+    buffer: Buffer
+    """May be longer than the payload."""
     acknowledged: set[int] = field(default_factory=set)
     """Peers that have all of it."""
 
@@ -172,35 +182,59 @@ class Snapshot:
         return contents_of(self.header.contents)
 
     @property
-    def payload(self) -> torch.Tensor:
-        """The used part of the buffer."""
-        return self.buffer[: self.header.payload_bytes]
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(entry.nbytes for entry in self.header.entries)
 
     def bytes_of(self, entry: Entry) -> torch.Tensor:
-        """The raw bytes of one tensor."""
-        return self.buffer[entry.offset : entry.offset + entry.nbytes]
+        """The raw bytes of one tensor: a view, or a copy where they are in several pieces."""
+        return self.buffer.view(entry.offset, entry.nbytes)
+
+    def digest_now(self, entry: Entry) -> str:
+        """Of the raw bytes of one tensor as they are."""
+        return digest_of(*self.buffer.pieces(entry.offset, entry.nbytes))
+
+    def packed(self) -> tuple[Header, list[torch.Tensor]]:
+        """As it travels and is stored: a header, and the payload that it describes, in pieces and without gaps."""
+        header, pieces, offset = self.header, list[torch.Tensor](), 0
+        moved = []
+        for run in _runs(header.entries):
+            start, end = run[0].offset, run[-1].offset + run[-1].nbytes
+            if offset < _aligned(offset):
+                pieces.append(torch.zeros(_aligned(offset) - offset, dtype=torch.uint8))
+            offset = _aligned(offset)
+            pieces += self.buffer.pieces(start, end - start)
+            moved += [replace(entry, offset=entry.offset - start + offset) for entry in run]
+            offset += end - start
+        return replace(header, entries=tuple(moved)), pieces
+
+    def without(self, gone: npt.NDArray[np.bool_]) -> tuple[Snapshot, list[tuple[int, int]]]:
+        """The same without what it holds of some operators, in the same buffer; and where that is, from byte to byte.
+
+        Args:
+            gone: by the place of the operator in the stage's table, bool ``[operators]``.
+        """
+        dropped = [one for one in self.header.entries if one.place >= 0 and gone[one.place]]
+        kept = tuple(one for one in self.header.entries if one.place < 0 or not gone[one.place])
+        ranges = [(run[0].offset, _aligned(run[-1].offset + run[-1].nbytes)) for run in _runs(dropped)]
+        contents = np.where(gone, np.int8(Saved.NOTHING), self.contents)
+        header = replace(self.header, entries=kept, contents=contents_text(contents))
+        return Snapshot(header, self.buffer, self.acknowledged), ranges
 
     def tensors_of(self, loads: Mapping[str, Saved]) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Full state or compute weights of the operators named, flat, in their dtypes, as views of the buffer."""
+        """Full state or compute weights of the operators named, flat, in their dtypes; see :meth:`bytes_of`."""
         for entry in self.header.entries:
             if entry.operator != BOUNDARY and loads.get(entry.operator) is entry.saved:
                 yield entry, self.bytes_of(entry).view(getattr(torch, entry.dtype))
 
     def for_disk(self) -> Snapshot:
-        """Returns what of it is written to disk: itself, or a copy of a part of it."""
+        """Returns what of it is written to disk: itself, or a part of it in the same buffer."""
         if self.header.on_disk is None:
             return self
-        without, entries, pieces, offset = set(self.header.on_disk.without), list[Entry](), list[torch.Tensor](), 0
-        for entry in self.header.entries:
-            if entry.operator not in without:
-                entries.append(replace(entry, offset=offset))
-                pieces.append(self.bytes_of(entry))
-                offset += _aligned(entry.nbytes)
-        buffer = torch.zeros(offset, dtype=torch.uint8)
-        for entry, piece in zip(entries, pieces, strict=True):
-            buffer[entry.offset : entry.offset + entry.nbytes] = piece
-        header = replace(self.header, contents=self.header.on_disk.contents, entries=tuple(entries), on_disk=None)
-        return Snapshot(header, buffer)
+        without = set(self.header.on_disk.without)
+        entries = tuple(one for one in self.header.entries if one.operator not in without)
+        header = replace(self.header, contents=self.header.on_disk.contents, entries=entries, on_disk=None)
+        return Snapshot(header, self.buffer)
 
     def record(self) -> Any:
         """Boundary state and iteration record, as they were given."""
@@ -210,7 +244,7 @@ class Snapshot:
 
     def damaged(self) -> Entry | None:
         """The first tensor whose bytes are not those that were captured; nothing if all are."""
-        return next((e for e in self.header.entries if digest_of(self.bytes_of(e)) != e.digest), None)
+        return next((e for e in self.header.entries if self.digest_now(e) != e.digest), None)
 
     def check(self, where: str) -> None:
         """Refuse a snapshot that is not what was captured.
@@ -218,9 +252,9 @@ class Snapshot:
         Raises:
             SnapshotError: with the tensor, and ``where`` the snapshot was.
         """
-        if self.buffer.numel() < self.header.payload_bytes:
+        if self.buffer.nbytes < self.header.payload_bytes:
             raise SnapshotError(
-                f"snapshot {self.iteration} of rank {self.header.rank} {where} has {self.buffer.numel()} bytes of "
+                f"snapshot {self.iteration} of rank {self.header.rank} {where} has {self.buffer.nbytes} bytes of "
                 f"{self.header.payload_bytes}; another copy is needed"
             )
         if entry := self.damaged():
@@ -249,9 +283,15 @@ def contents_text(contents: Contents) -> str:
     return (contents + np.int8(ord("0"))).tobytes().decode()
 
 
-def digest_of(data: torch.Tensor) -> str:
-    """XXH3-128 of a host tensor's bytes. Finds damage; it is no protection against somebody who wants to deceive."""
-    return xxhash.xxh3_128_hexdigest(as_bytes(data).numpy())
+def digest_of(*data: torch.Tensor) -> str:
+    """XXH3-128 of the bytes of host tensors, one after the other.
+
+    Finds damage; it is no protection against somebody who wants to deceive.
+    """
+    digest = xxhash.xxh3_128()
+    for piece in data:
+        digest.update(as_bytes(piece).numpy())
+    return digest.hexdigest()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -262,6 +302,18 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def aligned_bytes(tensors: Iterable[StateTensor]) -> int:
     """Buffer bytes that ``tensors`` take."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def _runs(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Entries that stand one right after the other, in the order of the buffer."""
+    run: list[Entry] = []
+    for entry in sorted(entries, key=lambda one: (one.offset, one.nbytes)):
+        if run and entry.offset != _aligned(run[-1].offset + run[-1].nbytes):
+            yield run
+            run = []
+        run.append(entry)
+    if run:
+        yield run
 
 
 def _aligned(nbytes: int) -> int:

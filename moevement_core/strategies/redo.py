@@ -35,6 +35,8 @@ NOT_CARRIED = 1 << 20
 class RedoSchedule(SparseSchedule):
     """Full state of a slice of the operators in every iteration, gradients of all others."""
 
+    supersedes = True
+
     @classmethod
     def of(cls, table: OperatorTable, size: int, start: int = 0) -> RedoSchedule:
         """Slots about equally heavy, in the order of the table: all operators are restored alike, so none comes first.
@@ -68,14 +70,6 @@ class RedoSchedule(SparseSchedule):
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
         """As with rolling windows: after a gap the next run is W new snapshots beside the W that are persisted."""
         return max(super().slots_kept(lag, to_disk=to_disk), self.slots_at_first(lag, to_disk=to_disk))
-
-    def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """A persisted run, and those that are taken before all ranks know of a newer one.
-
-        One has its gradients as soon as the update is made; the next is captured, the one before that reported, and
-        then all ranks know of it. Runs that are written to disk are freed when they are written.
-        """
-        return (2 if to_disk else 1) * self.size + 2 + lag
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """What is run again begins where a persisted run ends; after a gap that is a window ago and a run."""

@@ -92,10 +92,20 @@ class SparseSchedule(Schedule):
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
         """A persisted run, the next one, one snapshot being copied, and the lag.
 
-        Rolling windows need as many as aligned ones. While nothing breaks W + 1 would do; but after a reorder, or when
-        a snapshot is lost, the next run is W new snapshots beside the W that are persisted.
+        Rolling windows need as many as aligned ones after a reorder, or when a snapshot is lost: then the next run is W
+        new snapshots beside the W that are persisted.
         """
         return (3 if to_disk else 2) * self.size + 1 + lag
+
+    def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
+        """Of rolling windows a persisted run, and those that are taken before all ranks know of a newer one.
+
+        One is being captured (or has its gradients), the one before is reported, and then all ranks know of it. Runs
+        that are written to disk are freed when they are written.
+        """
+        if self.window.kind is WindowKind.ALIGNED:
+            return self.slots_kept(lag, to_disk=to_disk)
+        return (2 if to_disk else 1) * self.size + 2 + lag
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """As far back as snapshots are kept; a window more where one was abandoned, whose place the next takes late."""

@@ -147,7 +147,7 @@ def one_killed_while_sending(argv: list[str], victim: int, iteration: int) -> di
             original = self._transport.send
 
             def send(peer: int, tag: int, data: Any) -> None:
-                if data.data_ptr() == snapshot.payload.data_ptr():
+                if data.data_ptr() == snapshot.buffer.extents[0].memory.data_ptr():
                     os.kill(os.getpid(), signal.SIGKILL)
                 original(peer, tag, data)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -30,6 +31,7 @@ from moevement_core.recovery.plan import Holding, RecoveryPlan, Report, plan_rec
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.prepare import Prepared
 from moevement_core.snapshot import plain
+from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,
     Entry,
@@ -38,6 +40,8 @@ from moevement_core.snapshot.snapshot import (
     StateTensor,
     aligned_bytes,
     as_bytes,
+    contents_of,
+    contents_text,
     digest_of,
     offsets,
 )
@@ -53,6 +57,15 @@ class _Kind:
     state: int
     saved: Mapping[str, Saved]
     """By operator of which there are tensors."""
+    places: Mapping[str, int]
+    """Of operators in the stage's table; not of those of windows that do not say it."""
+
+    def of_operators(self) -> Iterator[tuple[str, Saved]]:
+        """What is held of those of which no rank has given anything back."""
+        contents = contents_of(self.contents)
+        for name, saved in self.saved.items():
+            if name not in self.places or contents[self.places[name]] != Saved.NOTHING:
+                yield name, saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +205,7 @@ class _Recut:
             mine: what this rank hands out.
         """
         kind = self._kind(mine)
-        wanted = [t for name, saved in sorted(kind.saved.items()) for t in _tensors(self._states.get(name), saved)]
+        wanted = [t for name, saved in sorted(kind.of_operators()) for t in _tensors(self._states.get(name), saved)]
         marked, kept = plain.flatten(self._record(mine))
         boundary = [StateTensor(BOUNDARY, Saved.FULL, str(number), t.contiguous()) for number, t in enumerate(kept)]
         buffer = torch.zeros(aligned_bytes([*wanted, *boundary]), dtype=torch.uint8)
@@ -208,21 +221,27 @@ class _Recut:
         entries = tuple(
             Entry(
                 t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes,
-                digest_of(buffer[at : at + t.nbytes]),
+                digest_of(buffer[at : at + t.nbytes]), kind.places.get(t.operator, -1),
             )
             for t, at in placed
         )  # fmt: skip
         header = Header(
             self._stand.rank, iteration, kind.schedule, kind.slot, kind.contents, entries, marked, kind.state
         )
-        return Snapshot(header, buffer), exchanged
+        return Snapshot(header, Buffer(buffer)), exchanged
 
     def _kind(self, mine: Sequence[Snapshot]) -> _Kind:
         """Of this rank's stage."""
         kinds: list[_Kind] = []
         for its in all_gather_objects(_kinds(mine, self._stands)):
             kinds += [kind for stage, kind in its if stage == self._stand.stage]
-        return replace(kinds[0], saved={name: saved for kind in kinds for name, saved in kind.saved.items()})
+        lacking = np.logical_or.reduce([contents_of(kind.contents) == Saved.NOTHING for kind in kinds])
+        contents = np.where(lacking, np.int8(Saved.NOTHING), contents_of(kinds[0].contents))
+        return replace(
+            kinds[0], contents=contents_text(contents),
+            saved={name: saved for kind in kinds for name, saved in kind.saved.items()},
+            places={name: place for kind in kinds for name, place in kind.places.items()},
+        )  # fmt: skip
 
     def _record(self, mine: Sequence[Snapshot]) -> dict[str, Any]:
         record = nearest_of_stage({self._stands[one.header.rank]: _record_of(one) for one in mine}, self._stand)
@@ -245,6 +264,7 @@ def _kinds(mine: Sequence[Snapshot], stands: Sequence[Stand]) -> list[tuple[int,
             _Kind(
                 its.schedule, its.slot, its.contents, its.state,
                 {entry.operator: entry.saved for entry in its.entries if entry.operator != BOUNDARY},
+                {entry.operator: entry.place for entry in its.entries if entry.place >= 0},
             ),
         )
         for its in (one.header for one in mine)

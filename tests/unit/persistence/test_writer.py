@@ -18,6 +18,7 @@ from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind
 from moevement_core.snapshot.agreement import Writing
+from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, OnDisk, Snapshot, SnapshotLease, digest_of
 from tests.unit.recovery.toy import Toy
 
@@ -132,7 +133,7 @@ class PartLender:
         header = Header(
             0, iteration, "s", 0, "2222", tuple(entries), None, iteration, None, OnDisk(contents, without)
         )  # fmt: skip
-        return Snapshot(header, torch.cat(pieces))
+        return Snapshot(header, Buffer(torch.cat(pieces)))
 
 
 def test_what_a_window_leaves_out_it_has_of_the_windows_before(

@@ -61,7 +61,7 @@ def test_what_is_gone_damaged_or_somebody_elses_is_named() -> None:
 
     wire.damage = flip
     damaged, foreign = snapshot(0, 1), snapshot(2, 2)
-    damaged.buffer[3] ^= 1
+    damaged.bytes_of(damaged.header.entries[0])[3] ^= 1
     fetches = [
         Fetch(0, 0, 1, Source.PEER), Fetch(0, 1, 0, Source.MEMORY), Fetch(0, 2, 0, Source.MEMORY),
         Fetch(2, 0, 1, Source.PEER), Fetch(1, 0, 1, Source.MEMORY),

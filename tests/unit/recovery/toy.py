@@ -17,6 +17,7 @@ from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.replay import Trainer
 from moevement_core.snapshot import plain
+from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,
     Entry,
@@ -154,7 +155,7 @@ class Toy(Trainer):
             0, iteration, schedule.id, schedule.slot(iteration), contents_text(contents), tuple(entries), marked, state,
             self.whole() if whole else None,
         )  # fmt: skip
-        return Snapshot(header, buffer)
+        return Snapshot(header, Buffer(buffer))
 
     def wipe(self) -> None:
         for tensors in (self.weights, self.masters, self.momenta, self.gradients):

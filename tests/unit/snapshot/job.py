@@ -13,6 +13,7 @@ import torch
 from moevement_core.device import CpuDevice
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.layout import OperatorState
+from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.recoverable import recoverable_runs
@@ -65,7 +66,7 @@ class Rank:
         agreement = SharedAgreement(job.ranks, job.board, number)
         self.checkpointer = Checkpointer(
             number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.receivers, agreement,
-            RECORD_BYTES, self.reports.append,
+            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False), self.reports.append,
         )  # fmt: skip
 
     def change_state(self, iteration: int) -> None:
@@ -162,9 +163,9 @@ class Job:
                     for iteration in range(run.first, run.last + 1):
                         self._is_what_was_live(rank, own[iteration])
                         self._is_what_was_live(rank, kept[iteration])
-            pool = rank.checkpointer.capturer.pool
-            assert len(rank.checkpointer.own._held) <= pool.count
-            assert all(len(one.store.snapshots()) <= pool.count + 1 for one in rank.receivers)
+            own_ = rank.checkpointer.own
+            held = sum(extent.memory.numel() for one in own_._held.values() for extent in one.buffer.extents)
+            assert held + own_.arena.available <= own_.arena.nbytes
 
     def _is_what_was_live(self, rank: Rank, snapshot: Snapshot) -> None:
         snapshot.check(f"of rank {rank.number}")

@@ -12,12 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moevement_core.device import CpuDevice
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
 from moevement_core.snapshot import plain
-from moevement_core.snapshot.pool import BufferPool
+from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import BOUNDARY, Entry, Header, OnDisk, Snapshot, as_bytes, digest_of
 
 PLAIN = st.recursive(
@@ -64,7 +63,7 @@ def test_what_is_no_data_is_refused() -> None:
 def snapshot_of(values: torch.Tensor) -> Snapshot:
     data = as_bytes(values).clone()
     entry = Entry("layers.0.gate", Saved.FULL, "w/master", "float32", 0, data.numel(), digest_of(data))
-    return Snapshot(Header(3, 17, "ab12", 1, "2", (entry,), {"lr": 0.1}, 17, {"layers.0.gate": "xxh3:0"}), data)
+    return Snapshot(Header(3, 17, "ab12", 1, "2", (entry,), {"lr": 0.1}, 17, {"layers.0.gate": "xxh3:0"}), Buffer(data))
 
 
 def test_a_header_comes_back_as_it_was() -> None:
@@ -97,10 +96,13 @@ def test_what_is_written_to_disk_may_be_a_part() -> None:
         offset += 256
     header = Header(3, 17, "ab12", 1, "222", tuple(entries), {"lr": 0.1}, 17, None, OnDisk("242", ("b",)))
     assert Header.decode(header.encode()) == header
-    part = Snapshot(header, buffer).for_disk()
+    part = Snapshot(header, Buffer(buffer)).for_disk()
     part.check("in a test")
     assert (part.header.contents, part.header.on_disk) == ("242", None)
-    assert part.buffer.numel() == part.header.payload_bytes or part.header.payload_bytes <= part.buffer.numel() < 512
+    packed, pieces = part.packed()
+    assert packed.payload_bytes == sum(piece.numel() for piece in pieces) < 256
+    part = Snapshot(packed, Buffer(torch.cat(pieces)))
+    part.check("in a test")
     assert {one.operator: part.bytes_of(one).tolist() for one in part.header.entries} == {
         name: data.tolist() for name, data in tensors.items() if name != "b"
     }
@@ -111,10 +113,10 @@ def test_what_is_written_to_disk_may_be_a_part() -> None:
 def test_a_flipped_bit_is_found_and_named() -> None:
     snapshot = snapshot_of(torch.randn(64))
     snapshot.check("in memory")
-    snapshot.buffer[77] ^= 1
+    snapshot.bytes_of(snapshot.header.entries[0])[77] ^= 1
     with pytest.raises(SnapshotError, match=r"snapshot 17 of rank 3 in memory: w/master of layers.0.gate is damaged"):
         snapshot.check("in memory")
-    snapshot.buffer = snapshot.buffer[:100]
+    snapshot.buffer = Buffer(snapshot.buffer.view(0, 100))
     with pytest.raises(SnapshotError, match="has 100 bytes of 256"):
         snapshot.check("in memory")
 
@@ -125,7 +127,7 @@ def test_tensors_of_an_operator_are_views_of_the_buffer() -> None:
     ((entry, tensor),) = snapshot.tensors_of({"layers.0.gate": Saved.FULL})
     assert entry.saved is Saved.FULL
     assert torch.equal(tensor, values)
-    assert tensor.data_ptr() == snapshot.buffer.data_ptr()
+    assert tensor.data_ptr() == snapshot.buffer.view(0, 16).data_ptr()
     assert not list(snapshot.tensors_of({"layers.0.gate": Saved.COMPUTE, BOUNDARY: Saved.FULL}))
 
 
@@ -138,17 +140,3 @@ def test_a_message_survives_the_way_and_a_damaged_one_is_refused(position: int) 
     data[position] ^= 64
     with pytest.raises(SnapshotError):
         Message.decode(data)
-
-
-def test_a_pool_gives_each_buffer_to_one_owner() -> None:
-    pool = BufferPool(CpuDevice(), 2, 16)
-    first, second = pool.acquire(), pool.acquire()
-    assert first is not None
-    assert second is not None
-    assert first.data_ptr() != second.data_ptr()
-    assert (pool.acquire(), pool.available, pool.total_bytes) == (None, 0, 32)
-    pool.release(first)
-    pool.release(first)
-    pool.release(torch.zeros(8, dtype=torch.uint8))
-    assert pool.available == 1
-    assert pool.acquire() is first

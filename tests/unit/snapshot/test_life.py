@@ -16,11 +16,13 @@ import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.engine.checkpointer import Checkpointer
+from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.agreement import NONE, Alone
+from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
 from moevement_core.strategies import SparseSchedule
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
@@ -75,17 +77,14 @@ def test_another_strategy_has_the_same_life(interval: int) -> None:
         assert not reports(made)
 
 
-def test_buffers_are_allocated_once() -> None:
-    with job(ranks=2) as made:
+@pytest.mark.parametrize("kind", list(WindowKind))
+def test_memory_is_allocated_once(kind: WindowKind) -> None:
+    with job(ranks=2, kind=kind) as made:
         made.run(4)
-        addresses = {b.data_ptr() for r in made.members for b in _buffers(r)}
-        made.run(12)
-        assert {b.data_ptr() for r in made.members for b in _buffers(r)} == addresses
-
-
-def _buffers(rank: Any) -> list[torch.Tensor]:
-    pool = rank.checkpointer.capturer.pool
-    return [*pool._free, *(held.buffer for held in rank.checkpointer.own._held.values())]
+        before = [(slab.data_ptr(), slab.numel()) for r in made.members for slab in r.checkpointer.own.arena._slabs]
+        made.run(40)
+        after = [(slab.data_ptr(), slab.numel()) for r in made.members for slab in r.checkpointer.own.arena._slabs]
+        assert after == before
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
@@ -98,7 +97,7 @@ def test_a_peer_that_lags_costs_the_window_under_way_and_never_the_persisted_one
         stuck = made.members[0].checkpointer
         assert before <= stuck.progress.persisted <= made.iteration - 20
         assert stuck.progress.abandoned > 0
-        assert "no host buffer is free, so the window under way" in reports(made)
+        assert "no host memory is free, so the window under way" in reports(made)
         made.wire.stopped.pop(1).set()
         made.run(8)
         assert all(rank.checkpointer.progress.persisted > before + 8 for rank in made.members), "it catches up"
@@ -111,7 +110,16 @@ def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
         small = impose_window(history.newest.table, np.arange(OPERATORS), 4, WindowKind.ALIGNED)
         history.change(0, SparseSchedule(history.newest.table, np.arange(OPERATORS), small))
         joined = Checkpointer(
-            0, member.states, made.strategy(), history, CpuDevice(), (), (), SharedAgreement(1, {}, 0), 256, print
+            0,
+            member.states,
+            made.strategy(),
+            history,
+            CpuDevice(),
+            (),
+            (),
+            SharedAgreement(1, {}, 0),
+            SnapshotMemory(member.states, 256, to_disk=False),
+            print,
         )
         assert joined.take(history.oldest.start, record_of(0))
         joined.wait()
@@ -336,7 +344,7 @@ def test_what_goes_wrong_behind_the_back_of_training_is_shown_at_the_next_snapsh
             assert rank.capturer.last.finished.wait(5)  # as if training had passed its wait long before
         with pytest.raises(OSError, match="no digest"):
             rank.capture(2, record_of(2))
-        assert rank.capturer.pool.available == rank.capturer.pool.count - 1, "the buffer came back"
+        assert rank.own.arena.available == rank.own.arena.nbytes - PAGE, "the memory came back"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -32,10 +32,10 @@ def test_a_peer_that_has_no_room_is_not_asked_for_ever() -> None:
     transport = AlwaysFull()
     sender = Sender(0, 1, transport, lambda *_: None, lost.append, told.append)
     snapshot: Any = SimpleNamespace(
-        iteration=7, header=SimpleNamespace(encode=lambda: b"header"), payload=torch.zeros(4, dtype=torch.uint8)
+        iteration=7, packed=lambda: (SimpleNamespace(encode=lambda: b"header", payload_bytes=4), [torch.zeros(4)])
     )
-    sender.deliver(Delivery(snapshot, lambda: True, lambda: None))
-    sender.deliver(Delivery(snapshot, lambda: True, lambda: None))
+    sender.deliver(Delivery(snapshot, lambda: snapshot, lambda: None))
+    sender.deliver(Delivery(snapshot, lambda: snapshot, lambda: None))
     while transport.offered < 5:
         pass
     assert not lost, "while the job runs the peer may get room"

@@ -1,0 +1,52 @@
+"""How much is held at most of snapshots that are freed as early as any way back allows. Pure.
+
+Windows repeat, so what is held repeats: any so many snapshots in a row, of which the oldest are a persisted run. What a
+newer full state has superseded of those is given back before the whole snapshot is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from moevement_core.policy.schedule import Contents, Saved
+
+Kept = npt.NDArray[np.int64]
+"""Bytes of each snapshot of a window, int64 ``[snapshots, steps]``, when what the next ``step`` snapshots have
+superseded is given back; with one step nothing ever is."""
+
+
+def most_held(kept: Kept, count: int) -> int:
+    """The most bytes of ``count`` snapshots in a row, at whichever of a window they begin.
+
+    Args:
+        kept: of each snapshot of a window.
+        count: how many are held; the first window's length of them are the persisted run.
+    """
+    snapshots, steps = kept.shape
+    places = np.arange(count)
+    later = np.clip(snapshots - 1 - places, 0, steps - 1)
+    return max(int(kept[(first + places) % snapshots, later].sum()) for first in range(snapshots))
+
+
+def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray[np.bool_]]:
+    """What nobody needs any more of ``held`` when no way back ends before ``SS_last``.
+
+    Returns:
+        By iteration, of those of which it is something: the operators whose gradients are followed by a newer full
+        state, bool ``[operators]``.
+    """
+    found = {}
+    newer: npt.NDArray[np.bool_] | None = None
+    for iteration in sorted((one for one in held if one <= last), reverse=True):
+        saved = held[iteration]
+        if newer is not None and len(newer) == len(saved):
+            gone = newer & (saved == Saved.GRADIENT)
+            if gone.any():
+                found[iteration] = gone
+        else:
+            newer = np.zeros(len(saved), dtype=bool)
+        newer = newer | (saved == Saved.FULL)
+    return found
