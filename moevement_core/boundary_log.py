@@ -91,11 +91,11 @@ class BoundaryLog:
 
     Args:
         device: where the tensors live.
-        cap_bytes: host memory that the log may take; beyond it the oldest iterations go.
+        cap_bytes: gives the host memory that the log may take now; beyond it the oldest iterations go.
         report: called, in words, when that happens.
     """
 
-    def __init__(self, device: Device, cap_bytes: float, report: Callable[[str], None]) -> None:
+    def __init__(self, device: Device, cap_bytes: Callable[[], float], report: Callable[[str], None]) -> None:
         self.bytes_of_last = 0
         """Bytes that the last iteration sent."""
         self._device, self._cap_bytes, self._report = device, cap_bytes, report
@@ -179,6 +179,18 @@ class BoundaryLog:
         for old in [one for one in self._logged if one < iteration]:
             self._drop(old)
 
+    def give_up(self, to_bytes: float) -> None:
+        """Keep no more than ``to_bytes``: the oldest iterations go."""
+        self._report(
+            f"host memory is used up: the log of what crosses stage boundaries keeps {to_bytes / 1e9:.3f} GB; a single "
+            "stage cannot be recovered from before what is left"
+        )
+        self._told = True
+        self._trim()
+        while self._nbytes > to_bytes and (old := self._oldest()) is not None:
+            self._drop(old)
+            self._trim()
+
     def interrupted(self) -> None:
         """An exception from outside came at any moment: the iteration under way is not to be had, and buffers that
         were on their way between it and the free ones are forgotten.
@@ -206,12 +218,12 @@ class BoundaryLog:
         """Host memory of exactly this size, used again where some is free: an iteration sends the same sizes again."""
         if self._free[nbytes]:
             return self._free[nbytes].pop()
-        while self._nbytes + nbytes > self._cap_bytes and (old := self._oldest()) is not None:
+        while self._nbytes + nbytes > self._cap_bytes() and (old := self._oldest()) is not None:
             self._drop(old)
             if not self._told:
                 self._told = True
                 self._report(
-                    f"the log of what crosses stage boundaries is at its cap of {self._cap_bytes / 1e9:g} GB: the "
+                    f"the log of what crosses stage boundaries is at its cap of {self._cap_bytes() / 1e9:g} GB: the "
                     f"oldest iterations go, {old} first; a single stage cannot be recovered before the next window"
                 )
             if self._free[nbytes]:

@@ -7,6 +7,7 @@ are put together, once an iteration, in the order that makes them safe.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from moevement_core.persistence.writer import WindowWriter
 from moevement_core.policy.holding import superseded
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Schedule, ScheduleHistory
+from moevement_core.replication.allowance import OWN, Allowance
 from moevement_core.replication.receiver import Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
@@ -31,6 +33,9 @@ from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 from moevement_core.strategies.strategy import Strategy
 
 Report = Callable[[str], None]
+PATIENCE_S = 30.0
+"""How long the first snapshots of a run, or those taken again in a recovery, wait for peers."""
+STEP_S = 0.005
 
 
 class Checkpointer:
@@ -46,6 +51,7 @@ class Checkpointer:
         receivers: one for each rank whose snapshots are kept here.
         agreement: how ranks learn what all of them have.
         memory: what snapshots of this rank take.
+        allowance: what this rank may use.
         report: called, in words, with what an operator should know.
         has: by peer, the snapshots of this rank that it has from before, taken by another process: the id of the
             schedule by iteration. One of another schedule holds other operators, and is sent again.
@@ -64,6 +70,7 @@ class Checkpointer:
         receivers: Sequence[Receiver],
         agreement: Agreement,
         memory: SnapshotMemory,
+        allowance: Allowance,
         report: Report,
         *,
         has: Copies | None = None,
@@ -71,14 +78,21 @@ class Checkpointer:
     ) -> None:
         self.history, self.memory = history, memory
         self.own = OwnSnapshots(Arena(device))
+        self._keep_where_said([sender.peer for sender in senders])
         self.replicator = Replicator(self.own, senders, receivers, has or {})
         self.capturer = Capturer(rank, states, self.own, device, memory, self._captured)
         self.lifetime = Lifetime(strategy, needed, self._is_whole)
         self.progress = Progress(persisted=self.lifetime.persisted)
-        self._agreement = agreement
+        self._agreement, self._allowance = agreement, allowance
         self._report = report
+        self.may_give_up_own = False
+        """Whether own snapshots that peers have may go where host memory is used up."""
+        self.give_up_log: Callable[[int], object] = lambda nbytes: None
+        """Makes the boundary log give up so many bytes, where there is one."""
         self._writer: WindowWriter | None = None
         self._written_from = NONE
+        self.asked_bytes = 0
+        """That each peer was asked for."""
         self._paused = False
         """No snapshot is taken until there is room for a whole window."""
         self._waited_s = 0.0
@@ -106,6 +120,7 @@ class Checkpointer:
         state: int | None = None,
         whole: Collection[str] = (),
         is_updated: bool = True,
+        may_wait: bool = False,
     ) -> None:
         """Begin ``SS_iteration``, if there is to be one, while ``state@iteration`` is live; frees what no plan needs.
 
@@ -117,6 +132,7 @@ class Checkpointer:
             whole: operators of whose whole state a digest is made, too.
             is_updated: whether ``state@iteration`` came by an update; not where a run starts, or an iteration was left
                 out. Of an update gradients have to be there where they are logged.
+            may_wait: whether to wait for room that peers will make by having what came before.
 
         Raises:
             SnapshotError: the record is larger than was said, or an earlier copy failed.
@@ -129,7 +145,7 @@ class Checkpointer:
             return  # taken before a failure that the job has recovered from
         if not self.takes(iteration) or not self._may_take(iteration):
             return
-        if not self.take(iteration, record, state=state, whole=whole, is_updated=is_updated):
+        if not self.take(iteration, record, state=state, whole=whole, is_updated=is_updated, may_wait=may_wait):
             self._abandon(iteration)
 
     # Gradients of the newest update
@@ -183,7 +199,7 @@ class Checkpointer:
         return True
 
     def _make_more_room(self, schedule: Schedule) -> None:
-        self._grow(self.memory.after_gap(schedule))
+        self._grow(self.memory.after_gap(schedule), [schedule])
 
     def takes(self, iteration: int) -> bool:
         """Whether there is to be an ``SS_iteration``."""
@@ -197,8 +213,9 @@ class Checkpointer:
         state: int | None = None,
         whole: Collection[str] = (),
         is_updated: bool = True,
+        may_wait: bool = True,
     ) -> bool:
-        """Begin ``SS_iteration``, which there is to be, and say nothing to other ranks; whether a buffer was free, and,
+        """Begin ``SS_iteration``, which there is to be, and say nothing to other ranks; whether there was room, and,
         where they are logged, the gradients were at hand.
         """
         schedule = self.history.at(iteration)
@@ -212,7 +229,15 @@ class Checkpointer:
         if self.capturer.take(iteration, schedule, record, state=state, whole=whole):
             return True
         self._make_more_room(schedule)
+        if may_wait and self.own.keepers is not None:
+            self._wait_for_room(iteration, schedule)
         return self.capturer.take(iteration, schedule, record, state=state, whole=whole)
+
+    def _wait_for_room(self, iteration: int, schedule: Schedule) -> None:
+        """Several in a row, where what peers have is not kept here: they go as peers have them."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not self.capturer.has_room(iteration, schedule) and time.monotonic() < deadline_s:
+            time.sleep(STEP_S)
 
     def pause(self, iteration: int) -> None:
         """Take no ``SS_iteration``; only for measuring what snapshots cost. Replaces :meth:`capture`, on all ranks."""
@@ -265,12 +290,19 @@ class Checkpointer:
         """Set host memory aside for one of ``schedules`` after the other, where there is not enough; peers are asked
         for the same.
         """
-        self._grow(self.memory.of_changes(schedules))
+        self._grow(self.memory.of_changes(schedules), schedules)
 
-    def _grow(self, nbytes: int) -> None:
-        if nbytes > self.own.arena.nbytes:
-            self.own.arena.grow(nbytes)
-            self.replicator.open(self.own.arena.nbytes)
+    def _grow(self, nbytes: int, schedules: Sequence[Schedule]) -> None:
+        """Have room for ``nbytes`` of copies at each peer, and for as much here as is kept here."""
+        here = self.memory.here(nbytes, schedules)
+        if not self._set_aside(here) and self._give_up_own():
+            here = self.memory.here(nbytes, schedules)
+        if not self._set_aside(here):
+            self.give_up_log(int(here - self._allowance.left_for(OWN)))
+            self._set_aside(here)
+        if nbytes > self.asked_bytes:
+            self.asked_bytes = nbytes
+            self.replicator.open(nbytes)
 
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
         """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.
@@ -299,8 +331,16 @@ class Checkpointer:
     # After a failure
 
     def adopt(self, snapshot: Snapshot) -> bool:
-        """Keep a copy of ``snapshot``, which this rank's number took in another process; whether a buffer was free."""
-        return snapshot.iteration in self.own or self.capturer.adopt(snapshot)
+        """Keep a copy of ``snapshot``, which this rank's number took in another process, or know of it where all peers
+        have it and that is enough; whether there was room.
+        """
+        if snapshot.iteration in self.own:
+            return True
+        had_by = self.replicator.had_by(snapshot)
+        if self.own.keepers is not None and self.own.keepers <= set(had_by):
+            self.own.know_of(snapshot, had_by)
+            return True
+        return self.capturer.adopt(snapshot)
 
     def forget_after(self, iteration: int) -> None:
         """Later snapshots, here and at peers, are of iterations that the job runs again and with another outcome."""
@@ -334,14 +374,46 @@ class Checkpointer:
         """
         self.capturer.settle()
         self.capturer.last = None
+        self._keep_where_said([sender.peer for sender in senders])
         kept = self.own.forget_peers(has)
         self._agreement, self._paused = agreement, False
         self.progress.is_winding_down = False  # what was agreed on before a failure a new rank does not know
         self.replicator.rewire(senders, receivers, has, former)
-        self.replicator.open(self.own.arena.nbytes)
+        self.replicator.open(self.asked_bytes)
         for held in kept:
             if held.snapshot is not None:
                 self.replicator.replicate(held)
+
+    def _set_aside(self, nbytes: int) -> bool:
+        """Host memory for own snapshots; whether there is so much."""
+        arena = self.own.arena
+        if nbytes <= arena.nbytes:
+            return True
+        if not self._allowance.take(OWN, nbytes):
+            return False
+        try:
+            arena.grow(nbytes)
+        except RuntimeError as error:
+            self._allowance.keep(OWN, arena.nbytes)
+            self._report(f"no host memory for snapshots: {str(error).splitlines()[0]}")
+            return False
+        return True
+
+    def _give_up_own(self) -> bool:
+        """Where host memory is used up, and that is allowed: own copies of what all peers have go first."""
+        if not self.may_give_up_own or not self.memory.keeps_own or not self.replicator.peers:
+            return False
+        self.memory.keeps_own = False
+        self._keep_where_said(self.replicator.peers)
+        count = self.own.drop_kept_elsewhere(self.replicator.peers)
+        self._report(
+            f"host memory is used up ({self._allowance.total_bytes / 1e9:.3f} GB): own snapshots that all peers have "
+            f"are not kept any more, {count} of them from now on"
+        )
+        return True
+
+    def _keep_where_said(self, peers: Collection[int]) -> None:
+        self.own.keepers = frozenset(peers) if peers and not self.memory.keeps_own else None
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Finish copies and sends; whether all peers were done in time. Nothing may be captured afterwards."""
@@ -389,7 +461,8 @@ class Checkpointer:
     def _has_room(self, iteration: int) -> bool:
         """Whether a window that begins now could be captured whole."""
         schedule = self.history.at(iteration)
-        return schedule.may_begin_at(iteration) and self.own.arena.available >= self.memory.window(schedule)
+        wanted = self.memory.here(self.memory.window(schedule), [schedule])
+        return schedule.may_begin_at(iteration) and self.own.arena.available >= wanted
 
     def _abandon(self, iteration: int) -> None:
         """Give up the window under way, and take no snapshot before a whole one has room again."""

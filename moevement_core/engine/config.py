@@ -16,14 +16,30 @@ class Verify(StrEnum):
     ITERATION = "iteration"
 
 
+class KeepOwn(StrEnum):
+    """Whether a rank keeps its own snapshots when all its peers have them."""
+
+    ALWAYS = "always"
+    NEVER = "never"
+    AUTO = "auto"
+    """While host memory allows it."""
+
+
 @dataclass(frozen=True)
 class BudgetConfig:
     """What checkpointing may use: host memory and bandwidth of a rank."""
 
-    host_memory_bytes: float = flag(
-        "--moevement-host-memory-gb", type=float, metavar="GB", check=gigabytes,
+    host_memory_bytes: float | None = flag(
+        "--moevement-host-memory-gb", type=float, metavar="GB",
+        check=lambda name, value: None if value is None else gigabytes(name, value),
         help="host memory that a rank may use for its snapshots, those it keeps for peers, and its boundary log "
-        "(default: no cap)",
+        "(default: half of what its node has, or its control group leaves, divided among the ranks there)",
+    )  # fmt: skip
+    keep_own: KeepOwn = flag(
+        "--moevement-keep-own", choices=[str(kind) for kind in KeepOwn], default=str(KeepOwn.AUTO),
+        check=lambda name, value: KeepOwn(value),
+        help="whether a rank keeps a snapshot of its own when all its peers have it: always, never, or where host "
+        "memory allows it (default: auto); without, a stage that rolls back gets them from peers",
     )  # fmt: skip
     d2h_bytes_per_s: float | None = flag(
         "--moevement-bandwidth", default=AUTO, metavar="auto|GB/S", check=bandwidth,

@@ -9,23 +9,35 @@ from moevement_core.engine.layout import OperatorState, kept_bytes
 from moevement_core.policy.holding import Kept, most_held
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule
 
+IN_FLIGHT = 2 + LAG_ALLOWANCE
+"""Snapshots that peers may not have yet: one is being captured, one is sent, and peers may lag."""
+
 
 class SnapshotMemory:
-    """Of one rank; a peer that keeps copies needs as much again.
+    """Of one rank: what each peer needs that keeps its copies, and what it needs itself.
 
     Args:
         states: live tensors of the operators that it holds.
         record_bytes: the most that a boundary record's tensors take.
         to_disk: whether a window more is kept, that is being written to disk while newer ones come.
+        keeps_own: whether snapshots stay here when all peers have them.
     """
 
-    def __init__(self, states: Mapping[str, OperatorState], record_bytes: int, *, to_disk: bool) -> None:
-        self.record_bytes = record_bytes
+    def __init__(
+        self, states: Mapping[str, OperatorState], record_bytes: int, *, to_disk: bool, keeps_own: bool = True
+    ) -> None:
+        self.record_bytes, self.keeps_own = record_bytes, keeps_own
         self.gives_back = not to_disk
         """Whether parts of a snapshot go before all of it does. Not with windows on disk, which share files."""
         self._states, self._to_disk = states, to_disk
         self._weighed: dict[str, Kept] = {}
         """Of each schedule by its id."""
+
+    def here(self, nbytes: int, schedules: Sequence[Schedule]) -> int:
+        """Of what a peer needs, the bytes that this rank needs itself: all, or what peers may not have yet."""
+        if self.keeps_own:
+            return nbytes
+        return min(nbytes, max(most_held(self._kept(one)[:, :1], IN_FLIGHT) for one in schedules))
 
     def needed(self, schedule: Schedule) -> int:
         """Bytes while ``schedule`` is in force and nothing breaks."""

@@ -33,6 +33,17 @@ class Held:
     """There once it is captured."""
     undeliverable: bool = False
     """A peer will never have it, so no run that needs it will be persisted."""
+    dropped: bool = False
+    """Peers have it, and this rank no more; :attr:`snapshot` says what it was."""
+
+    def is_of(self, snapshot: Snapshot) -> bool:
+        """Whether ``snapshot`` is what was captured here, given back in part meanwhile or not."""
+        return self.snapshot is not None and self.snapshot.acknowledged is snapshot.acknowledged
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all that is left of it can be read."""
+        return self.snapshot is not None and not self.dropped
 
 
 class OwnSnapshots:
@@ -44,6 +55,8 @@ class OwnSnapshots:
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
+        self.keepers: frozenset[int] | None = None
+        """Peers that keep all copies there are: what they all have is dropped here. None: it is kept here, too."""
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
 
@@ -77,7 +90,7 @@ class OwnSnapshots:
     def begin_use(self, held: Held) -> Snapshot | None:
         """Read the buffer from now on; returns what there is in it, None if it was freed meanwhile."""
         with self._lock:
-            if held.freed or held.snapshot is None:
+            if held.freed or not held.is_here:
                 return None
             held.users += 1
             return held.snapshot
@@ -88,6 +101,7 @@ class OwnSnapshots:
             held.users -= 1
             if held.freed and held.users == 0:
                 self.arena.release(held.buffer)
+            self._drop_if_kept_elsewhere(held)
 
     def free(self, iterations: Iterable[int]) -> None:
         """Nobody needs these; their buffers go when nobody reads them."""
@@ -103,7 +117,7 @@ class OwnSnapshots:
         with self._lock:
             for iteration, operators in gone.items():
                 held = self._held.get(iteration)
-                if held is None or held.snapshot is None or held.users:
+                if held is None or held.snapshot is None or held.users or held.dropped:
                     continue
                 held.snapshot, ranges = held.snapshot.without(operators)
                 held.contents = held.snapshot.contents
@@ -122,6 +136,37 @@ class OwnSnapshots:
         with self._lock:
             snapshot.acknowledged.add(peer)
 
+            if (held := self._held.get(snapshot.iteration)) and held.is_of(snapshot):
+                self._drop_if_kept_elsewhere(held)
+
+    def drop_kept_elsewhere(self, peers: Collection[int]) -> int:
+        """Let go of what all ``peers`` have; returns how many snapshots that were."""
+        with self._lock:
+            wanted = [one for one in self._held.values() if one.is_here and not one.users]
+            gone = [one for one in wanted if one.snapshot and set(peers) <= one.snapshot.acknowledged]
+            for held in gone:
+                self._drop(held)
+            return len(gone)
+
+    def know_of(self, snapshot: Snapshot, peers: Iterable[int]) -> None:
+        """One that ``peers`` have, and that this rank need not keep itself."""
+        known = Snapshot(snapshot.header, Buffer(), set(peers))
+        with self._lock:
+            self._held[snapshot.iteration] = Held(
+                snapshot.iteration, known.buffer, snapshot.contents, users=0, snapshot=known, dropped=True
+            )
+
+    def _drop_if_kept_elsewhere(self, held: Held) -> None:
+        if self.keepers is None or held.users or held.freed or not held.is_here:
+            return
+        assert held.snapshot is not None
+        if self.keepers <= held.snapshot.acknowledged:
+            self._drop(held)
+
+    def _drop(self, held: Held) -> None:
+        held.dropped = True
+        self.arena.release(held.buffer)
+
     def undelivered(self, snapshot: Snapshot) -> None:
         """A peer will never have ``snapshot``."""
         with self._lock:
@@ -129,14 +174,15 @@ class OwnSnapshots:
                 held.undeliverable = True
 
     def snapshots(self) -> dict[int, Snapshot]:
-        """What is captured, by iteration."""
+        """What is captured and still here, by iteration."""
         with self._lock:
-            return {iteration: held.snapshot for iteration, held in self._held.items() if held.snapshot}
+            every = self._held.items()
+            return {iteration: held.snapshot for iteration, held in every if held.snapshot and held.is_here}
 
     def contents(self) -> dict[int, Contents]:
-        """What those hold that are captured."""
+        """What those hold."""
         with self._lock:
-            return {iteration: held.contents for iteration, held in self._held.items() if held.snapshot}
+            return {iteration: held.contents for iteration, held in self._held.items() if held.is_here}
 
     def deliverable(self) -> dict[int, Contents]:
         """What those hold, captured or on their way, that every peer may still have."""
@@ -169,7 +215,8 @@ class OwnSnapshots:
                 if held.snapshot is not None:
                     held.snapshot.acknowledged.clear()
                     held.snapshot.acknowledged.update(peers_with(held.snapshot, has))
-        return kept
+                    held.undeliverable = held.dropped and not has.keys() <= held.snapshot.acknowledged
+        return [held for held in kept if not held.dropped]
 
 
 def peers_with(snapshot: Snapshot, has: Copies) -> list[int]:

@@ -1,8 +1,13 @@
-"""Host memory that a rank gives to copies of others' snapshots: one allowance for all sources together."""
+"""Host memory of a rank: one allowance for its own snapshots, its log, and copies for all sources together."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
+
+Who = str | int
+"""What memory is for: :data:`OWN` snapshots, the :data:`LOG`, or copies of a source, which is a rank."""
+OWN, LOG = "own", "log"
 
 
 class Allowance:
@@ -12,20 +17,25 @@ class Allowance:
     needs less.
 
     Args:
-        total_bytes: for all sources; infinite without a cap.
+        total_bytes: for everything; infinite without a cap.
     """
 
     def __init__(self, total_bytes: float) -> None:
         self.total_bytes = total_bytes
-        self._taken: dict[int, int] = {}
+        self._taken: dict[Who, float] = {}
         self._lock = threading.Lock()
 
-    def left_for(self, source: int) -> float:
+    def left_for(self, source: Who) -> float:
         """Bytes that ``source`` may have, what it has already among them."""
         with self._lock:
             return self._left_for(source)
 
-    def take(self, source: int, nbytes: int) -> bool:
+    def of(self, who: Who) -> float:
+        """Bytes that ``who`` has."""
+        with self._lock:
+            return self._taken.get(who, 0.0)
+
+    def take(self, source: Who, nbytes: int) -> bool:
         """Let ``source`` have ``nbytes`` instead of what it has; whether they are allowed. If not, it keeps that."""
         with self._lock:
             if nbytes > self._left_for(source):
@@ -33,10 +43,15 @@ class Allowance:
             self._taken[source] = nbytes
             return True
 
-    def keep(self, source: int, nbytes: int) -> None:
+    def keep(self, source: Who, nbytes: float) -> None:
         """``source`` has ``nbytes`` from before, allowed or not."""
         with self._lock:
             self._taken[source] = nbytes
 
-    def _left_for(self, source: int) -> float:
+    def forget_sources(self, but: Collection[int]) -> None:
+        """Nothing is kept of sources any more, but of these."""
+        with self._lock:
+            self._taken = {who: its for who, its in self._taken.items() if isinstance(who, str) or who in but}
+
+    def _left_for(self, source: Who) -> float:
         return self.total_bytes - sum(taken for other, taken in self._taken.items() if other != source)

@@ -157,8 +157,11 @@ class Sender:
 
     def _open(self) -> None:
         self.is_refused = self._answer() is not Kind.GO
+        was_answered = self._answered.is_set()
         self._answered.set()
-        if self.is_refused:
+        if self.is_refused and was_answered:  # what it gave before stays
+            self._report(f"peer {self.peer} has no more host memory for copies of rank {self.rank} than it gave")
+        elif self.is_refused:
             raise ReplicationError("it refuses the host memory that the copies need")
 
     def _lose_queued(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +44,7 @@ class SessionConfig:
             raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
         strategy, disk = from_args(StrategyConfig, args, has_experts=has_experts), from_args(DiskConfig, args)
         budget = from_args(BudgetConfig, args)
-        if strategy.selects and not math.isinf(budget.host_memory_bytes):
+        if strategy.selects and budget.host_memory_bytes is not None:
             raise ConfigError(
                 f"--moevement-host-memory-gb {budget.host_memory_bytes / 1e9:g} with --moevement-strategy "
                 f"{strategy.name}: which experts a rank saves is not known beforehand; leave it out, and bound it by "

@@ -53,20 +53,20 @@ class Peers:
         self._is_quiet &= not is_saving
 
     def connect(
-        self, topology: Topology, budget_bytes: float, before: Mapping[int, ReplicaStore]
+        self, topology: Topology, allowance: Allowance, before: Mapping[int, ReplicaStore]
     ) -> tuple[list[Sender], list[Receiver]]:
         """Start the threads of a generation.
 
         Args:
             topology: of it.
-            budget_bytes: host memory for copies of other ranks' snapshots.
+            allowance: host memory of this rank.
             before: what was kept of other ranks in an earlier generation, by rank.
         """
         transport = topology.channels.snapshots
         if transport is None:
             self.senders = []
             return [], []
-        allowance = Allowance(budget_bytes)
+        allowance.forget_sources(but=before)
         stores = [before.get(source) or ReplicaStore(source, self._device) for source in topology.sources]
         receivers = [Receiver(topology.rank, store, transport, allowance, self._report) for store in stores]
         self.senders = [

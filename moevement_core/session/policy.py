@@ -28,6 +28,8 @@ class Policy:
     began_at: int
     disk_job: str
     needed: tuple[int, int]
+    keeps_own: bool
+    """Whether ranks keep their own snapshots when all peers have them."""
 
     def with_windows_of(self, other: Policy) -> Policy:
         """Windows begin and end where those of ``other`` do, which has decided more; orders stay what they are."""

@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.engine.checkpointer import Checkpointer
-from moevement_core.engine.config import Verify
+from moevement_core.engine.config import KeepOwn, Verify
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.replication.allowance import LOG, Allowance
 from moevement_core.replication.interface import bytes_moved
 from moevement_core.replication.pace import Pace
 from moevement_core.restart.generation import generation
@@ -19,6 +21,7 @@ from moevement_core.session.address import own_address
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.host_budget import allowed
 from moevement_core.session.identity import JobNames
 from moevement_core.session.parts import Parts
 from moevement_core.session.peers import Copies, Peers, peers_have
@@ -84,6 +87,11 @@ class Saving:
         """The iteration that the job started from."""
         if joining is None:
             refuse_what_is_not_defined(binding, config.strategy)
+        self.allowed = allowed(
+            config.budget, self.topology.nodes, self.topology.rank, is_bounded=not config.strategy.selects
+        )
+        """Host memory that this rank may use."""
+        self.allowance = Allowance(self.allowed.nbytes)
         strategy = self._strategy()
         if joining is None and (caution := strategy.caution()) is not None and self.topology.rank == 0:
             self.reports.report(caution)
@@ -94,7 +102,11 @@ class Saving:
             pace = Pace(moved)
         self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report, pace)
         self._states = binding.states()
-        self.checkpointer = self._start_checkpointer(policy, joining.kept if joining is not None else ())
+        self.checkpointer = self._start_checkpointer(
+            policy, joining.kept if joining is not None else (), is_resized=is_resized
+        )
+        is_auto = config.budget.keep_own is KeepOwn.AUTO
+        self.checkpointer.may_give_up_own = is_auto and config.disk.persist_dir is None
         disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)
         self.disk = WindowsOnDisk(binding, names, config, self.topology, self.checkpointer, self.reports, disk_job)
         self.watch = ProgressWatch(
@@ -119,7 +131,7 @@ class Saving:
         share = config.strategy.capacity_boost
         room = None if share is None else self._binding.expert_room(self.topology.table, share)
         windows = WindowDecisions(
-            strategy, counts, room, self.topology, config.budget, self.reports.report,
+            strategy, counts, room, self.topology, config.budget, self.allowed, self.reports.report,
             0 if strategy.rolls_back_all else self._binding.sent_bytes,
             asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None,
         )  # fmt: skip
@@ -132,16 +144,17 @@ class Saving:
         return Policy(
             window_start, self.checkpointer.history.all, windows.strategy.learned(), windows.strategy.settled,
             self.watch.announced, self.began_at, self.disk.job_name, self.checkpointer.needed,
+            self.checkpointer.memory.keeps_own,
         )  # fmt: skip
 
-    def _start_checkpointer(self, policy: Policy | None, kept: Sequence[Copies]) -> Checkpointer:
+    def _start_checkpointer(self, policy: Policy | None, kept: Sequence[Copies], *, is_resized: bool) -> Checkpointer:
         memory = SnapshotMemory(self._states, self._measure_record(), to_disk=self._config.disk.persist_dir is not None)
         if policy is not None:
-            history = ScheduleHistory(*policy.schedules)
+            history, memory.keeps_own = ScheduleHistory(*policy.schedules), policy.keeps_own
         else:
-            history = self.windows.first(self._binding.iteration, memory.needed)
-        budget = self._budget_for_copies(memory.of_changes(history.all), history.all)
-        senders, receivers = self.peers.connect(self.topology, budget, {})
+            history = self.windows.first(self._binding.iteration, memory, is_running=is_resized)
+        self._set_aside_for_log(history.all)
+        senders, receivers = self.peers.connect(self.topology, self.allowance, {})
         return Checkpointer(
             self.topology.rank,
             self._states,
@@ -152,22 +165,28 @@ class Saving:
             receivers,
             self.topology.channels.agreement,
             memory,
+            self.allowance,
             self.reports.report,
             has=peers_have(self.topology, kept),
             needed=policy.needed if policy is not None else (NONE, NONE),
         )
 
-    def _budget_for_copies(self, own_bytes: float, schedules: Sequence[Schedule]) -> float:
-        """Host memory that is left for copies of other ranks' snapshots, beside own ones and the log."""
-        return self._config.budget.host_memory_bytes - own_bytes - max(map(self.windows.log_bytes, schedules))
+    def _set_aside_for_log(self, schedules: Sequence[Schedule]) -> None:
+        self.allowance.keep(LOG, max(map(self.windows.log_bytes, schedules)))
 
     def log_cap_bytes(self) -> float:
         """Host memory for the boundary log: what is left beside snapshots; at least what was set aside for it."""
-        budget, checkpointer = self._config.budget, self.checkpointer
-        aside = max(map(self.windows.log_bytes, checkpointer.history.all))
-        snapshots = max(checkpointer.own.arena.nbytes, checkpointer.memory.of_changes(checkpointer.history.all))
-        left = budget.host_memory_bytes - snapshots - checkpointer.replicator.memory_bytes
-        return min(budget.log_memory_bytes, max(left, aside))
+        return min(self._config.budget.log_memory_bytes, self.allowance.left_for(LOG))
+
+    def share_memory_with(self, log: BoundaryLog) -> None:
+        """Where host memory is used up, ``log`` gives up some of its own."""
+
+        def give_up(nbytes: int) -> None:
+            less = max(0.0, self.allowance.of(LOG) - nbytes)
+            self.allowance.keep(LOG, less)
+            log.give_up(less)
+
+        self.checkpointer.give_up_log = give_up
 
     def _measure_record(self) -> int:
         """Bytes to set aside for boundary records."""
@@ -207,7 +226,7 @@ class Saving:
         for iteration in range(first, committed + 1):
             self.checkpointer.capture(
                 iteration, record, state=committed, whole=self._digests_whole(iteration),
-                is_updated=iteration == committed and bool(record["iteration"]),
+                is_updated=iteration == committed and bool(record["iteration"]), may_wait=is_first,
             )  # fmt: skip
 
     def _strategy(self) -> Strategy:
@@ -309,8 +328,7 @@ class Saving:
         self._warn_of_copies()
         checkpointer.make_room(*policy.schedules)
         before = {store.source: store for store in checkpointer.replicator.stores}
-        budget = self._budget_for_copies(checkpointer.own.arena.nbytes, checkpointer.history.all)
-        senders, receivers = self.peers.connect(self.topology, budget, before)
+        senders, receivers = self.peers.connect(self.topology, self.allowance, before)
         others = [store for source, store in before.items() if source not in self.topology.sources]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
         has = peers_have(self.topology, kept)

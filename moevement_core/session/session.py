@@ -65,7 +65,8 @@ class Session:
         self.saving = saving = Saving(binding, config, names, joining, is_resized=is_resized)
         strategy = saving.windows.strategy
         if saving.topology.pipeline.stages > 1 and not strategy.rolls_back_all:
-            binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes(), saving.reports.report)
+            binding.boundary_log = BoundaryLog(current_device(), saving.log_cap_bytes, saving.reports.report)
+            saving.share_memory_with(binding.boundary_log)
         injection.begin(config.drill.faults, lambda: binding.iteration)  # places are watched from the next line on
         self.commit = binding.commit_point(self._vote)
         self.commit.updated = self._log_gradients

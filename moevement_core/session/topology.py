@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -98,6 +98,19 @@ class Topology:
     def sources(self) -> list[int]:
         """The ranks whose snapshots this one keeps."""
         return list(sources_of(self.peers, self.rank))
+
+    def kept_bytes(self, rank: int, snapshots: Sequence[int]) -> int:
+        """Host memory that ``rank`` needs for what it keeps of others.
+
+        Args:
+            rank: any of the job.
+            snapshots: what those of each rank take, bytes.
+        """
+        return sum(snapshots[source] for source in sources_of(self.peers, rank))
+
+    def with_copies(self, replicas: int) -> Topology:
+        """The same with fewer copies of each snapshot."""
+        return replace(self, peers=[peers[:replicas] for peers in self.peers])
 
     @property
     def speaks_for_stage(self) -> bool:

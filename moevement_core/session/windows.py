@@ -18,16 +18,17 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.config import BudgetConfig
+from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory
-from moevement_core.replication.placement import sources_of
 from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
 from moevement_core.session.binding import Counts, ExpertRoom
 from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.host_budget import Allowed, Kept, Needs, decide_keep_own, worst
 from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
 from moevement_core.snapshot.agreement import NONE
@@ -60,6 +61,7 @@ class WindowDecisions:
         room: that the rank's experts may be given; None: none.
         topology: of this generation; :attr:`topology` is replaced in the next.
         budget: what checkpointing may use.
+        allowed: host memory of this rank, by it.
         asked_window: ``--moevement-window``; None: as measured.
         to_disk: whether windows are written to disk.
         report: called with what an operator of the job should know.
@@ -73,6 +75,7 @@ class WindowDecisions:
         room: ExpertRoom | None,
         topology: Topology,
         budget: BudgetConfig,
+        allowed: Allowed,
         report: Callable[[str], None],
         sent_bytes: int,
         *,
@@ -89,6 +92,8 @@ class WindowDecisions:
         self._steps: list[_Step] = []
         self._sent: WeakKeyDictionary[Sender, tuple[int, float]] = WeakKeyDictionary()
         """Bytes and seconds of each sender when rates were last measured."""
+        self.allowed = allowed
+        """Host memory that this rank may use."""
         self._decided_at = 0
         """Steps that came before the window under way."""
         self._counts_again = False
@@ -178,12 +183,13 @@ class WindowDecisions:
 
     # The first window
 
-    def first(self, start: int, needed: Callable[[Schedule], int]) -> ScheduleHistory:
+    def first(self, start: int, memory: SnapshotMemory, *, is_running: bool) -> ScheduleHistory:
         """Until something is measured.
 
         Args:
             start: the iteration whose state the run begins from.
-            needed: host memory of this rank's snapshots under a schedule.
+            memory: what this rank's snapshots take; is told whether they stay here when peers have them.
+            is_running: whether the job has begun, so that it goes on with what there is.
 
         Raises:
             ConfigError: a rank needs more host memory than it may use; on every rank.
@@ -196,11 +202,15 @@ class WindowDecisions:
                 f"{most} iterations"
             )
         try:
-            self._refuse_beyond_cap(first, needed(first))
+            self._refuse_beyond_cap(first, memory)
         except ConfigError as error:  # on every rank
+            if is_running:
+                if self.topology.rank == 0:
+                    self._report(f"training goes on with less protection than was asked for: {error}")
+                return ScheduleHistory(first if instead is None else instead)
             if instead is None:
                 raise
-            self._refuse_beyond_cap(instead, needed(instead))
+            self._refuse_beyond_cap(instead, memory)
             if self.topology.rank == 0:
                 self._report(f"recovery by replay, because gradients have no room beside snapshots: {error}")
             return ScheduleHistory(instead)
@@ -214,25 +224,31 @@ class WindowDecisions:
         """Host memory that the boundary log of this rank takes at most."""
         return int(min(self.iterations_logged(schedule) * self._sent_bytes, self._budget.log_memory_bytes))
 
-    def _refuse_beyond_cap(self, schedule: Schedule, own_bytes: int) -> None:
-        """Compare what every rank will need with the cap, on every rank alike.
+    def _refuse_beyond_cap(self, schedule: Schedule, memory: SnapshotMemory) -> None:
+        """Compare what every rank will need with what it may use, on every rank alike."""
+        snapshots = memory.needed(schedule)
+        memory.keeps_own = False
+        mine = Needs(snapshots, memory.here(snapshots, [schedule]), self.log_bytes(schedule), self.allowed)
+        memory.keeps_own, total = decide_keep_own(
+            all_gather_objects(mine), self.topology.kept_bytes, self._budget, schedule.size, self._instead(),
+            may_drop=self._may_drop,
+        )  # fmt: skip
+        if self.topology.rank == 0:
+            also = "" if memory.keeps_own else "; own snapshots go when all peers have them"
+            log.info(f"host memory: {total}, of {total.allowed.nbytes / 1e9:.3f} GB ({total.allowed.why}){also}")
 
-        The rank that needs the most is named, so that what the message says is enough for all.
-        """
-        everyones = all_gather_objects((own_bytes, self.log_bytes(schedule)))
-        needs = []
-        for rank, (own, logs) in enumerate(everyones):
-            sources = sources_of(self.topology.peers, rank)
-            kept = sum(everyones[source][0] for source in sources)
-            needs.append((own + kept + logs, -rank, own, kept, logs, len(sources)))
-        needed, rank, own, kept, logs, sources_ = max(needs)
-        if needed > self._budget.host_memory_bytes:
-            raise ConfigError(
-                f"--moevement-host-memory-gb {self._budget.host_memory_bytes / 1e9:g}: rank {-rank} needs "
-                f"{math.ceil(needed / 1e6) / 1e3:.3f} GB ({own / 1e9:.3f} for its own snapshots, {kept / 1e9:.3f} for "
-                f"those of {sources_} peers, {logs / 1e9:.3f} for logs, at W = {schedule.size}), and no rank more; "
-                "give that much, or fewer replicas, or another window or strategy"
-            )
+    @property
+    def _may_drop(self) -> bool:
+        """Whether own snapshots may go that all peers have: not what is written to disk from here."""
+        return not self._to_disk and bool(self.topology.peers[self.topology.rank])
+
+    def _instead(self) -> list[tuple[str, Kept]]:
+        """Protections that need less, the stronger ones first."""
+        most = max(map(len, self.topology.peers))
+        return [
+            (f"--moevement-replicas {fewer}", self.topology.with_copies(fewer).kept_bytes)
+            for fewer in range(most - 1, -1, -1)
+        ]
 
     # Those after it
 
@@ -251,7 +267,7 @@ class WindowDecisions:
         self._decided_at = len(self._steps)
         proposal = strategy.propose(old, sizes)
         self.windows += 1
-        if math.isinf(self._budget.host_memory_bytes) and not proposal.is_change:
+        if math.isinf(self.allowed.nbytes) and not proposal.is_change:
             strategy.settled = strategy.settled or (measured and not strategy.is_tuned)
             self._say_why(proposal)
             return
@@ -259,8 +275,8 @@ class WindowDecisions:
         fitting = [one for one, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
         if any(beyond) and self.topology.rank == 0:
             self._report(
-                f"a window of {proposal.schedules[0].size} iterations needs more host memory than "
-                f"--moevement-host-memory-gb {self._budget.host_memory_bytes / 1e9:g}; "
+                f"a window of {proposal.schedules[0].size} iterations needs more host memory than the "
+                f"{self.allowed.nbytes / 1e9:.3f} GB that are allowed ({self.allowed.why}); "
                 + (f"one of {fitting[0].size} takes its place" if fitting else f"the window stays at {old.size}")
             )
         if not fitting:
@@ -300,20 +316,21 @@ class WindowDecisions:
 
         Without a cap nobody asks: all ranks have the same flags.
         """
-        if math.isinf(self._budget.host_memory_bytes):
+        if math.isinf(self.allowed.nbytes):
             return [False] * len(schedules)
-        old, memory = checkpointer.history.newest, checkpointer.memory
-        own = [max(checkpointer.own.arena.nbytes, memory.of_changes([old, schedule])) for schedule in schedules]
-        mine = torch.tensor([own, [self.log_bytes(schedule) for schedule in schedules]])
-        everyones = [torch.empty_like(mine) for _ in range(self.topology.world)]
-        dist.all_gather(everyones, mine, group=self.topology.channels.job_group)
-        needed = [self._needed_by(rank, everyones) for rank in range(self.topology.world)]
-        return [bool((one > self._budget.host_memory_bytes).any()) for one in torch.stack(needed).T]
+        everyones = all_gather_objects([self._needs(schedule, checkpointer) for schedule in schedules])
+        keeps_own = checkpointer.memory.keeps_own
+        return [
+            worst(needs, self.topology.kept_bytes, keeps_own=keeps_own).beyond > 0
+            for needs in zip(*everyones, strict=True)
+        ]
 
-    def _needed_by(self, rank: int, everyones: list[torch.Tensor]) -> torch.Tensor:
-        """Host memory of ``rank``: for its own snapshots and logs, and of each source as much as its own."""
-        kept = [everyones[source][0] for source in sources_of(self.topology.peers, rank)]
-        return everyones[rank].sum(dim=0) + sum(kept)
+    def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
+        """While it follows what is in force; nothing that is allocated is given back."""
+        memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
+        snapshots = max(checkpointer.asked_bytes, memory.of_changes(changes))
+        here = max(checkpointer.own.arena.nbytes, memory.here(snapshots, changes))
+        return Needs(here if memory.keeps_own else snapshots, here, self.log_bytes(schedule), self.allowed)
 
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]

@@ -20,7 +20,7 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 def log_of(cap_bytes: float = float("inf")) -> tuple[BoundaryLog, list[str]]:
     reports: list[str] = []
-    return BoundaryLog(CpuDevice(), cap_bytes, reports.append), reports
+    return BoundaryLog(CpuDevice(), lambda: cap_bytes, reports.append), reports
 
 
 def tensor(iteration: int, order: int, size: int = 6) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +67,7 @@ class Rank:
         agreement = SharedAgreement(job.ranks, job.board, number)
         self.checkpointer = Checkpointer(
             number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.receivers, agreement,
-            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False), self.reports.append,
+            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False), Allowance(math.inf), self.reports.append,
         )  # fmt: skip
 
     def change_state(self, iteration: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
+from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.agreement import NONE, Alone
 from moevement_core.snapshot.arena import PAGE
@@ -119,6 +121,7 @@ def test_a_rank_that_joins_has_room_for_snapshots_of_schedules_before() -> None:
             (),
             SharedAgreement(1, {}, 0),
             SnapshotMemory(member.states, 256, to_disk=False),
+            Allowance(math.inf),
             print,
         )
         assert joined.take(history.oldest.start, record_of(0))

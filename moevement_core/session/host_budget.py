@@ -1,0 +1,147 @@
+"""How much host memory each rank may use, what it will need, and what changes where that is more.
+
+Before training begins all ranks know what each of them needs, so all come to the same, and the message of a refusal is
+enough for every one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from moevement_core.engine.config import BudgetConfig, KeepOwn
+from moevement_core.errors import ConfigError
+from moevement_core.host_memory import SHARE, node_memory
+
+Kept = Callable[[int, Sequence[int]], int]
+"""Host memory that a rank needs for others' copies, from what the snapshots of each rank take."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Host memory that this rank may use."""
+
+    nbytes: float
+    why: str
+
+
+def allowed(budget: BudgetConfig, nodes: Sequence[str], rank: int, *, is_bounded: bool = True) -> Allowed:
+    """Returns what the flags say, or a share of what the node has.
+
+    Args:
+        budget: the flags.
+        nodes: the node of every rank.
+        rank: this one.
+        is_bounded: whether what is needed is known beforehand; what is not has no cap by default.
+    """
+    if budget.host_memory_bytes is not None:
+        return Allowed(budget.host_memory_bytes, "--moevement-host-memory-gb")
+    if not is_bounded:
+        return Allowed(math.inf, "no cap")
+    memory, ranks = node_memory(), nodes.count(nodes[rank])
+    among = f" for {ranks} ranks" if ranks > 1 else ""
+    return Allowed(memory.nbytes * SHARE / ranks, f"{SHARE:.0%} of {memory}{among}")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Of one rank, bytes."""
+
+    snapshots: int
+    """All that are kept at a time: here, and at each peer."""
+    in_flight: int
+    """Of those, what is here where peers have the rest."""
+    log: int
+    """Boundary log."""
+    allowed: Allowed
+
+    def own(self, *, keeps_own: bool) -> int:
+        """For its own snapshots."""
+        return self.snapshots if keeps_own else self.in_flight
+
+
+@dataclass(frozen=True)
+class Total:
+    """What a rank needs, bytes."""
+
+    rank: int
+    own: int
+    kept: int
+    log: int
+    allowed: Allowed
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.own + self.kept + self.log
+
+    @property
+    def beyond(self) -> float:
+        """By how much it is more than is allowed."""
+        return self.nbytes - self.allowed.nbytes
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} needs {gigabytes(self.nbytes)} GB ({self.own / 1e9:.3f} for its own snapshots, "
+            f"{self.kept / 1e9:.3f} for what it keeps for others, {self.log / 1e9:.3f} for logs)"
+        )
+
+
+def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> Total:
+    """The rank that is nearest to what it may use, or farthest beyond it; of several the first."""
+    snapshots = [its.snapshots for its in needs]
+    totals = [
+        Total(rank, its.own(keeps_own=keeps_own), kept(rank, snapshots), its.log, its.allowed)
+        for rank, its in enumerate(needs)
+    ]
+    return max(totals, key=lambda total: (total.beyond, -total.rank))
+
+
+def decide_keep_own(
+    needs: Sequence[Needs], kept: Kept, budget: BudgetConfig, window: int, changes: Sequence[tuple[str, Kept]], *,
+    may_drop: bool,
+) -> tuple[bool, Total]:  # fmt: skip
+    """Whether own snapshots are kept that peers have, so that every rank has room; and the rank that has the least.
+
+    Args:
+        needs: of every rank.
+        kept: of the protection that is in force.
+        budget: the flags.
+        window: W, for the message.
+        changes: other protections: a flag, and what it would need.
+        may_drop: whether peers have all that is dropped.
+
+    Raises:
+        ConfigError: some rank has none either way; names the cheapest change that makes it fit.
+    """
+    choices = {KeepOwn.ALWAYS: [True], KeepOwn.NEVER: [False], KeepOwn.AUTO: [True, False]}[budget.keep_own]
+    for keeps_own in choices if may_drop else [True]:
+        if (total := worst(needs, kept, keeps_own=keeps_own)).beyond <= 0:
+            return keeps_own, total
+    change = next(_cheapest(needs, kept, total, changes, keeps_own=keeps_own, may_drop=may_drop))
+    raise ConfigError(
+        f"host memory: {total} at W = {window}; {total.allowed.nbytes / 1e9:.3f} GB are allowed "
+        f"({total.allowed.why}). The cheapest change that makes it fit: {change}"
+    )
+
+
+def _cheapest(
+    needs: Sequence[Needs], kept: Kept, total: Total, changes: Sequence[tuple[str, Kept]], *, keeps_own: bool,
+    may_drop: bool,
+) -> Iterator[str]:  # fmt: skip
+    """What would make it fit, that which gives up the least first."""
+    if keeps_own and may_drop and worst(needs, kept, keeps_own=False).beyond <= 0:
+        yield "--moevement-keep-own auto"
+    unlogged = [replace(its, log=0) for its in needs]
+    if any(its.log for its in needs) and (left := -worst(unlogged, kept, keeps_own=keeps_own).beyond) > 0:
+        yield f"--moevement-log-memory-gb {math.floor(left / 1e6) / 1e3:.3f}"
+    for flag, other in changes:
+        if worst(needs, other, keeps_own=keeps_own or not may_drop).beyond <= 0:
+            yield flag
+    yield f"--moevement-host-memory-gb {gigabytes(total.nbytes)}, if the node has that, or another window or strategy"
+
+
+def gigabytes(nbytes: float) -> str:
+    """Rounded up, so that as much is enough."""
+    return f"{math.ceil(nbytes / 1e6) / 1e3:.3f}"

@@ -1,0 +1,63 @@
+"""Host memory: what is allowed, what goes first where it is not enough, and that bits are the same either way."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.test_kills import LAYOUTS, SPARSE, reference
+from tests.launching import finished, launch, logs, survive
+from tests.training import SCRIPT, flags
+
+NPROC, LAYOUT = LAYOUTS["PP2xEP2"]
+WIDE = SPARSE | LAYOUT | {"hidden_size": 256}
+"""So that a thousandth of a gigabyte is a small part of what is needed."""
+FAULTS = ("rank=0,iteration=8,phase=backward", "rank=3,iteration=14,phase=forward")
+
+
+@pytest.mark.parametrize(
+    "recovery", [{}, pytest.param({"moevement_recovery": "redo"}, marks=pytest.mark.full)], ids=["replay", "redo"]
+)
+def test_ranks_whose_own_snapshots_are_dropped_get_them_from_peers(tmp_path: Path, recovery: dict[str, Any]) -> None:
+    wanted = reference(NPROC, tmp_path / "failure_free", **SPARSE | LAYOUT)
+    survived = survive(
+        NPROC, 2, tmp_path / "recovered", inject=FAULTS, **SPARSE | LAYOUT | recovery, moevement_keep_own="never"
+    )
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    assert len(survived.failures()) == 2
+    recoveries = [failure["recovery"] for failure in survived.failures()]
+    assert all(one["sources"]["memory"] < one["sources"]["peer"] for one in recoveries), recoveries
+    assert "is abandoned" not in survived.out
+
+
+def test_what_does_not_fit_is_refused_with_what_makes_it_fit_and_then_it_does(tmp_path: Path) -> None:
+    wanted = reference(NPROC, tmp_path / "failure_free", **WIDE)
+    needed, change = refused(tmp_path / "a", moevement_host_memory_gb="0.000001", moevement_keep_own="always")
+    assert change.startswith("--moevement-host-memory-gb ")
+    few = 0.7 * needed  # a third of it is for own snapshots, of which half are in flight
+    _, change = refused(tmp_path / "b", moevement_host_memory_gb=f"{few:.6f}", moevement_keep_own="always")
+    assert change == "--moevement-replicas 1"
+    tight = 0.9 * needed
+    _, change = refused(tmp_path / "c", moevement_host_memory_gb=f"{tight:.6f}", moevement_keep_own="always")
+    assert change == "--moevement-keep-own auto"
+    survived = survive(NPROC, 2, tmp_path / "recovered", inject=FAULTS, **WIDE, moevement_host_memory_gb=f"{tight:.6f}")
+    assert "own snapshots go when all peers have them" in survived.out
+    assert survived.digest == wanted
+
+
+def refused(folder: Path, **overrides: Any) -> tuple[float, str]:
+    """Gigabytes that the job asks for, and the change that it names."""
+    folder.mkdir()
+    code, _, err = finished(
+        launch("--nproc", str(NPROC), str(SCRIPT), *flags(**WIDE | overrides), "--run-dir",
+               str(folder / "run"))
+    )  # fmt: skip
+    assert code == 2, logs(folder / "run")
+    found = re.search(r"rank \d needs ([\d.]+) GB .*The cheapest change that makes it fit: ([^,\n]*)", err)
+    assert found is not None, err
+    assert "Traceback" not in err
+    return float(found[1]), found[2]
