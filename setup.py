@@ -57,7 +57,7 @@ setup(
         "gpu": ["triton>=3.2"],
         "report": ["matplotlib>=3.8"],
         "tokenizers": ["transformers>=4.40", "sentencepiece>=0.2"],
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.9", "mypy>=1.14", "types-PyYAML", "types-psutil"],
+        "dev": ["pytest>=8", "hypothesis>=6", "galois>=0.4", "ruff>=0.9", "mypy>=1.14", "types-PyYAML", "types-psutil"],
     },
     entry_points={"console_scripts": ["moevement = moevement_cli.main:main"]},
 )

@@ -24,8 +24,8 @@ from moevement_core.policy.holding import superseded
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import Schedule, ScheduleHistory
 from moevement_core.replication.allowance import OWN, Allowance
+from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
-from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import HORIZON, NONE, Agreement, Writing
 from moevement_core.snapshot.arena import Arena
@@ -311,7 +311,7 @@ class Checkpointer:
         """
         self._writer, self._written_from = writer, first
 
-    def lease(self, first: int, last: int, stores: Sequence[ReplicaStore]) -> list[SnapshotLease] | None:
+    def lease(self, first: int, last: int, stores: Sequence[PeerStore]) -> list[SnapshotLease] | None:
         """Snapshots ``first`` to ``last`` of this rank and those that ``stores`` have.
 
         Nothing if one is gone, or if they are not enough: right after a reorder a run of this stage may be longer.
@@ -361,7 +361,7 @@ class Checkpointer:
         receivers: Sequence[Receiver],
         agreement: Agreement,
         has: Copies,
-        former: Collection[ReplicaStore] = (),
+        former: Collection[PeerStore] = (),
     ) -> None:
         """Go on with other peers, or the same ones over new connections; every snapshot that is whole stays.
 

@@ -21,14 +21,21 @@ class SnapshotMemory:
         record_bytes: the most that a boundary record's tensors take.
         to_disk: whether a window more is kept, that is being written to disk while newer ones come.
         keeps_own: whether snapshots stay here when all peers have them.
+        is_summed: whether peers keep sums of them, of which no part may go before all does.
     """
 
     def __init__(
-        self, states: Mapping[str, OperatorState], record_bytes: int, *, to_disk: bool, keeps_own: bool = True
+        self,
+        states: Mapping[str, OperatorState],
+        record_bytes: int,
+        *,
+        to_disk: bool,
+        keeps_own: bool = True,
+        is_summed: bool = False,
     ) -> None:
         self.record_bytes, self.keeps_own = record_bytes, keeps_own
-        self.gives_back = not to_disk
-        """Whether parts of a snapshot go before all of it does. Not with windows on disk, which share files."""
+        self.gives_back = not (to_disk or is_summed)
+        """Whether parts of a snapshot go before all of it does. Windows on disk share files, and sums are of all."""
         self._states, self._to_disk = states, to_disk
         self._weighed: dict[str, Kept] = {}
         """Of each schedule by its id."""

@@ -6,8 +6,8 @@ import time
 from collections.abc import Collection, Sequence
 
 from moevement_core.engine.own import Copies, Held, OwnSnapshots, peers_with
+from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
-from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import STEP_S, Delivery, Sender
 from moevement_core.snapshot.snapshot import Snapshot
 
@@ -28,11 +28,11 @@ class Replicator:
         self.enabled = True
         """Whether snapshots go to peers; a benchmark that wants to know what that costs turns it off for a while."""
         self.receivers = receivers
-        self.stores: list[ReplicaStore] = [receiver.store for receiver in receivers]
+        self.stores: list[PeerStore] = [receiver.store for receiver in receivers]
         """What is kept of other ranks: of those that have this one for a peer, and of some that had."""
         self._own, self._senders, self._has = own, senders, has
-        self._former: set[int] = set()
-        """Ranks among those whose snapshots are kept that have other peers now."""
+        self._former: set[PeerStore] = set()
+        """Those of ranks that have other peers now."""
         self._counted_bytes = 0
 
     @property
@@ -78,15 +78,15 @@ class Replicator:
             store.free_before(first)
             if last is not None:
                 store.give_back(last)
-        self.stores = [store for store in self.stores if store.source not in self._former or store.snapshots()]
+        self.stores = [store for store in self.stores if store not in self._former or store.schedules()]
 
     def rewire(
-        self, senders: Sequence[Sender], receivers: Sequence[Receiver], has: Copies, former: Collection[ReplicaStore]
+        self, senders: Sequence[Sender], receivers: Sequence[Receiver], has: Copies, former: Collection[PeerStore]
     ) -> None:
         """Other peers, or the same ones over new connections; see :meth:`Checkpointer.rewire`."""
         self._senders, self._has, self.receivers = senders, has, receivers
         self.stores = [*(receiver.store for receiver in receivers), *former]
-        self._former = {store.source for store in former}
+        self._former = set(former)
         self._counted_bytes = 0
 
     def sent_since(self) -> int:

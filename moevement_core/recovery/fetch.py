@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 
 from moevement_core.errors import SnapshotError
-from moevement_core.recovery.plan import Fetch, RecoveryPlan, Source
+from moevement_core.recovery.places import Fetch, Source
+from moevement_core.recovery.plan import RecoveryPlan
+from moevement_core.recovery.take_part import OpenSum, take_part
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message
 from moevement_core.snapshot.buffer import Buffer
@@ -17,14 +19,37 @@ Open = Callable[[Source, int, int], Snapshot | None]
 """A snapshot that this rank said it has, by source, owner and iteration; nothing if it is gone meanwhile."""
 
 
-def fetch(rank: int, plan: RecoveryPlan, open_: Open, transport: Transport | None) -> dict[int, Snapshot | Fetch]:
+def fetch(
+    rank: int, plan: RecoveryPlan, open_: Open, transport: Transport | None, open_sum: OpenSum = lambda *which: None
+) -> dict[int, Snapshot | Fetch]:
     """Every rank of the job calls it with the same plan.
+
+    Args:
+        rank: this one.
+        plan: whose fetches are carried out.
+        open_: gives snapshots that this rank has.
+        transport: between ranks.
+        open_sum: gives parity that this rank has.
 
     Returns:
         Of each iteration of the plan this rank's snapshot, checked; or, if it could not be had there, the fetch.
     """
     fetched: dict[int, Snapshot | Fetch] = {}
     for one in plan.fetches:
+        if one.sum is not None:
+            assert transport is not None, "other ranks have the rest"
+            if rank in one.sum.chain:
+                take_part(
+                    rank, one.owner, one.iteration, one.sum,
+                    lambda term, iteration: _checked(
+                        open_(term.source, term.owner, iteration), Fetch(term.owner, iteration, rank, term.source)
+                    ),
+                    open_sum, transport,
+                )  # fmt: skip
+            if rank == one.owner:
+                snapshot = _checked(_receive(one, transport), one)
+                fetched[one.iteration] = one if snapshot is None else snapshot
+            continue
         if rank not in (one.owner, one.holder):
             continue
         snapshot = _checked(open_(one.source, one.owner, one.iteration), one) if rank == one.holder else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -20,31 +19,9 @@ from moevement_core.policy.recoverable import RecoverableRun, recoverable_runs
 from moevement_core.policy.redo import redo_runs
 from moevement_core.policy.schedule import Contents, Saved
 from moevement_core.policy.versions import leaves_out, version_runs
+from moevement_core.recovery.places import Fetch, Holding, Place, Source
+from moevement_core.recovery.sums import Summed, places_in_sums
 from moevement_core.snapshot.snapshot import contents_of
-
-
-class Source(IntEnum):
-    """Where a snapshot is, the quickest first."""
-
-    MEMORY = 0
-    """Host memory of the rank that took it."""
-    PEER = 1
-    """Host memory of a peer."""
-    FILE = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """A whole snapshot that a rank can hand out."""
-
-    owner: int
-    """The rank that took it."""
-    iteration: int
-    state: int
-    """The iteration whose state it holds."""
-    schedule: str
-    contents: str
-    source: Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +37,8 @@ class Report:
     """What came of recent iterations, by their number."""
     replica: int = 0
     """A name that ranks of one model replica, through all stages, have in common."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """A snapshot of ``owner`` that ``holder`` hands out, to itself if it is the owner."""
-
-    owner: int
-    iteration: int
-    holder: int
-    source: Source
+    summed: tuple[Summed, ...] = ()
+    """Parity that it has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -252,9 +221,6 @@ def _state_at(held: Held, iteration: int) -> int:
     return max(holding.state for places in held.values() for _, _, holding in places[iteration])
 
 
-Place = tuple[Source, int, Holding]
-"""Where a snapshot is: how, on which rank, and what is there."""
-
 Held = Mapping[int, Mapping[int, list[Place]]]
 """By owner and iteration: where a snapshot is."""
 
@@ -265,6 +231,13 @@ def _by_owner(reports: Sequence[Report]) -> Held:
         for holding in report.holdings:
             if holding.owner in held:
                 held[holding.owner].setdefault(holding.iteration, []).append((holding.source, report.rank, holding))
+    in_memory = {
+        owner: {at: [one for one in its if one[0] is not Source.FILE] for at, its in places.items()}
+        for owner, places in held.items()
+    }
+    for place in places_in_sums({report.rank: report.summed for report in reports}, in_memory):
+        if place[2].owner in held:
+            held[place[2].owner].setdefault(place[2].iteration, []).append(place)
     return held
 
 
@@ -311,8 +284,8 @@ def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, 
 
 def _nearest(held: Held, owner: int, iteration: int) -> Fetch:
     """From where it comes the quickest."""
-    source, holder, _ = min(held[owner][iteration], key=lambda place: (place[0], place[1] != owner, place[1]))
-    return Fetch(owner, iteration, holder, source)
+    source, holder, holding = min(held[owner][iteration], key=lambda place: (place[0], place[1] != owner, place[1]))
+    return Fetch(owner, iteration, holder, source, holding.sum)
 
 
 def _missing(usable: Mapping[int, Mapping[int, Contents]], until: int | None) -> str:

@@ -6,8 +6,10 @@ import os
 import socket
 from dataclasses import dataclass
 
+from moevement_core.errors import ConfigError
 from moevement_core.flags import at_least, flag
 from moevement_core.replication.placement import PlacementKind
+from moevement_core.replication.protection import Protection, protection_of
 from moevement_core.restart.environment import NODE_ENV
 
 
@@ -19,6 +21,12 @@ class CopiesConfig:
         "--moevement-replicas", type=int, metavar="R", check=at_least(0),
         help="peers on other nodes that keep a copy of each snapshot "
         "(default: 2, or as many as there are other nodes; with one node on other ranks of it, with a warning)",
+    )  # fmt: skip
+    protection: Protection = flag(
+        "--moevement-protection", metavar="copies:R|parity:G+M", check=protection_of,
+        help="what guards snapshots: R copies on other nodes, as --moevement-replicas has them, or M blocks of parity "
+        "for each group of G ranks on different nodes, of which with the nodes that keep its parity any M may be lost "
+        "(default: copies)",
     )  # fmt: skip
     placement: PlacementKind | None = flag(
         "--moevement-placement", choices=[str(kind) for kind in PlacementKind],
@@ -35,6 +43,19 @@ class CopiesConfig:
         "--moevement-ranks-per-node", type=int, metavar="K", check=at_least(1),
         help="take every K ranks for a node of its own (default: ranks of one host are a node)",
     )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        asked, its = self.protection.replicas, self.replicas
+        if self.protection.parity is not None and its is not None:
+            raise ConfigError(
+                f"--moevement-replicas {its} with --moevement-protection {self.protection.parity}; give one of them"
+            )
+        if asked is not None and its not in (None, asked):
+            raise ConfigError(
+                f"--moevement-replicas {its} with --moevement-protection copies:{asked}; give one of them"
+            )
+        if asked is not None:
+            object.__setattr__(self, "replicas", asked)
 
     def node_of(self, rank: int) -> str:
         """Returns the name of the node that ``rank``, which is this process, is on."""

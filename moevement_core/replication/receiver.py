@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import override
 
 import torch
 
 from moevement_core.errors import SnapshotError
 from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
-from moevement_core.snapshot.snapshot import Header, Snapshot
+from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
 
 Report = Callable[[str], None]
 
 
-class Receiver:
+class Receiver(ABC):
     """Of the snapshots of one source, over one connection.
 
     Args:
@@ -28,15 +31,13 @@ class Receiver:
         report: called, in words, with what is refused and when the source is gone.
     """
 
-    def __init__(
-        self, rank: int, store: ReplicaStore, transport: Transport, allowance: Allowance, report: Report
-    ) -> None:
+    def __init__(self, rank: int, store: PeerStore, transport: Transport, allowance: Allowance, report: Report) -> None:
         self.store = store
         self.ended = threading.Event()
         """The source said goodbye or is gone."""
         self._rank, self._transport, self._allowance, self._report = rank, transport, allowance, report
         if store.memory_bytes:
-            allowance.keep(store.source, store.memory_bytes)
+            allowance.keep(self._key(), store.memory_bytes)
         self._thread = threading.Thread(target=self._run, name=f"moevement-receive-{store.source}", daemon=True)
         self._thread.start()
 
@@ -71,22 +72,30 @@ class Receiver:
                 raise SnapshotError(f"an unexpected {message.kind.name}")
 
     def _open(self, message: Message) -> Kind:
-        store, wanted = self.store, message.payload_bytes
-        if store.memory_bytes >= wanted:
+        store, wanted, key = self.store, message.payload_bytes, self._key()
+        if self._room_bytes() >= wanted:
             return Kind.GO  # asked again after a failure
-        if not self._allowance.take(store.source, wanted):
+        if not self._allowance.take(key, wanted):
             self._report(
                 f"rank {store.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
-                f"{self._allowance.left_for(store.source) / 1e9:.3f} GB are allowed here"
+                f"{self._allowance.left_for(key) / 1e9:.3f} GB are allowed here"
             )
             return Kind.REFUSED
         try:
             store.make_room(wanted)
         except RuntimeError as error:
-            self._allowance.keep(store.source, store.memory_bytes)
+            self._allowance.keep(key, self._room_bytes())
             self._report(f"no host memory for the copies of rank {store.source}: {_first_line(error)}")
             return Kind.REFUSED
         return Kind.GO
+
+    def _key(self) -> int:
+        """What memory is set aside for."""
+        return self.store.source
+
+    def _room_bytes(self) -> int:
+        """That are set aside."""
+        return self.store.memory_bytes
 
     def _receive(self, message: Message) -> None:
         data = torch.empty(message.header_bytes, dtype=torch.uint8)
@@ -97,27 +106,17 @@ class Receiver:
             self._report(f"refused a snapshot of rank {self.store.source}: {error}")
             self._say(Kind.REFUSED, message.iteration)
             return
-        if (room := self.store.begin(message.iteration, message.payload_bytes)) is None:
-            self._say(Kind.FULL, message.iteration)
-            return
-        try:
-            self._say(Kind.GO, message.iteration)
-            for piece in room.pieces(0, message.payload_bytes):
-                self._transport.receive(self.store.source, TO_PEER, piece)
-        except Exception:  # the source is gone in the middle of it; another generation uses the memory again
-            self.store.give_up(room)
-            raise
-        snapshot = Snapshot(header, room)
-        if damaged := snapshot.damaged():
-            self.store.give_up(room)
-            self._report(
-                f"snapshot {header.iteration} of rank {self.store.source} arrived damaged ({damaged.key} of "
-                f"{damaged.operator or 'the boundary record'}); asked for it again"
-            )
-            self._say(Kind.DAMAGED, message.iteration)
-            return
-        self.store.add(snapshot)
-        self._say(Kind.KEPT, message.iteration)
+        self._take_in(header, message)
+
+    @abstractmethod
+    def _take_in(self, header: Header, message: Message) -> None:
+        """Receive the payload of a snapshot whose header was checked, and answer what came of it."""
+
+    def _report_damaged(self, iteration: int, damaged: Entry) -> None:
+        self._report(
+            f"snapshot {iteration} of rank {self.store.source} arrived damaged ({damaged.key} of "
+            f"{damaged.operator or 'the boundary record'}); asked for it again"
+        )
 
     def _checked(self, header: Header, message: Message) -> Header:
         store = self.store
@@ -130,12 +129,50 @@ class Receiver:
             raise SnapshotError(f"iteration {header.iteration} is stale; a window from {store.floor} on is persisted")
         if header.payload_bytes != message.payload_bytes:
             raise SnapshotError(f"its tensors take {header.payload_bytes} bytes; {message.payload_bytes} are announced")
-        if header.payload_bytes > store.memory_bytes:
-            raise SnapshotError(f"it has {header.payload_bytes} bytes; at most {store.memory_bytes} were agreed on")
         return header
 
     def _say(self, kind: Kind, iteration: int = 0) -> None:
         self._transport.send(self.store.source, TO_SOURCE, Message(kind, self._rank, iteration).encode())
+
+
+class CopyReceiver(Receiver):
+    """Keeps every snapshot whole."""
+
+    def __init__(
+        self, rank: int, store: ReplicaStore, transport: Transport, allowance: Allowance, report: Report
+    ) -> None:
+        self._copies = store
+        super().__init__(rank, store, transport, allowance, report)
+
+    @override
+    def _checked(self, header: Header, message: Message) -> Header:
+        if header.payload_bytes > self._copies.memory_bytes:
+            raise SnapshotError(
+                f"it has {header.payload_bytes} bytes; at most {self._copies.memory_bytes} were agreed on"
+            )
+        return super()._checked(header, message)
+
+    @override
+    def _take_in(self, header: Header, message: Message) -> None:
+        store = self._copies
+        if (room := store.begin(message.iteration, message.payload_bytes)) is None:
+            self._say(Kind.FULL, message.iteration)
+            return
+        try:
+            self._say(Kind.GO, message.iteration)
+            for piece in room.pieces(0, message.payload_bytes):
+                self._transport.receive(store.source, TO_PEER, piece)
+        except Exception:  # the source is gone in the middle of it; another generation uses the memory again
+            store.give_up(room)
+            raise
+        snapshot = Snapshot(header, room)
+        if damaged := snapshot.damaged():
+            store.give_up(room)
+            self._report_damaged(header.iteration, damaged)
+            self._say(Kind.DAMAGED, message.iteration)
+            return
+        store.add(snapshot)
+        self._say(Kind.KEPT, message.iteration)
 
 
 def _first_line(error: BaseException) -> str:

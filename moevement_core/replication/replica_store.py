@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import override
 
 from moevement_core.device import Device
 from moevement_core.policy.holding import superseded
+from moevement_core.replication.peer_store import PeerStore
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.arena import Arena
 from moevement_core.snapshot.buffer import Buffer
@@ -22,7 +24,7 @@ class _Replica:
     freed: bool = False
 
 
-class ReplicaStore:
+class ReplicaStore(PeerStore):
     """The copies of one source. May be used from any thread.
 
     Args:
@@ -31,9 +33,8 @@ class ReplicaStore:
     """
 
     def __init__(self, source: int, device: Device) -> None:
-        self.source = source
+        super().__init__(source)
         self.floor = NONE
-        """Older snapshots are stale."""
         self._arena = Arena(device)
         self._replicas: dict[int, _Replica] = {}
         self._lock = threading.Lock()
@@ -47,6 +48,10 @@ class ReplicaStore:
         """What is kept now, by iteration; every one was whole when it came."""
         with self._lock:
             return {iteration: one.snapshot for iteration, one in self._replicas.items()}
+
+    @override
+    def schedules(self) -> dict[int, str]:
+        return {iteration: one.header.schedule for iteration, one in self.snapshots().items()}
 
     def lease(self, iteration: int) -> SnapshotLease | None:
         """A snapshot that is kept, whose buffer stays as it is until it is given back; nothing if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -15,7 +16,8 @@ from moevement_core.errors import ReplicationError
 from moevement_core.replication.pace import Pace
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
-from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.snapshot.blocks import blocks_of
+from moevement_core.snapshot.snapshot import Header, Snapshot
 
 Report = Callable[[str], None]
 ATTEMPTS = 3
@@ -217,9 +219,23 @@ class Sender:
         header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
         self._say(Message(Kind.SNAPSHOT, self.rank, snapshot.iteration, header.numel(), packed.payload_bytes))
         self._transport.send(self.peer, TO_PEER, header)
-        if (answer := self._answer()) is not Kind.GO:
-            return answer
+        if (answer := self._answered_by()).kind is not Kind.GO:
+            return answer.kind
+        if answer.payload_bytes:
+            pieces = self._wanted(snapshot, packed, answer.payload_bytes)
         return self._send(pieces)
+
+    def _wanted(self, snapshot: Snapshot, packed: Header, blocks: int) -> list[torch.Tensor]:
+        """Of a snapshot that is added to parity the blocks that are not in it yet."""
+        flags = torch.empty(blocks, dtype=torch.uint8)
+        self._transport.receive(self.peer, TO_SOURCE, flags)
+        pieces: list[torch.Tensor] = []
+        held = iter(snapshot.in_order())
+        for block, is_wanted in zip(blocks_of(packed), flags.tolist(), strict=True):
+            for entry in itertools.islice(held, len(block)):
+                if is_wanted:
+                    pieces += snapshot.buffer.pieces(entry.offset, entry.nbytes)
+        return pieces
 
     def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
         """At once, or in chunks when the network is idle."""
@@ -249,10 +265,13 @@ class Sender:
         self._transport.send(self.peer, TO_PEER, message.encode())
 
     def _answer(self) -> Kind:
+        return self._answered_by().kind
+
+    def _answered_by(self) -> Message:
         data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
         self._waiting_since_s = time.monotonic()
         try:
             self._transport.receive(self.peer, TO_SOURCE, data)
         finally:
             self._waiting_since_s = None
-        return Message.decode(data).kind
+        return Message.decode(data)

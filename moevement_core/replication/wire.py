@@ -40,7 +40,8 @@ class Kind(IntEnum):
     TENSOR = 5
     """Neighbour: a tensor that crossed a stage boundary follows."""
     GO = 10
-    """Peer: send the payload; or, to OPEN, ready."""
+    """Peer: send the payload, of ``payload_bytes`` blocks those that the flags say which follow, all of it if there are
+    none; or, to OPEN, ready."""
     KEPT = 11
     """Peer: it is here, and it is what was captured."""
     FULL = 12

@@ -18,7 +18,8 @@ from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.feed import Alone
 from moevement_core.recovery.outcome import Recovery
-from moevement_core.recovery.plan import RecoveryPlan, Source
+from moevement_core.recovery.places import Source
+from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.replay import replay
 from moevement_core.restart import injection
 from moevement_core.restart.generation import working

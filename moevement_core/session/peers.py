@@ -7,11 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from moevement_core.device import Device
 from moevement_core.engine.own import OwnSnapshots
 from moevement_core.errors import ConfigError
+from moevement_core.parity.receiver import ParityReceiver
+from moevement_core.parity.store import GroupStore, MemberStore
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.pace import Pace
-from moevement_core.replication.receiver import Receiver
+from moevement_core.replication.peer_store import PeerStore
+from moevement_core.replication.receiver import CopyReceiver, Receiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
+from moevement_core.replication.transport import Transport
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.topology import Topology
 from moevement_core.snapshot.snapshot import Snapshot
@@ -53,7 +57,7 @@ class Peers:
         self._is_quiet &= not is_saving
 
     def connect(
-        self, topology: Topology, allowance: Allowance, before: Mapping[int, ReplicaStore]
+        self, topology: Topology, allowance: Allowance, before: Mapping[int, PeerStore]
     ) -> tuple[list[Sender], list[Receiver]]:
         """Start the threads of a generation.
 
@@ -67,13 +71,33 @@ class Peers:
             self.senders = []
             return [], []
         allowance.forget_sources(but=before)
-        stores = [before.get(source) or ReplicaStore(source, self._device) for source in topology.sources]
-        receivers = [Receiver(topology.rank, store, transport, allowance, self._report) for store in stores]
+        receivers = self._receivers(topology, transport, allowance, before)
         self.senders = [
             Sender(topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report, self._pace)
             for peer in topology.peers[topology.rank]
         ]
         return self.senders, receivers
+
+    def _receivers(
+        self, topology: Topology, transport: Transport, allowance: Allowance, before: Mapping[int, PeerStore]
+    ) -> list[Receiver]:
+        rank, receivers = topology.rank, list[Receiver]()
+        for group in topology.groups:
+            if rank not in group.holders:
+                continue
+            stores = [before.get(source) for source in group.members]
+            its = next((one.group for one in stores if isinstance(one, MemberStore)), None)
+            if its is None or its.group != group:
+                its = GroupStore(group, group.holders.index(rank), self._device)
+            receivers += [
+                ParityReceiver(rank, MemberStore(source, its), transport, allowance, self._report)
+                for source in group.members
+            ]
+        for source in topology.sources if not topology.groups else ():
+            store = before.get(source)
+            copies = store if isinstance(store, ReplicaStore) else ReplicaStore(source, self._device)
+            receivers.append(CopyReceiver(rank, copies, transport, allowance, self._report))
+        return receivers
 
     def refuse_without_copies(self, topology: Topology, timeout_s: float, replicas: int | None) -> None:
         """A peer that has no host memory for copies when the job starts will not have it later; every rank calls it.

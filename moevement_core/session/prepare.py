@@ -12,7 +12,8 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.errors import RecoveryError
 from moevement_core.recovery.fetch import fetch
-from moevement_core.recovery.plan import Fetch, RecoveryPlan, Report, Source, plan_recovery, plan_redo
+from moevement_core.recovery.places import Fetch, Source
+from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery, plan_redo
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
 from moevement_core.session.exchange import all_gather_objects
@@ -77,7 +78,9 @@ def prepare(
     began = time.perf_counter()
     distinct = {id(source): source for source in sources.values()}
     holdings = tuple(holding for source in distinct.values() for holding in source.holdings())
-    reports = all_gather_objects(replace(report, holdings=holdings))
+    parity = tuple(one for source in distinct.values() for one in source.summed())
+    reports = all_gather_objects(replace(report, holdings=holdings, summed=parity))
+    of_sums = sources.get(Source.PARITY)
     while True:
         plans = _plans(reports, until, scope, lost_ranks)
         snapshots: dict[int, Snapshot] = {}
@@ -86,6 +89,7 @@ def prepare(
             fetched = fetch(
                 report.rank, plan,
                 lambda which, owner, iteration: sources[which].open(which, owner, iteration), transport,
+                of_sums.open_sum if of_sums is not None else lambda *which: None,
             )  # fmt: skip
             missing += [one for one in fetched.values() if isinstance(one, Fetch)]
             snapshots |= {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
@@ -167,5 +171,7 @@ def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
 
 def _without(report: Report, failed: set[Fetch]) -> Report:
     gone = {(one.holder, one.source, one.owner, one.iteration) for one in failed}
+    damaged = {(one.holder, one.source, one.iteration) for one in failed}
     kept = [h for h in report.holdings if (report.rank, h.source, h.owner, h.iteration) not in gone]
-    return replace(report, holdings=tuple(kept))
+    sums = [one for one in report.summed if (report.rank, Source.PARITY, one.iteration) not in damaged]
+    return replace(report, holdings=tuple(kept), summed=tuple(sums))

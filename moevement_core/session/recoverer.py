@@ -10,7 +10,8 @@ from moevement_core.errors import RecoveryError
 from moevement_core.events import RecoveredFromDisk
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.recovery.outcome import Recovery
-from moevement_core.recovery.plan import Report, Source
+from moevement_core.recovery.places import Source
+from moevement_core.recovery.plan import Report
 from moevement_core.session.carry_out import carry_out
 from moevement_core.session.kept import Kept, check_kept
 from moevement_core.session.parts import Parts
@@ -59,7 +60,7 @@ class Recoverer:
         """
         parts = self._saving.parts
         topology, memory = parts.topology, MemorySource(parts.checkpointer)
-        sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory}
+        sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory, Source.PARITY: memory}
         scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
         report = Report(
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),

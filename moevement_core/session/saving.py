@@ -105,8 +105,8 @@ class Saving:
         self.checkpointer = self._start_checkpointer(
             policy, joining.kept if joining is not None else (), is_resized=is_resized
         )
-        is_auto = config.budget.keep_own is KeepOwn.AUTO
-        self.checkpointer.may_give_up_own = is_auto and config.disk.persist_dir is None
+        is_auto, has_parity = config.budget.keep_own is KeepOwn.AUTO, config.copies.protection.parity is not None
+        self.checkpointer.may_give_up_own = is_auto and config.disk.persist_dir is None and not has_parity
         disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)
         self.disk = WindowsOnDisk(binding, names, config, self.topology, self.checkpointer, self.reports, disk_job)
         self.watch = ProgressWatch(
@@ -148,7 +148,10 @@ class Saving:
         )  # fmt: skip
 
     def _start_checkpointer(self, policy: Policy | None, kept: Sequence[Copies], *, is_resized: bool) -> Checkpointer:
-        memory = SnapshotMemory(self._states, self._measure_record(), to_disk=self._config.disk.persist_dir is not None)
+        memory = SnapshotMemory(
+            self._states, self._measure_record(), to_disk=self._config.disk.persist_dir is not None,
+            is_summed=self._config.copies.protection.parity is not None,
+        )  # fmt: skip
         if policy is not None:
             history, memory.keeps_own = ScheduleHistory(*policy.schedules), policy.keeps_own
         else:
@@ -308,10 +311,7 @@ class Saving:
 
     def keeps(self) -> dict[int, dict[int, str]]:
         """The snapshots that are kept here for others, by their rank: the id of the schedule by iteration."""
-        return {
-            store.source: {iteration: one.header.schedule for iteration, one in sorted(store.snapshots().items())}
-            for store in self.checkpointer.replicator.stores
-        }
+        return {store.source: dict(sorted(store.schedules().items())) for store in self.checkpointer.replicator.stores}
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
         """Go on in a new generation; every rank calls it, or makes its :class:`Saving`, at the same point.
@@ -329,7 +329,8 @@ class Saving:
         checkpointer.make_room(*policy.schedules)
         before = {store.source: store for store in checkpointer.replicator.stores}
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
-        others = [store for source, store in before.items() if source not in self.topology.sources]
+        current = {receiver.store for receiver in receivers}
+        others = [store for store in before.values() if store not in current and not store.is_part_of(current)]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
         has = peers_have(self.topology, kept)
         checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)

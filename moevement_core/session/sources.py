@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from moevement_core.engine.checkpointer import Checkpointer
-from moevement_core.recovery.plan import Holding, Source
+from moevement_core.parity.store import GroupStore, MemberStore, Stripe
+from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.sums import Summed
+from moevement_core.recovery.take_part import summed
 from moevement_core.snapshot.snapshot import Snapshot
 
 
-class SnapshotSource(Protocol):
+class SnapshotSource(ABC):
     """Somewhere a rank has snapshots: its memory, or files."""
 
+    @abstractmethod
     def holdings(self) -> Sequence[Holding]:
         """All that it has, checked or not."""
 
+    @abstractmethod
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """One of them; nothing if it is gone meanwhile."""
 
+    def summed(self) -> Sequence[Summed]:
+        """The parity that it has."""
+        return ()
 
-class MemorySource:
+    def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
+        """Of the group with a first member the block of an iteration, leased; nothing if it is gone meanwhile."""
+        return None
+
+
+class MemorySource(SnapshotSource):
     """Snapshots in this rank's host memory: its own, and those that it keeps for others."""
 
     def __init__(self, checkpointer: Checkpointer) -> None:
@@ -44,7 +57,22 @@ class MemorySource:
         if source is Source.MEMORY:
             return self._checkpointer.own.snapshots().get(iteration)
         stores = (store for store in self._checkpointer.replicator.stores if store.source == owner)
-        return next((store.snapshots().get(iteration) for store in stores), None)
+        return next((found for store in stores if (found := store.snapshots().get(iteration)) is not None), None)
+
+    def summed(self) -> list[Summed]:
+        """All."""
+        return [one for group in self._groups() for one in summed(group)]
+
+    def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
+        """A block, leased; nothing if it is gone meanwhile, or damaged."""
+        for group in self._groups():
+            if group.group.members[0] == first and (stripe := group.lease(iteration)) is not None:
+                return group, stripe
+        return None
+
+    def _groups(self) -> list[GroupStore]:
+        stores = self._checkpointer.replicator.stores
+        return list(dict.fromkeys(one.group for one in stores if isinstance(one, MemberStore)))
 
 
 def holding_of(snapshot: Snapshot, source: Source) -> Holding:

@@ -6,13 +6,14 @@ What survives a failure (snapshots, popularity, logs) is kept elsewhere and is h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from moevement_core.operators import Operator, OperatorKind, OperatorTable
+from moevement_core.parity.groups import WIDEST, Groups, make_groups, narrowed, still_do
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
 from moevement_core.replication.connections import Address, Connections
@@ -24,6 +25,7 @@ from moevement_core.replication.placement import (
     place,
     sources_of,
 )
+from moevement_core.replication.protection import Parity
 from moevement_core.replication.transport import Transport
 from moevement_core.restart.injection import InjectingTransport
 from moevement_core.session import wind_down
@@ -45,6 +47,8 @@ class _Rank:
     """That have kept its copies until now; nothing on a rank that is new."""
     sources: tuple[int, ...]
     """Whose copies it has kept until now."""
+    groups: Groups | None
+    """Of which parity has been kept until now; nothing on a rank that is new."""
     address: Address
     """Where it is reached."""
 
@@ -84,6 +88,9 @@ class Topology:
     most_experts: int
     """Of any layer of the job; 1 without any."""
     peers: Placement
+    """For each rank those that keep its copies, or the parity of its group."""
+    groups: Groups
+    """Of ranks of whose snapshots parity is kept; none where copies are."""
     warning: str | None
     """What an operator should know of where copies are kept."""
     channels: Channels
@@ -106,11 +113,20 @@ class Topology:
             rank: any of the job.
             snapshots: what those of each rank take, bytes.
         """
-        return sum(snapshots[source] for source in sources_of(self.peers, rank))
+        if not self.groups:
+            return sum(snapshots[source] for source in sources_of(self.peers, rank))
+        return sum(max(snapshots[one] for one in group.members) for group in self.groups if rank in group.holders)
 
-    def with_copies(self, replicas: int) -> Topology:
-        """The same with fewer copies of each snapshot."""
-        return replace(self, peers=[peers[:replicas] for peers in self.peers])
+    def weaker(self) -> Iterator[tuple[str, Topology]]:
+        """Protections that take less host memory, those first that survive as many losses: the flag, and the same."""
+        if self.groups:
+            return
+        copies, nodes = max(map(len, self.peers)), len(set(self.nodes))
+        if copies and (members := min(nodes - copies, WIDEST)) > 1:
+            groups = make_groups(self.nodes, members, copies)
+            yield f"--moevement-protection parity:{members}+{copies}", replace(self, groups=groups)
+        for fewer in range(copies - 1, -1, -1):
+            yield f"--moevement-replicas {fewer}", replace(self, peers=[peers[:fewer] for peers in self.peers])
 
     @property
     def speaks_for_stage(self) -> bool:
@@ -138,6 +154,7 @@ def connect(
             binding.operators(),
             before.peers[rank] if before is not None else None,
             tuple(before.sources) if before is not None else (),
+            before.groups if before is not None else None,
             connections.address,
         )
     )
@@ -146,14 +163,14 @@ def connect(
     stages = tuple(its.stage for its in places)
     stage = stages[rank]
     nodes = tuple(its.node for its in everyones)
-    copies = allowed_copies(nodes, config.copies.replicas, same_node=config.copies.same_node, is_running=is_running)
+    guard = _guard(config, everyones, is_running=is_running)
     tied = tied_stages(stages, [its.embedding_ranks for its in places])
     pipeline, neighbours = _find_neighbours(rank, stages, places[rank], tied)
     channels = Channels(
         job_group=dist.new_group(backend="gloo"),
         stage_group=_make_stage_groups(stages, stage),
         agreement=_agreement(world),
-        snapshots=_for_snapshots(config, copies, connections),
+        snapshots=_for_snapshots(config, guard, connections),
         fetches=connections.channel("fetches") if world > 1 else None,
         feeds=connections.channel("feeds") if pipeline.stages > 1 else None,
     )
@@ -166,8 +183,9 @@ def connect(
         table=OperatorTable(ranks=[its.operators for its in everyones if its.place.stage == stage]),
         most_operators=max(len(its.operators) for its in everyones),
         most_experts=_most_experts(operator for its in everyones for operator in its.operators),
-        peers=_place(config, everyones, copies),
-        warning=copies.warning,
+        peers=guard.peers,
+        groups=guard.groups,
+        warning=guard.warning,
         channels=channels,
         pipeline=pipeline,
         neighbours=neighbours,
@@ -187,8 +205,8 @@ def _agreement(world: int) -> Agreement:
     return agreement
 
 
-def _for_snapshots(config: SessionConfig, copies: Copies, connections: Connections) -> Transport | None:
-    if not copies.replicas:
+def _for_snapshots(config: SessionConfig, guard: _Guard, connections: Connections) -> Transport | None:
+    if not any(guard.peers):
         return None
     transport = connections.channel("snapshots")
     return InjectingTransport(transport) if config.drill.faults else transport
@@ -200,6 +218,39 @@ def _make_stage_groups(stages: tuple[int, ...], mine: int) -> Any:
         for stage in sorted(set(stages))
     }
     return groups[mine]
+
+
+class _Guard(NamedTuple):
+    """What guards snapshots."""
+
+    peers: Placement
+    groups: Groups
+    warning: str | None
+
+
+def _guard(config: SessionConfig, everyones: list[_Rank], *, is_running: bool) -> _Guard:
+    nodes, same_node = [its.node for its in everyones], config.copies.same_node
+    if (parity := config.copies.protection.parity) is not None:
+        return _in_parity(parity, everyones, nodes, same_node=same_node, is_running=is_running)
+    copies = allowed_copies(nodes, config.copies.replicas, same_node=same_node, is_running=is_running)
+    return _Guard(_place(config, everyones, copies), (), copies.warning)
+
+
+def _in_parity(
+    parity: Parity, everyones: list[_Rank], nodes: Sequence[Hashable], *, same_node: bool, is_running: bool
+) -> _Guard:
+    members, blocks, warning = parity.members, parity.blocks, None
+    if len(set(nodes)) == 1 or (same_node and len(set(nodes)) < members + blocks):
+        nodes, warning = range(len(nodes)), f"ranks stand for nodes in {parity}, which survives processes and not nodes"
+    if is_running and len(set(nodes)) < members + blocks:
+        members, blocks = narrowed(nodes, members, blocks)
+        warning = f"{parity} has become parity:{members}+{blocks}: there are {len(set(nodes))} nodes"
+    if not blocks:
+        return _Guard([()] * len(nodes), (), "one node is left, and nobody to keep parity")
+    before = next((its.groups for its in everyones if its.groups is not None), ())
+    groups = before if still_do(before, nodes, members, blocks) else make_groups(nodes, members, blocks)
+    holders = {rank: group.holders for group in groups for rank in group.members}
+    return _Guard([holders[rank] for rank in range(len(nodes))], groups, warning)
 
 
 def _place(config: SessionConfig, everyones: list[_Rank], copies: Copies) -> Placement:

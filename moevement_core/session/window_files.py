@@ -14,15 +14,17 @@ from moevement_core import log
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.persistence.manifest import Manifest, manifests
-from moevement_core.recovery.plan import Holding, Report, Source
+from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.plan import Report
 from moevement_core.replication.transport import Transport
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.folder import SharedFolder
 from moevement_core.session.prepare import Prepared, prepare
+from moevement_core.session.sources import SnapshotSource
 from moevement_core.snapshot.snapshot import Snapshot
 
 
-class WindowFiles:
+class WindowFiles(SnapshotSource):
     """The files of one window: this rank's own, and, on the first rank of a folder, copies for ranks elsewhere."""
 
     def __init__(self, place: SharedFolder, manifest: Manifest) -> None:
@@ -65,7 +67,7 @@ class WindowFiles:
             return None
 
 
-class JobWindows:
+class JobWindows(SnapshotSource):
     """The files of several windows of one start of a job, as one source.
 
     Args:

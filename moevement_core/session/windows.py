@@ -239,16 +239,14 @@ class WindowDecisions:
 
     @property
     def _may_drop(self) -> bool:
-        """Whether own snapshots may go that all peers have: not what is written to disk from here."""
-        return not self._to_disk and bool(self.topology.peers[self.topology.rank])
+        """Whether own snapshots may go that all peers have: not what is written to disk from here, or what others'
+        follow from.
+        """
+        return not self._to_disk and not self.topology.groups and bool(self.topology.peers[self.topology.rank])
 
     def _instead(self) -> list[tuple[str, Kept]]:
         """Protections that need less, the stronger ones first."""
-        most = max(map(len, self.topology.peers))
-        return [
-            (f"--moevement-replicas {fewer}", self.topology.with_copies(fewer).kept_bytes)
-            for fewer in range(most - 1, -1, -1)
-        ]
+        return [(flag, other.kept_bytes) for flag, other in self.topology.weaker()]
 
     # Those after it
 

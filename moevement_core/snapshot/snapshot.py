@@ -194,6 +194,10 @@ class Snapshot:
         """Of the raw bytes of one tensor as they are."""
         return digest_of(*self.buffer.pieces(entry.offset, entry.nbytes))
 
+    def in_order(self) -> list[Entry]:
+        """Its tensors as they stand in the buffer."""
+        return [entry for run in _runs(self.header.entries) for entry in run]
+
     def packed(self) -> tuple[Header, list[torch.Tensor]]:
         """As it travels and is stored: a header, and the payload that it describes, in pieces and without gaps."""
         header, pieces, offset = self.header, list[torch.Tensor](), 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -90,7 +91,7 @@ def live_and_saved(argv: list[str]) -> dict[str, Any]:
     saved: dict[str, dict[tuple[int, int], dict[tuple[str, str], str]]] = {"own": {}, "kept": {}}
     schedules: dict[int, tuple[str, list[int], list[str]]] = {}
 
-    def note(where: str, snapshots: dict[int, Snapshot]) -> None:
+    def note(where: str, snapshots: Mapping[int, Snapshot]) -> None:
         for snapshot in snapshots.values():
             place = snapshot.header.rank, snapshot.iteration
             saved[where][place] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron.moevement.elastic.pieces import Stand
-from moevement_core.recovery.plan import Holding, Source
+from moevement_core.recovery.places import Holding, Source
 from moevement_core.session.sources import holding_of
 from moevement_core.snapshot.snapshot import Snapshot
 

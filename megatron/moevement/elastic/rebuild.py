@@ -27,7 +27,8 @@ from moevement_core.elastic.exchange import Exchanged, StateMissing
 from moevement_core.engine.layout import OperatorState
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.schedule import Saved
-from moevement_core.recovery.plan import Holding, RecoveryPlan, Report, plan_recovery
+from moevement_core.recovery.places import Holding
+from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.prepare import Prepared
 from moevement_core.snapshot import plain

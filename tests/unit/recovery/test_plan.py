@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moevement_core.errors import RecoveryError
-from moevement_core.recovery.plan import Fetch, Holding, Report, Source, plan_recovery
+from moevement_core.recovery.places import Fetch, Holding, Source
+from moevement_core.recovery.plan import Report, plan_recovery
 
 WINDOW = {0: "2111", 1: "0211", 2: "0021", 3: "0002"}
 """Four operators in four slots, aligned."""
@@ -40,7 +41,7 @@ def test_own_memory_comes_first_then_peers_then_files_and_own_files_before_other
     assert where[1, 0] == (1, Source.MEMORY)
     assert where[1, 1] == (0, Source.PEER)
     assert where[2, 0] == (2, Source.FILE)
-    assert plan.sources() == {Source.MEMORY: 3, Source.PEER: 4, Source.FILE: 5}
+    assert plan.sources() == {Source.MEMORY: 3, Source.PEER: 4, Source.PARITY: 0, Source.FILE: 5}
 
 
 def test_stages_begin_together() -> None:

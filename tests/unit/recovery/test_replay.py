@@ -14,7 +14,8 @@ from moevement_core.policy.recoverable import recoverable_runs
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind
 from moevement_core.recovery.check import StateCheck
-from moevement_core.recovery.plan import Holding, RecoveryPlan, Report, Source, plan_recovery
+from moevement_core.recovery.places import Holding, Source
+from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery
 from moevement_core.recovery.replay import replay
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot, digest_of

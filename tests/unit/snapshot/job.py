@@ -22,7 +22,7 @@ from moevement_core.policy.schedule import Saved, ScheduleHistory
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.placement import place, sources_of
-from moevement_core.replication.receiver import Receiver
+from moevement_core.replication.receiver import CopyReceiver
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.sender import Sender
 from moevement_core.snapshot.agreement import NONE, RunStatus
@@ -56,7 +56,7 @@ class Rank:
         transport = Loopback(job.wire, number)
         allowance = Allowance(job.allowance_bytes)
         self.receivers = [
-            Receiver(number, ReplicaStore(source, CpuDevice()), transport, allowance, self.reports.append)
+            CopyReceiver(number, ReplicaStore(source, CpuDevice()), transport, allowance, self.reports.append)
             for source in sources_of(job.placement, number)
         ]
         self.senders = [

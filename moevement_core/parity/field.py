@@ -1,0 +1,100 @@
+"""GF(256), as far as Reed-Solomon codes need it: bytes that are added, multiplied and divided.
+
+Blocks of parity are sums of members' bytes, each times a coefficient, and members come one after the other, each from
+another host. zfec and liberasurecode want all blocks of a stripe at once, in one place, and galois is slower
+(``benchmarks/parity_rates.md``); so the sums are made here, two bytes at a time from a table.
+``tests/unit/parity/test_field.py`` compares everything with galois.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+_POLYNOMIAL = 0x11D
+"""x^8 + x^4 + x^3 + x^2 + 1, of which 2 is a primitive element."""
+_PIECE = 1 << 19
+"""Words at a time, so that what is looked up stays in the cache."""
+
+
+def _tables() -> tuple[list[int], list[int]]:
+    powers, logarithms, value = [0] * 510, [0] * 256, 1
+    for exponent in range(255):
+        powers[exponent] = powers[exponent + 255] = value
+        logarithms[value] = exponent
+        value <<= 1
+        if value & 0x100:
+            value ^= _POLYNOMIAL
+    return powers, logarithms
+
+
+_POWERS, _LOGARITHMS = _tables()
+
+
+def product(left: int, right: int) -> int:
+    """Of two elements."""
+    return _POWERS[_LOGARITHMS[left] + _LOGARITHMS[right]] if left and right else 0
+
+
+def inverse(element: int) -> int:
+    """What gives 1 with ``element``, which is not 0."""
+    if not element:
+        raise ZeroDivisionError("0 has no inverse in GF(256)")
+    return _POWERS[255 - _LOGARITHMS[element]]
+
+
+@lru_cache(maxsize=32)
+def _products_of_words(coefficient: int) -> npt.NDArray[np.uint16]:
+    """Of each pair of bytes, uint16 ``[65536]``."""
+    one = np.array([product(coefficient, value) for value in range(256)], dtype=np.uint16)
+    words = np.arange(1 << 16)
+    return (one[words >> 8] << np.uint16(8)) | one[words & 255]
+
+
+def add_product(total: Bytes, coefficient: int, values: Bytes) -> None:
+    """``total += coefficient * values``, in place: uint8 arrays of the same length, contiguous."""
+    if coefficient == 0 or not len(values):
+        return
+    if coefficient == 1:
+        np.bitwise_xor(total, values, out=total)
+        return
+    even = len(values) & ~1
+    table = _products_of_words(coefficient)
+    words, sums = _words(values[:even]), _words(total[:even])
+    found = np.empty(min(_PIECE, len(words)), dtype=np.uint16)
+    for at in range(0, len(words), _PIECE):
+        piece = words[at : at + _PIECE]
+        np.take(table, piece, out=found[: len(piece)], mode="clip")
+        sums[at : at + _PIECE] ^= found[: len(piece)]
+    if even < len(values):
+        total[even] ^= product(coefficient, int(values[even]))
+
+
+def _words(values: Bytes) -> npt.NDArray[np.uint16]:
+    return np.frombuffer(values, dtype=np.uint16) if not values.flags.writeable else values.view(np.uint16)
+
+
+def solve(matrix: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The inverse of a square matrix, by Gauss and Jordan.
+
+    Raises:
+        ZeroDivisionError: it has none.
+    """
+    size = len(matrix)
+    rows = [[*row, *(int(at == place) for place in range(size))] for at, row in enumerate(matrix)]
+    for column in range(size):
+        pivot = next((at for at in range(column, size) if rows[at][column]), None)
+        if pivot is None:
+            raise ZeroDivisionError("a matrix without an inverse")
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        factor = inverse(rows[column][column])
+        rows[column] = [product(factor, value) for value in rows[column]]
+        for at in range(size):
+            if at != column and (factor := rows[at][column]):
+                rows[at] = [value ^ product(factor, other) for value, other in zip(rows[at], rows[column], strict=True)]
+    return [row[size:] for row in rows]

@@ -1,0 +1,90 @@
+"""The receiving side of a member's connection: adds its snapshots to the group's parity, block by block."""
+
+from __future__ import annotations
+
+from typing import override
+
+import torch
+
+from moevement_core.parity.store import MemberStore, Stripe
+from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.receiver import Receiver, Report
+from moevement_core.replication.transport import Transport
+from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.snapshot.arena import in_pages
+from moevement_core.snapshot.blocks import block_bytes, blocks_of
+from moevement_core.snapshot.snapshot import Header, digest_of
+
+
+class ParityReceiver(Receiver):
+    """Of one member. Which blocks it wants it says with its answer: all of them, or those that did not come whole."""
+
+    def __init__(
+        self, rank: int, store: MemberStore, transport: Transport, allowance: Allowance, report: Report
+    ) -> None:
+        self._member = store
+        self._staging = torch.empty(0, dtype=torch.uint8)
+        super().__init__(rank, store, transport, allowance, report)
+
+    @override
+    def _key(self) -> int:
+        return self._member.group.group.members[0]
+
+    @override
+    def _room_bytes(self) -> int:
+        return self._member.group.arena.nbytes
+
+    @override
+    def _take_in(self, header: Header, message: Message) -> None:
+        group, source = self._member.group, self._member.source
+        stripe = group.begin(source, header)
+        if stripe is None and self._grow(header.payload_bytes):
+            stripe = group.begin(source, header)
+        if stripe is None:
+            self._say(Kind.FULL, message.iteration)
+            return
+        try:
+            is_whole = self._add(stripe, header, message.iteration)
+        finally:
+            group.end(stripe, source)
+        self._say(Kind.KEPT if is_whole else Kind.DAMAGED, message.iteration)
+
+    def _add(self, stripe: Stripe, header: Header, iteration: int) -> bool:
+        """Everything that is not in the sum yet; whether it is now."""
+        group, source, blocks = self._member.group, self._member.source, blocks_of(header)
+        wanted = sorted(stripe.missing.get(source, ()))
+        if not wanted:
+            return True
+        flags = torch.zeros(len(blocks), dtype=torch.uint8)
+        flags[wanted] = 1
+        go = Message(Kind.GO, self._rank, iteration, payload_bytes=len(blocks))
+        self._transport.send(source, TO_SOURCE, go.encode())
+        self._transport.send(source, TO_SOURCE, flags)
+        for number in wanted:
+            block, at, data = blocks[number], 0, []
+            if self._staging.numel() < block_bytes(block):
+                self._staging = torch.empty(block_bytes(block), dtype=torch.uint8)
+            for entry in block:
+                values = self._staging[at : at + entry.nbytes]
+                self._transport.receive(source, TO_PEER, values)
+                data.append((entry, values))
+                at += entry.nbytes
+            damaged = next((entry for entry, values in data if digest_of(values) != entry.digest), None)
+            if damaged is None:
+                group.add(stripe, source, number, data)
+            else:
+                self._report_damaged(iteration, damaged)
+        return not stripe.missing.get(source)
+
+    def _grow(self, nbytes: int) -> bool:
+        """Members of other sizes need more than the largest of them said; whether there is more."""
+        arena = self._member.group.arena
+        wanted = arena.nbytes + in_pages(nbytes)
+        if not self._allowance.take(self._key(), wanted):
+            return False
+        try:
+            arena.grow(wanted)
+        except RuntimeError:
+            self._allowance.keep(self._key(), arena.nbytes)
+            return False
+        return True

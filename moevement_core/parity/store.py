@@ -1,0 +1,260 @@
+"""Parity of a group's snapshots in this rank's host memory: of each iteration one block, a sum over the members.
+
+Every member adds its own snapshot, block by block as it comes, each checked before it is added; nothing of it is kept
+but the header. A block of parity is never changed again once all members are in it, so what was recoverable stays so.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import override
+
+import torch
+
+from moevement_core.device import Device
+from moevement_core.parity.code import coefficients
+from moevement_core.parity.field import add_product
+from moevement_core.parity.groups import Group
+from moevement_core.replication.peer_store import PeerStore
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.arena import Arena
+from moevement_core.snapshot.blocks import blocks_of
+from moevement_core.snapshot.buffer import Buffer
+from moevement_core.snapshot.snapshot import Entry, Header, Snapshot, SnapshotLease, digest_of
+
+
+@dataclass(slots=True, eq=False)
+class Stripe:
+    """The block of parity of one iteration."""
+
+    iteration: int
+    total: Buffer
+    headers: dict[int, Header] = field(default_factory=dict)
+    """By member that is in it, wholly or not yet."""
+    missing: dict[int, set[int]] = field(default_factory=dict)
+    """By member whose snapshot is on its way, the numbers of the blocks that are not in it yet."""
+    digest: str | None = None
+    """Of the sum, once every member is in it."""
+    users: int = 0
+    """Threads that read it or add to it."""
+    freed: bool = False
+
+    @property
+    def members(self) -> dict[int, Header]:
+        """Those that are in it wholly."""
+        return {source: header for source, header in self.headers.items() if source not in self.missing}
+
+
+class GroupStore:
+    """Of one group. May be used from any thread.
+
+    Args:
+        group: whose members' snapshots come.
+        number: of the block of parity that is kept here.
+        device: whose host memory it goes to.
+    """
+
+    def __init__(self, group: Group, number: int, device: Device) -> None:
+        self.group, self.number = group, number
+        self.floor = NONE
+        self.arena = Arena(device)
+        self._coefficients = dict(zip(group.members, coefficients(*group.size)[number], strict=False))
+        self._stripes: dict[int, Stripe] = {}
+        self._lock = threading.Lock()
+
+    def stripes(self) -> list[Stripe]:
+        """Those in which nobody is in part, by iteration."""
+        with self._lock:
+            return [one for _, one in sorted(self._stripes.items()) if not one.missing]
+
+    def schedules_of(self, source: int) -> dict[int, str]:
+        """Of the iterations of which ``source`` is in wholly, the id of the schedule."""
+        with self._lock:
+            return {
+                iteration: one.headers[source].schedule
+                for iteration, one in self._stripes.items()
+                if source in one.members
+            }
+
+    def begin(self, source: int, header: Header) -> Stripe | None:
+        """A snapshot of ``source`` is about to come; nothing if there is no room for it.
+
+        What is there already of the same snapshot stays. Where another one of the same iteration is in the sum, nobody
+        can take it out again: the sum begins anew, without the other members.
+        """
+        with self._lock:
+            stripe = self._stripes.get(header.iteration)
+            if stripe is not None and source in stripe.headers and stripe.headers[source].entries != header.entries:
+                self._release(header.iteration)
+                stripe = None
+            if stripe is None:
+                if (total := self._zeros(header.payload_bytes)) is None:
+                    return None
+                stripe = self._stripes[header.iteration] = Stripe(header.iteration, total)
+            elif header.payload_bytes > stripe.total.nbytes:
+                if (more := self._zeros(header.payload_bytes - stripe.total.nbytes)) is None:
+                    return None
+                stripe.total = Buffer(*(one.memory for one in (*stripe.total.extents, *more.extents)))
+            if source not in stripe.headers:
+                stripe.headers[source] = header
+                stripe.missing[source] = set(range(len(blocks_of(header))))
+                if not stripe.missing[source]:
+                    del stripe.missing[source]
+            stripe.users += 1
+            return stripe
+
+    def add(self, stripe: Stripe, source: int, number: int, data: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+        """Block ``number`` of a member, whose tensors were checked, becomes part of the sum."""
+        coefficient = self._coefficients[source]
+        with self._lock:
+            if stripe.freed:
+                return
+            for entry, values in data:
+                at = 0
+                for piece in stripe.total.pieces(entry.offset, entry.nbytes):
+                    add_product(piece.numpy(), coefficient, values[at : at + piece.numel()].numpy())
+                    at += piece.numel()
+            stripe.missing[source].discard(number)
+
+    def end(self, stripe: Stripe, source: int) -> None:
+        """No more comes of ``source`` now; it may not be in the sum wholly."""
+        with self._lock:
+            stripe.users -= 1
+            if not stripe.missing.get(source, True):
+                del stripe.missing[source]
+            if stripe.freed:
+                self._release_unless_used(stripe)
+                return
+            is_whole = not stripe.missing and len(stripe.headers) == len(self.group.members)
+            if not is_whole or stripe.digest is not None:
+                return
+            stripe.users += 1
+        digest = digest_of(*stripe.total.pieces(0, stripe.total.nbytes))
+        with self._lock:
+            stripe.digest = digest
+            stripe.users -= 1
+            self._release_unless_used(stripe)
+
+    def lease(self, iteration: int) -> Stripe | None:
+        """One that stays as it is until :meth:`give_back`; nothing if it is gone, or is not what it was."""
+        with self._lock:
+            stripe = self._stripes.get(iteration)
+            if stripe is None or stripe.missing:
+                return None
+            stripe.users += 1
+        if stripe.digest is not None and digest_of(*stripe.total.pieces(0, stripe.total.nbytes)) != stripe.digest:
+            self.give_back(stripe)
+            return None
+        return stripe
+
+    def give_back(self, stripe: Stripe) -> None:
+        """It is not read any more."""
+        with self._lock:
+            stripe.users -= 1
+            self._release_unless_used(stripe)
+
+    def free_before(self, iteration: int) -> None:
+        """Let go of what no recovery needs any more."""
+        with self._lock:
+            self.floor = max(self.floor, iteration)
+            for old in [kept for kept in self._stripes if kept < iteration]:
+                self._release(old)
+
+    def drop(self, source: int, first: int, count: int) -> None:
+        """A member will never have these again: what it is part of is of no use to the others either."""
+        with self._lock:
+            its = [at for at, one in self._stripes.items() if first <= at < first + count and source in one.headers]
+            for iteration in its:
+                self._release(iteration)
+
+    def _zeros(self, nbytes: int) -> Buffer | None:
+        buffer = self.arena.acquire(nbytes)
+        for extent in buffer.extents if buffer is not None else ():
+            extent.memory.zero_()
+        return buffer
+
+    def _release(self, iteration: int) -> None:
+        stripe = self._stripes.pop(iteration)
+        stripe.freed = True
+        self._release_unless_used(stripe)
+
+    def _release_unless_used(self, stripe: Stripe) -> None:
+        if stripe.freed and not stripe.users:
+            self.arena.release(stripe.total)
+
+
+class MemberStore(PeerStore):
+    """What a group's parity holds of one member.
+
+    Args:
+        source: the member.
+        group: its store.
+    """
+
+    def __init__(self, source: int, group: GroupStore) -> None:
+        super().__init__(source)
+        self.group = group
+
+    @override
+    def is_part_of(self, others: Collection[PeerStore]) -> bool:
+        return any(isinstance(one, MemberStore) and one.group is self.group for one in others)
+
+    @property
+    @override
+    def memory_bytes(self) -> int:
+        """All of the group's, told by its first member."""
+        return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
+
+    @property
+    @override
+    def floor(self) -> int:  # type: ignore[override]
+        return self.group.floor
+
+    @override
+    def schedules(self) -> Mapping[int, str]:
+        return self.group.schedules_of(self.source)
+
+    @override
+    def snapshots(self) -> Mapping[int, Snapshot]:
+        return {}
+
+    @override
+    def lease(self, iteration: int) -> SnapshotLease | None:
+        return None
+
+    @override
+    def free_before(self, iteration: int) -> None:
+        self.group.free_before(iteration)
+
+    @override
+    def give_back(self, last: int) -> None:
+        """Nothing: parts of a sum are of use as long as any member needs them."""
+
+    @override
+    def drop(self, first: int, count: int) -> None:
+        self.group.drop(self.source, first, count)
+
+    @override
+    def make_room(self, nbytes: int) -> None:
+        self.group.arena.grow(nbytes)
+
+
+def tensors_between(snapshot: Snapshot, header: Header, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """What a snapshot adds to bytes ``start`` to ``end`` of a sum: where, and its bytes.
+
+    Between its tensors it adds nothing: what is there in memory is of no snapshot.
+
+    Args:
+        snapshot: of a member.
+        header: of the same as it was sent, without gaps.
+        start: in the payload that ``header`` describes.
+        end: likewise.
+    """
+    for sent, held in zip(header.entries, snapshot.in_order(), strict=True):
+        first, last = max(sent.offset, start), min(sent.offset + sent.nbytes, end)
+        at = first
+        for piece in snapshot.buffer.pieces(held.offset + first - sent.offset, last - first) if first < last else ():
+            yield at, piece
+            at += piece.numel()

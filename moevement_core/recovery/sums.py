@@ -1,0 +1,76 @@
+"""Snapshots that nobody has any more, as they follow from parity and from what is left of the group: pure planning."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moevement_core.parity.code import recover
+from moevement_core.recovery.places import Holding, Place, Source, Sum, Term
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A member's snapshot in a sum."""
+
+    owner: int
+    state: int
+    schedule: str
+    contents: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A block of parity that a rank has, in which no member is in part."""
+
+    iteration: int
+    members: tuple[int, ...]
+    """Of the group."""
+    size: tuple[int, int]
+    """See :attr:`~moevement_core.parity.groups.Group.size`."""
+    number: int
+    parts: tuple[Part, ...]
+    """Of the members that are in it."""
+
+
+def places_in_sums(
+    reported: Mapping[int, Sequence[Summed]], places: Mapping[int, Mapping[int, Sequence[Place]]]
+) -> Iterator[Place]:
+    """Snapshots that follow from parity, and from no other place.
+
+    Args:
+        reported: by rank, the parity that it has.
+        places: by owner and iteration, where snapshots are.
+    """
+    alike: dict[tuple[int, tuple[Part, ...]], list[tuple[int, int, Summed]]] = defaultdict(list)
+    for rank, its in sorted(reported.items()):
+        for one in its:
+            alike[one.iteration, one.parts].append((one.number, rank, one))
+    for (iteration, parts), blocks in sorted(alike.items(), key=lambda each: each[0][0]):
+        group = blocks[0][2]
+        here = {part.owner: places.get(part.owner, {}).get(iteration, ()) for part in parts}
+        lost = [part for part in parts if not here[part.owner]]
+        distinct = sorted({number: (number, rank) for number, rank, _ in reversed(blocks)}.values())[: len(lost)]
+        if not lost or len(distinct) < len(lost):
+            continue
+        place_of = {owner: place for place, owner in enumerate(group.members)}
+        known = [owner for owner, its in here.items() if its]
+        ways = recover(
+            [place_of[part.owner] for part in lost], [place_of[owner] for owner in known],
+            [number for number, _ in distinct], group.size,
+        )  # fmt: skip
+        for part in lost:
+            of_members, of_blocks = ways[place_of[part.owner]]
+            terms = []
+            for owner in known:
+                source, holder, _ = min(here[owner], key=lambda place: (place[0], place[1] != owner, place[1]))
+                terms.append(Term(holder, source, owner, of_members[place_of[owner]]))
+            terms += [Term(rank, Source.PARITY, group.members[0], of_blocks[number]) for number, rank in distinct]
+            holder = distinct[-1][1]
+            holding = Holding(
+                part.owner, iteration, part.state, part.schedule, part.contents, Source.PARITY,
+                Sum(tuple(term for term in terms if term.coefficient), part.nbytes),
+            )  # fmt: skip
+            yield Source.PARITY, holder, holding

@@ -1,0 +1,64 @@
+"""What a rank keeps for another one, as copies or in parity, as far as everybody but its receiver needs to know."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+
+from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
+
+
+class PeerStore(ABC):
+    """Of one source. May be used from any thread.
+
+    Args:
+        source: the rank whose snapshots are kept.
+    """
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+
+    floor: int = NONE
+    """Older snapshots are stale."""
+
+    def is_part_of(self, others: Collection[PeerStore]) -> bool:
+        """Whether one of ``others`` has the same memory."""
+        return self in others
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Host memory set aside for this source."""
+
+    @abstractmethod
+    def schedules(self) -> Mapping[int, str]:
+        """Of what is kept now, by iteration, the id of the schedule; every one was whole when it came."""
+
+    @abstractmethod
+    def snapshots(self) -> Mapping[int, Snapshot]:
+        """Those that can be handed out, by iteration."""
+
+    @abstractmethod
+    def lease(self, iteration: int) -> SnapshotLease | None:
+        """One of those, whose memory stays as it is until it is given back; nothing if there is none."""
+
+    @abstractmethod
+    def free_before(self, iteration: int) -> None:
+        """Let go of snapshots that no recovery needs any more, and refuse such ones from now on."""
+
+    @abstractmethod
+    def give_back(self, last: int) -> None:
+        """Let go of parts that no way back needs any more, all of which end with ``SS_last`` or later."""
+
+    @abstractmethod
+    def drop(self, first: int, count: int) -> None:
+        """Let go of ``count`` iterations from ``first`` on."""
+
+    @abstractmethod
+    def make_room(self, nbytes: int) -> None:
+        """Allocate until there are ``nbytes``.
+
+        Raises:
+            RuntimeError: there is not so much memory.
+        """

@@ -1,0 +1,44 @@
+"""What guards snapshots against the loss of nodes: copies on others, or parity of groups."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from moevement_core.errors import ConfigError
+
+_COPIES, _PARITY = re.compile(r"copies:(\d+)"), re.compile(r"parity:(\d+)\+(\d+)")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """M blocks of parity for groups of G ranks: any M nodes of a group, and of those that keep its parity, may go."""
+
+    members: int
+    blocks: int
+
+    def __str__(self) -> str:
+        return f"parity:{self.members}+{self.blocks}"
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What was asked for; neither: as many copies as there are by default."""
+
+    replicas: int | None = None
+    parity: Parity | None = None
+
+
+def protection_of(name: str, text: str | None) -> Protection:
+    """Returns what ``copies:R`` or ``parity:G+M`` says.
+
+    Raises:
+        ConfigError: it says neither.
+    """
+    if text is None:
+        return Protection()
+    if found := _COPIES.fullmatch(text):
+        return Protection(replicas=int(found[1]))
+    if (found := _PARITY.fullmatch(text)) and int(found[1]) > 1 and int(found[2]) > 0:
+        return Protection(parity=Parity(int(found[1]), int(found[2])))
+    raise ConfigError(f"{name} {text}; needs copies:R, or parity:G+M with G of 2 or more and M of 1 or more")

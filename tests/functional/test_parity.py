@@ -1,0 +1,37 @@
+"""Parity guards snapshots as copies do: ranks are killed, and the run ends with the bits of a failure-free one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.test_kills import LAYOUTS, SPARSE, reference
+from tests.launching import survive
+
+NPROC, LAYOUT = LAYOUTS["PP2xEP2"]
+
+
+@pytest.mark.parametrize(
+    ("protection", "recovery"),
+    [
+        ("parity:3+1", {}),
+        pytest.param("parity:3+1", {"moevement_recovery": "redo"}, marks=pytest.mark.full),
+        pytest.param("parity:3+1", {"moevement_window_kind": "rolling"}, marks=pytest.mark.full),
+        pytest.param("parity:2+2", {}, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_killed_one_after_the_other(tmp_path: Path, protection: str, recovery: dict[str, Any]) -> None:
+    wanted = reference(NPROC, tmp_path / "failure_free", **SPARSE | LAYOUT)
+    faults = (
+        "rank=0,iteration=8,phase=backward", "rank=3,iteration=12,phase=step", "rank=1,iteration=17,phase=forward",
+    )  # fmt: skip
+    survived = survive(
+        NPROC, 3, tmp_path / "recovered", inject=faults, **SPARSE | LAYOUT | recovery, moevement_protection=protection
+    )
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    assert len(survived.failures()) == 3
+    assert all(failure["recovery"]["sources"]["parity"] for failure in survived.failures())
+    assert all(not failure["recovery"]["sources"]["peer"] for failure in survived.failures())
