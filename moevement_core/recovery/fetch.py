@@ -94,7 +94,8 @@ def _receive(one: Fetch, transport: Transport) -> Snapshot | None:
     header = torch.empty(message.header_bytes, dtype=torch.uint8)
     payload = torch.empty(message.payload_bytes, dtype=torch.uint8)
     transport.receive(one.holder, TO_OWNER, header)
-    transport.receive(one.holder, TO_OWNER, payload)
+    if payload.numel():
+        transport.receive(one.holder, TO_OWNER, payload)
     try:
         return Snapshot(Header.decode(header.numpy().tobytes()), Buffer(payload))
     except SnapshotError:

@@ -55,11 +55,11 @@ def take_part(
             if (added := _open(term, iteration, open_, open_sum, leases)) is None:
                 break
             parts.append(added)
-        is_whole = len(parts) == len(mine)
-        if before is not None:
-            is_whole &= _receive(transport, before).kind is Kind.GO
-        if not is_whole:
+        comes = before is not None and _receive(transport, before).kind is Kind.GO
+        if len(parts) < len(mine) or (before is not None and not comes):
             transport.send(after, TO_OWNER, Message(Kind.REFUSED, rank, iteration).encode())
+            if before is not None and comes:
+                _let_pass(transport, before, sum_.nbytes)
             return
         if after == owner:
             header = leases[-1][1].headers[owner]
@@ -110,6 +110,13 @@ def _between(total: Buffer, start: int, end: int) -> Iterator[tuple[int, torch.T
     for piece in total.pieces(start, end - start) if start < end else ():
         yield start, piece
         start += piece.numel()
+
+
+def _let_pass(transport: Transport, peer: int, nbytes: int) -> None:
+    """What comes and is of no use."""
+    piece = torch.empty(min(PIECE, nbytes), dtype=torch.uint8)
+    for start in range(0, nbytes, PIECE):
+        transport.receive(peer, TO_OWNER, piece[: min(PIECE, nbytes - start)])
 
 
 def _receive(transport: Transport, peer: int) -> Message:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moevement_core.engine.config import BudgetConfig, Verify, VerifyConfig
+from moevement_core.engine.config import BudgetConfig, KeepOwn, Verify, VerifyConfig
 from moevement_core.errors import ConfigError
 from moevement_core.flags import add_flags, from_args
 from moevement_core.persistence.config import DiskConfig
@@ -55,9 +55,11 @@ class SessionConfig:
                 f"--moevement-persist-experts {strategy.persisted} without --moevement-persist-dir; needs a folder to "
                 "write to"
             )
+        copies = _copies(from_args(CopiesConfig, args), strategy, disk)
+        _refuse_to_drop(budget, copies, disk)
         return SessionConfig(
             strategy,
-            _copies(from_args(CopiesConfig, args), strategy, disk),
+            copies,
             budget,
             from_args(TimeoutsConfig, args),
             from_args(VerifyConfig, args).verify,
@@ -88,6 +90,26 @@ def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) ->
             "no peer; leave it out"
         )
     return replace(copies, replicas=0)
+
+
+def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig) -> None:
+    """Own snapshots are kept where something else needs them.
+
+    Raises:
+        ConfigError: they are not to be.
+    """
+    if budget.keep_own is not KeepOwn.NEVER:
+        return
+    for flag, needs in (
+        (f"--moevement-protection {copies.protection.parity}", copies.protection.parity is not None),
+        (f"--moevement-persist-dir {disk.persist_dir}", disk.persist_dir is not None),
+        ("--moevement-replicas 0", copies.replicas == 0),
+    ):
+        if needs:
+            raise ConfigError(
+                f"--moevement-keep-own {budget.keep_own} with {flag}, which needs a rank's own snapshots; give "
+                f"{KeepOwn.ALWAYS}, or leave it out"
+            )
 
 
 def add_session_flags(group: Any, *, has_switch: bool = False) -> None:

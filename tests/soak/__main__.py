@@ -34,6 +34,13 @@ LAYOUTS: dict[str, list[str]] = {
     "VPP2xEP2": ["--num-layers-per-virtual-pipeline-stage", "1"],
     "EP2xDP2": ["--pipeline-model-parallel-size", "1"],
 }
+GUARDS: dict[str, list[str]] = {
+    "copies": [],
+    "parity": ["--moevement-protection", "parity:3+1"],
+    "parity-2": ["--moevement-protection", "parity:2+2"],
+    "peers-alone": ["--moevement-keep-own", "never"],
+}
+"""Of snapshots; where own ones are dropped, there are no windows on disk, which are written from them."""
 QUICK = ["--hidden-size", "64", "--ffn-hidden-size", "64", "--moe-ffn-hidden-size", "64", "--seq-length", "64",
          "--max-position-embeddings", "64"]  # fmt: skip
 
@@ -67,9 +74,10 @@ def failure_free(name: str, words: list[str], iterations: int, folder: Path) -> 
 
 def recovered(words: list[str], run_dir: Path, draw: random.Random, most: int, mean_s: float) -> dict[str, Any]:
     """One job in which ranks are killed; how it went."""
-    # Who kills all four ranks before one is back leaves nothing in memory; the windows on disk are for that.
-    windows = str(run_dir.with_suffix(".windows"))
-    words = [*words, "--moevement-persist-dir", windows, "--moevement-load", windows]
+    if "--moevement-keep-own" not in words:
+        # Who kills all four ranks before one is back leaves nothing in memory; the windows on disk are for that.
+        windows = str(run_dir.with_suffix(".windows"))
+        words = [*words, "--moevement-persist-dir", windows, "--moevement-load", windows]
     process, kills = run(words, ["--spares", "2"], run_dir), 0
     record, moments = RunRecord(run_dir), list[str]()
     next_at = None
@@ -125,6 +133,7 @@ def main() -> int:
     parser.add_argument("--kills-per-job", type=int, default=20, help="at most (default: 20)")
     parser.add_argument("--mean-s", type=float, default=5.0, help="between kills (default: 5)")
     parser.add_argument("--recovery", default="replay", help="as --moevement-recovery (default: replay)")
+    parser.add_argument("--guard", choices=GUARDS, default="copies", help="of snapshots (default: copies)")
     parser.add_argument("--quick", action="store_true", help="of a model a quarter the size")
     given = parser.parse_args()
     folder = given.folder.absolute()
@@ -139,7 +148,7 @@ def main() -> int:
         words += QUICK if given.quick else []
         wanted = failure_free(name, words, given.iterations, folder)
         most = min(given.kills_per_job, given.kills - done)
-        way = ["--moevement-recovery", given.recovery]
+        way = ["--moevement-recovery", given.recovery, *GUARDS[given.guard]]
         found = recovered([*words, *way], folder / f"job_{number}", draw, most, given.mean_s)
         job = {
             "job": number,

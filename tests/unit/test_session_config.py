@@ -216,6 +216,32 @@ def test_copies_are_where_the_strategy_has_them() -> None:
     assert copies("--moevement-strategy", "checkfreq", "--moevement-persist-dir", "d").replicas == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["--moevement-keep-own", "never", "--moevement-persist-dir", "d"], "--moevement-persist-dir d, which needs"),
+        (
+            ["--moevement-keep-own", "never", "--moevement-protection", "parity:4+1"],
+            "--moevement-protection parity:4+1",
+        ),
+        (["--moevement-keep-own", "never", "--moevement-replicas", "0"], "--moevement-replicas 0, which needs"),
+        (["--moevement-replicas", "2", "--moevement-protection", "parity:4+1"], "--moevement-replicas 2 with"),
+        (["--moevement-replicas", "2", "--moevement-protection", "copies:1"], "--moevement-replicas 2 with"),
+        (["--moevement-protection", "parity:1+1"], "needs copies:R, or parity:G\\+M"),
+        (["--moevement-protection", "raid"], "--moevement-protection raid; needs"),
+    ],
+)
+def test_protections_that_contradict_each_other_are_refused(words: list[str], found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
+        session_config(parsed(*words))
+
+
+def test_protection_says_what_replicas_say() -> None:
+    config = session_config(parsed("--moevement-protection", "copies:3"))
+    assert config is not None
+    assert config.copies.replicas == 3
+
+
 def test_no_strategy_saves_nothing_and_has_no_drills() -> None:
     assert session_config(parsed("--moevement-strategy", "none")) is None
     (complaint,) = sparse_checkpoints(parsed("--moevement-strategy", "none", "--moevement-load", "d"))
