@@ -31,6 +31,13 @@ def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) 
         help="peers that keep a copy (default: 2)",
     )
     parser.add_argument(
+        "--protection", metavar="copies:R|parity:G+M", help="as --moevement-protection has it (default: copies)"
+    )
+    parser.add_argument(
+        "--keep-own", choices=("always", "never"), default="always" if has_defaults else None,
+        help="whether ranks keep snapshots of their own that all peers have (default: always)",
+    )  # fmt: skip
+    parser.add_argument(
         "--window-kind",
         choices=[str(kind) for kind in WindowKind],
         default="aligned" if has_defaults else None,

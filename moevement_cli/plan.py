@@ -20,6 +20,7 @@ from moevement_core.description.cluster import GB
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Regime
+from moevement_core.replication.protection import protection_of
 
 PRESETS = EXAMPLES / "pretrain_moe" / "configs"
 
@@ -76,9 +77,18 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
         regime=_regime(asked, arguments.fp8_scaling, job.regime),
         iteration_s=arguments.iteration_time,
         kind=WindowKind(arguments.window_kind),
-        replicas=arguments.replicas,
+        **protection_of_plan(arguments),
         window=arguments.window,
     )
+
+
+def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of the input of a plan: copies, or parity."""
+    asked = protection_of("--protection", arguments.protection)
+    if asked.parity is not None:
+        return {"replicas": asked.parity.blocks, "members": asked.parity.members}
+    replicas = arguments.replicas if asked.replicas is None else asked.replicas
+    return {"replicas": replicas, "keeps_own": arguments.keep_own != "never"}
 
 
 def _regime(asked: Regime | None, scaling: str | None, own: Regime) -> Regime:
@@ -102,7 +112,8 @@ def _print(made: CheckpointPlan, console: Console) -> None:
     given, job, stage = made.given, made.given.job, made.binding_stage
     console.print(
         f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), regime {given.regime}, "
-        f"{given.iteration_s:g} s an iteration, {given.replicas} replicas"
+        f"{given.iteration_s:g} s an iteration, "
+        + (f"parity:{given.members}+{given.replicas}" if given.members else f"{given.replicas} replicas")
     )
     console.print(
         f"budget of a rank: {_size(stage.budget.bytes)} an iteration, bound by [bold]{stage.budget.binding}[/bold] "
@@ -192,7 +203,7 @@ _COSTS = (
     "window or interval, iterations", "bytes copied at once", "stall of an average iteration",
     "to the host, average and peak", "to the peers, average and peak", "expected rollback, iterations",
     "replayed at most, iterations", "recovery: fetch", "  iterations run again", "  updates made again",
-    "host memory of a rank: own snapshots", "  replicas it keeps for peers", "  boundary logs", "host memory of a node",
+    "host memory of a rank: own snapshots", "  what it keeps for peers", "  boundary logs", "host memory of a node",
 )  # fmt: skip
 
 
@@ -293,6 +304,8 @@ def _as_json(made: CheckpointPlan) -> dict[str, Any]:
         "regime": str(given.regime),
         "iteration_s": given.iteration_s,
         "replicas": given.replicas,
+        "parity_members": given.members,
+        "keeps_own": given.keeps_own,
         "window": made.size,
         "window_kind": str(given.kind),
         "recovery": str(given.recovery),

@@ -18,6 +18,7 @@ from moevement_core.description.cluster import Cluster
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorKind, OperatorTable
+from moevement_core.policy.holding import kept_of_table, most_held
 from moevement_core.policy.popularity import Order, Ordering, order_operators
 from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.policy.window import (
@@ -50,10 +51,15 @@ class PlanInput:
     iteration_s: float
     kind: WindowKind = WindowKind.ALIGNED
     replicas: int = 2
+    """Copies of each snapshot, or blocks of parity of each group."""
     window: int | None = None
     """An imposed window; left out it is chosen."""
     recovery: Recovery = Recovery.REPLAY
     """By replay or by redo."""
+    members: int = 0
+    """Of a group of whose snapshots parity is kept; 0: copies are."""
+    keeps_own: bool = True
+    """Whether ranks keep their own snapshots when all peers have them."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,10 @@ class CheckpointPlan:
     def __init__(self, given: PlanInput) -> None:
         self.given = given
         nodes = math.ceil(given.job.ranks / given.cluster.gpus_per_node)
+        if given.members and nodes < given.members + given.replicas:
+            raise WindowError(
+                f"parity:{given.members}+{given.replicas} on {nodes} nodes; needs {given.members + given.replicas}"
+            )
         if 0 < nodes - 1 < given.replicas:
             raise WindowError(
                 f"{given.replicas} replicas on {nodes} nodes; needs as many other nodes: at most {nodes - 1} replicas, "
@@ -196,21 +206,33 @@ class CheckpointPlan:
         return self.binding_stage.schedule.most_replayed(self.lag)
 
     def snapshot_memory(self, stage: StagePlan) -> int:
-        """Host bytes for the snapshots that a rank keeps of itself: buffers of the heaviest slot, allocated once."""
-        return stage.schedule.slots_at_first(max(self.lag, LAG_ALLOWANCE)) * int(stage.window.slot_bytes[0].max())
+        """Host bytes for all snapshots of a rank that are kept at a time: by itself, and by each peer."""
+        kept = kept_of_table(stage.schedule)
+        count = stage.schedule.slots_at_first(self._lag_allowed)
+        return most_held(kept[:, :1] if self.given.members else kept, count)  # no part of a sum goes by itself
+
+    def own_memory(self, stage: StagePlan) -> int:
+        """Of those, host bytes of what a rank keeps itself."""
+        if self.given.keeps_own or self.given.members or not self.given.replicas:
+            return self.snapshot_memory(stage)
+        return min(self.snapshot_memory(stage), most_held(kept_of_table(stage.schedule)[:, :1], 2 + self._lag_allowed))
 
     def log_memory(self, stage: StagePlan) -> int:
-        """Host bytes for the boundary log: every iteration that a recovery may replay, and the one under way."""
-        return (self.most_replayed + 1) * stage.log_bytes
+        """Host bytes for the boundary log: as many iterations as a recovery may begin with, and the one under way."""
+        return stage.schedule.iterations_logged_at_first(self._lag_allowed) * stage.log_bytes
+
+    @property
+    def _lag_allowed(self) -> int:
+        return max(self.lag, LAG_ALLOWANCE)
 
     @property
     def host_memory(self) -> tuple[int, int, int]:
-        """Snapshots, replicas of peers' snapshots, and logs of the heaviest rank, bytes."""
+        """Own snapshots, those of others or their parity, and logs of the heaviest rank, bytes."""
         heaviest = max(self.stages, key=self.snapshot_memory)
-        snapshots = self.snapshot_memory(heaviest)
-        # A peer learns a moment later than the rank itself that an old snapshot may go: one buffer more.
-        replica = snapshots + int(heaviest.window.slot_bytes[0].max())
-        return snapshots, self.given.replicas * replica, max(self.log_memory(stage) for stage in self.stages)
+        kept = self.given.replicas * self.snapshot_memory(heaviest)
+        if self.given.members:
+            kept = math.ceil(kept / self.given.members)
+        return self.own_memory(heaviest), kept, max(self.log_memory(stage) for stage in self.stages)
 
     @property
     def host_memory_of_node(self) -> int:

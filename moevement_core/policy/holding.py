@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from moevement_core.policy.schedule import Contents, Saved
+from moevement_core.policy.schedule import Contents, Saved, Schedule
 
 Kept = npt.NDArray[np.int64]
 """Bytes of each snapshot of a window, int64 ``[snapshots, steps]``, when what the next ``step`` snapshots have
@@ -29,6 +29,22 @@ def most_held(kept: Kept, count: int) -> int:
     places = np.arange(count)
     later = np.clip(snapshots - 1 - places, 0, steps - 1)
     return max(int(kept[(first + places) % snapshots, later].sum()) for first in range(snapshots))
+
+
+def kept_of_table(schedule: Schedule) -> Kept:
+    """Bytes of each snapshot of a window on the first rank of the schedule's table, without pages and records."""
+    slots, table = schedule.slots(), schedule.table
+    by_contents = {Saved.COMPUTE: table.compute[0], Saved.FULL: table.full[0], Saved.GRADIENT: table.gradient[0]}
+    kept = np.zeros((len(slots), schedule.size if schedule.supersedes else 1), dtype=np.int64)
+    for row, slot in enumerate(slots):
+        contents = schedule.contents_of_slot(slot)
+        assert contents is not None
+        for step in range(kept.shape[1]):
+            here = ~schedule.superseded(slot, step) if step else np.ones(len(contents), dtype=bool)
+            kept[row, step] = sum(
+                int(nbytes[(contents == saved) & here].sum()) for saved, nbytes in by_contents.items()
+            )
+    return kept
 
 
 def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray[np.bool_]]:

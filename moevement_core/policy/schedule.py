@@ -127,6 +127,10 @@ class Schedule(ABC):
     def iterations_logged(self, lag: int, *, to_disk: bool) -> int:
         """How far back logs and records reach at most: no plan begins before the oldest snapshot that is kept."""
 
+    def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
+        """How far back they reach while nothing breaks."""
+        return self.iterations_logged(lag, to_disk=to_disk)
+
     def replayed_after(self, run: tuple[int, int]) -> int:
         """The iteration after which a recovery from a run, its first and last snapshot, runs iterations again."""
         return run[0]

@@ -221,8 +221,9 @@ class WindowDecisions:
         return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
 
     def log_bytes(self, schedule: Schedule) -> int:
-        """Host memory that the boundary log of this rank takes at most."""
-        return int(min(self.iterations_logged(schedule) * self._sent_bytes, self._budget.log_memory_bytes))
+        """Host memory that the boundary log of this rank takes while nothing breaks."""
+        reach = schedule.iterations_logged_at_first(LAG_ALLOWANCE, to_disk=self._to_disk)
+        return int(min(reach * self._sent_bytes, self._budget.log_memory_bytes))
 
     def _refuse_beyond_cap(self, schedule: Schedule, memory: SnapshotMemory) -> None:
         """Compare what every rank will need with what it may use, on every rank alike."""

@@ -75,6 +75,10 @@ class RedoSchedule(SparseSchedule):
         """What is run again begins where a persisted run ends; after a gap that is a window ago and a run."""
         return self.size + 3 + 2 * lag
 
+    def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
+        """What is run again begins where the persisted run ends: after what is copied, reported and known."""
+        return 3 + lag
+
     def replayed_after(self, run: tuple[int, int]) -> int:
         """From the last snapshot of the run on."""
         return run[1]

@@ -111,6 +111,10 @@ class SparseSchedule(Schedule):
         """As far back as snapshots are kept; a window more where one was abandoned, whose place the next takes late."""
         return self.slots_kept(lag, to_disk=to_disk) + self.size + 1
 
+    def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
+        """As far back as snapshots are kept."""
+        return self.slots_at_first(lag, to_disk=to_disk)
+
     def most_replayed(self, lag: int) -> int:
         """Back to the first snapshot of the newest run of W that peers have."""
         return lag + (2 * self.size - 1 if self.window.kind is WindowKind.ALIGNED else self.size)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from moevement_core.recovery.places import Fetch, Holding, Place, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.sums import places_in_sums
 from moevement_core.recovery.take_part import summed
-from moevement_core.replication.allowance import Allowance
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.blocks import blocks_of
 from moevement_core.snapshot.buffer import Buffer
@@ -239,14 +237,16 @@ def test_members_of_other_sizes_add_at_the_same_time() -> None:
         assert again.header.entries == one.packed()[0].entries
 
 
-def test_memory_is_one_block_for_the_group_and_beyond_what_is_allowed_there_is_no_room() -> None:
-    allowance = Allowance(10 * PAGE)
-    assert allowance.take(0, 10 * PAGE)
-    store = GroupStore(make_groups(range(3), 2, 1)[-1], 0, CpuDevice())
+def test_memory_is_one_block_for_the_group_and_where_there_is_none_a_snapshot_has_no_room() -> None:
+    group = make_groups(range(3), 2, 1)[-1]
+    store = GroupStore(group, 0, CpuDevice())
     store.arena.grow(2 * PAGE)
-    random: Any = Random(5)
-    header: Mapping[int, Header] = {rank: snapshot_of(random, rank, 0).header for rank in store.group.members}
-    stripes = [store.begin(rank, one) for rank, one in header.items()]
-    assert stripes[0] is stripes[1] is not None
-    big = Header(0, 1, "s", 0, "2", (Entry("o", Saved.FULL, "w", "uint8", 0, 3 * PAGE, "", 0),), None, 1)
-    assert store.begin(store.group.members[0], big) is None
+
+    def header(rank: int, iteration: int, nbytes: int) -> Header:
+        return Header(rank, iteration, "s", 0, "2", (Entry("o", Saved.FULL, "w", "uint8", 0, nbytes, "", 0),), None, 0)
+
+    first, second = group.members
+    assert store.begin(first, header(first, 0, 10)) is store.begin(second, header(second, 0, PAGE)) is not None
+    assert store.arena.available == PAGE
+    assert store.begin(first, header(first, 1, PAGE + 1)) is None
+    assert store.begin(second, header(second, 0, PAGE)) is not None
