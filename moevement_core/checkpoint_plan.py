@@ -16,6 +16,7 @@ import numpy as np
 
 from moevement_core.description.cluster import Cluster
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
+from moevement_core.engine.memory import IN_FLIGHT
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorKind, OperatorTable
 from moevement_core.policy.holding import kept_of_table, most_held
@@ -205,17 +206,23 @@ class CheckpointPlan:
         """Iterations that a recovery replays at most."""
         return self.binding_stage.schedule.most_replayed(self.lag)
 
-    def snapshot_memory(self, stage: StagePlan) -> int:
-        """Host bytes for all snapshots of a rank that are kept at a time: by itself, and by each peer."""
+    def snapshot_memory(self, stage: StagePlan, *, lag: int | None = None) -> int:
+        """Host bytes for all snapshots of a rank that are kept at a time.
+
+        Args:
+            stage: of the rank.
+            lag: iterations by which peers may trail; left out as many as are set aside on the rank itself.
+        """
         kept = kept_of_table(stage.schedule)
-        count = stage.schedule.slots_at_first(self._lag_allowed)
+        count = stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag)
         return most_held(kept[:, :1] if self.given.members else kept, count)  # no part of a sum goes by itself
 
     def own_memory(self, stage: StagePlan) -> int:
         """Of those, host bytes of what a rank keeps itself."""
         if self.given.keeps_own or self.given.members or not self.given.replicas:
             return self.snapshot_memory(stage)
-        return min(self.snapshot_memory(stage), most_held(kept_of_table(stage.schedule)[:, :1], 2 + self._lag_allowed))
+        in_flight = most_held(kept_of_table(stage.schedule)[:, :1], IN_FLIGHT)
+        return min(self.snapshot_memory(stage), in_flight)
 
     def log_memory(self, stage: StagePlan) -> int:
         """Host bytes for the boundary log: as many iterations as a recovery may begin with, and the one under way."""
@@ -229,7 +236,7 @@ class CheckpointPlan:
     def host_memory(self) -> tuple[int, int, int]:
         """Own snapshots, those of others or their parity, and logs of the heaviest rank, bytes."""
         heaviest = max(self.stages, key=self.snapshot_memory)
-        kept = self.given.replicas * self.snapshot_memory(heaviest)
+        kept = self.given.replicas * self.snapshot_memory(heaviest, lag=0)
         if self.given.members:
             kept = math.ceil(kept / self.given.members)
         return self.own_memory(heaviest), kept, max(self.log_memory(stage) for stage in self.stages)

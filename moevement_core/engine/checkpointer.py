@@ -199,7 +199,7 @@ class Checkpointer:
         return True
 
     def _make_more_room(self, schedule: Schedule) -> None:
-        self._grow(self.memory.after_gap(schedule), [schedule])
+        self._grow(lambda: self.memory.here_after_gap(schedule), self.memory.at_peer_after_gap(schedule))
 
     def takes(self, iteration: int) -> bool:
         """Whether there is to be an ``SS_iteration``."""
@@ -290,19 +290,18 @@ class Checkpointer:
         """Set host memory aside for one of ``schedules`` after the other, where there is not enough; peers are asked
         for the same.
         """
-        self._grow(self.memory.of_changes(schedules), schedules)
+        self._grow(lambda: self.memory.here(schedules), self.memory.at_peer(schedules))
 
-    def _grow(self, nbytes: int, schedules: Sequence[Schedule]) -> None:
-        """Have room for ``nbytes`` of copies at each peer, and for as much here as is kept here."""
-        here = self.memory.here(nbytes, schedules)
-        if not self._set_aside(here) and self._give_up_own():
-            here = self.memory.here(nbytes, schedules)
-        if not self._set_aside(here):
-            self.give_up_log(int(here - self._allowance.left_for(OWN)))
-            self._set_aside(here)
-        if nbytes > self.asked_bytes:
-            self.asked_bytes = nbytes
-            self.replicator.open(nbytes)
+    def _grow(self, here: Callable[[], int], at_peer: int) -> None:
+        """Have room on this rank, as much as is kept here, and at each peer."""
+        if not self._set_aside(here()):
+            self._give_up_own()
+        if not self._set_aside(here()):
+            self.give_up_log(int(here() - self._allowance.left_for(OWN)))
+            self._set_aside(here())
+        if at_peer > self.asked_bytes:
+            self.asked_bytes = at_peer
+            self.replicator.open(at_peer)
 
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
         """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.
@@ -399,10 +398,10 @@ class Checkpointer:
             return False
         return True
 
-    def _give_up_own(self) -> bool:
+    def _give_up_own(self) -> None:
         """Where host memory is used up, and that is allowed: own copies of what all peers have go first."""
         if not self.may_give_up_own or not self.memory.keeps_own or not self.replicator.peers:
-            return False
+            return
         self.memory.keeps_own = False
         self._keep_where_said(self.replicator.peers)
         count = self.own.drop_kept_elsewhere(self.replicator.peers)
@@ -410,7 +409,6 @@ class Checkpointer:
             f"host memory is used up ({self._allowance.total_bytes / 1e9:.3f} GB): own snapshots that all peers have "
             f"are not kept any more, {count} of them from now on"
         )
-        return True
 
     def _keep_where_said(self, peers: Collection[int]) -> None:
         self.own.keepers = frozenset(peers) if peers and not self.memory.keeps_own else None
@@ -461,13 +459,12 @@ class Checkpointer:
     def _has_room(self, iteration: int) -> bool:
         """Whether a window that begins now could be captured whole."""
         schedule = self.history.at(iteration)
-        wanted = self.memory.here(self.memory.window(schedule), [schedule])
-        return schedule.may_begin_at(iteration) and self.own.arena.available >= wanted
+        return schedule.may_begin_at(iteration) and self.own.arena.available >= self.memory.window_here(schedule)
 
     def _abandon(self, iteration: int) -> None:
         """Give up the window under way, and take no snapshot before a whole one has room again."""
         is_room_left = self.capturer.has_room(iteration, self.history.at(iteration))
-        under_way = self.lifetime.under_way(self.own.deliverable())
+        under_way = self.lifetime.under_way(self.own.deliverable(), peers_are_full=self.replicator.are_full)
         self.own.free(under_way)
         if under_way:
             self.replicator.drop(under_way[0], under_way[-1])

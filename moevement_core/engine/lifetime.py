@@ -88,9 +88,17 @@ class Lifetime:
         open_ |= set(self._strategy.open_starts(deliverable, is_gapless=iteration - 1 in deliverable))
         return dict.fromkeys(open_, RunStatus.OPEN) | dict.fromkeys(self._runs, RunStatus.PERSISTED)
 
-    def under_way(self, deliverable: Mapping[int, Contents]) -> list[int]:
-        """What is given up when no buffer is free: snapshots beyond every run whose delivery is a matter of time."""
+    def under_way(self, deliverable: Mapping[int, Contents], *, peers_are_full: bool = False) -> list[int]:
+        """What is given up when no memory is free: snapshots beyond every run whose delivery is a matter of time.
+
+        Args:
+            deliverable: what snapshots hold that all peers have or may still have.
+            peers_are_full: whether one of them has no room for what comes next. Then it never will be for a run that is
+                longer than others, as those are that reach over a reorder.
+        """
         newest = next(self._strategy.restore_points(deliverable), None)
+        if peers_are_full and not any(first > self.persisted for first in self._runs):
+            newest = None
         needed = max((*self._runs.values(), self.last_needed, newest.last if newest else NONE))
         return sorted(taken for taken in deliverable if taken > needed)
 

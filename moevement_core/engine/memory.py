@@ -9,12 +9,15 @@ from moevement_core.engine.layout import OperatorState, kept_bytes
 from moevement_core.policy.holding import Kept, most_held
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule
 
-IN_FLIGHT = 2 + LAG_ALLOWANCE
+IN_FLIGHT = 3
 """Snapshots that peers may not have yet: one is being captured, one is sent, and peers may lag."""
 
 
 class SnapshotMemory:
-    """Of one rank: what each peer needs that keeps its copies, and what it needs itself.
+    """Of one rank: what it needs itself, and what each peer needs that keeps its copies.
+
+    A peer that lags has fewer snapshots and not more, and one that does not waits with the next, so what is set aside
+    for lag is here alone.
 
     Args:
         states: live tensors of the operators that it holds.
@@ -25,14 +28,9 @@ class SnapshotMemory:
     """
 
     def __init__(
-        self,
-        states: Mapping[str, OperatorState],
-        record_bytes: int,
-        *,
-        to_disk: bool,
-        keeps_own: bool = True,
+        self, states: Mapping[str, OperatorState], record_bytes: int, *, to_disk: bool, keeps_own: bool = True,
         is_summed: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.record_bytes, self.keeps_own = record_bytes, keeps_own
         self.gives_back = not (to_disk or is_summed)
         """Whether parts of a snapshot go before all of it does. Windows on disk share files, and sums are of all."""
@@ -40,31 +38,51 @@ class SnapshotMemory:
         self._weighed: dict[str, Kept] = {}
         """Of each schedule by its id."""
 
-    def here(self, nbytes: int, schedules: Sequence[Schedule]) -> int:
-        """Of what a peer needs, the bytes that this rank needs itself: all, or what peers may not have yet."""
-        if self.keeps_own:
-            return nbytes
-        return min(nbytes, max(most_held(self._kept(one)[:, :1], IN_FLIGHT) for one in schedules))
+    def here(self, schedules: Sequence[Schedule]) -> int:
+        """Bytes on this rank while one schedule follows the other and nothing breaks."""
+        return self._here(self._of_changes(schedules, LAG_ALLOWANCE), schedules)
 
-    def needed(self, schedule: Schedule) -> int:
-        """Bytes while ``schedule`` is in force and nothing breaks."""
-        return self._most_held(schedule, schedule.slots_at_first(LAG_ALLOWANCE, to_disk=self._to_disk))
+    def at_peer(self, schedules: Sequence[Schedule]) -> int:
+        """Bytes on each peer, likewise."""
+        return self._of_changes(schedules, 0)
 
-    def after_gap(self, schedule: Schedule) -> int:
-        """Bytes when a snapshot was left out, and a new run begins beside the one that is persisted."""
-        return self._most_held(schedule, schedule.slots_kept(LAG_ALLOWANCE, to_disk=self._to_disk))
+    def here_after_gap(self, schedule: Schedule) -> int:
+        """Bytes on this rank when a snapshot was left out, and a new run begins beside the one that is persisted."""
+        return self._here(self._after_gap(schedule, LAG_ALLOWANCE), [schedule])
 
-    def of_changes(self, schedules: Sequence[Schedule]) -> int:
-        """Bytes while one schedule follows the other: a window of each is persisted when those of the next begin."""
-        changes = pairwise(schedules)
+    def at_peer_after_gap(self, schedule: Schedule) -> int:
+        """Bytes on each peer, likewise."""
+        return self._after_gap(schedule, 0)
+
+    def window_here(self, schedule: Schedule) -> int:
+        """Bytes that a whole window needs on this rank."""
+        return self._here(self._window(schedule), [schedule])
+
+    def in_flight(self, schedules: Sequence[Schedule]) -> int:
+        """Bytes on this rank of what peers may not have yet."""
+        return max(most_held(self._kept(one)[:, :1], IN_FLIGHT) for one in schedules)
+
+    def _here(self, nbytes: int, schedules: Sequence[Schedule]) -> int:
+        return nbytes if self.keeps_own else min(nbytes, self.in_flight(schedules))
+
+    def _needed(self, schedule: Schedule, lag: int) -> int:
+        return self._most_held(schedule, schedule.slots_at_first(lag, to_disk=self._to_disk))
+
+    def _after_gap(self, schedule: Schedule, lag: int) -> int:
+        return self._most_held(schedule, schedule.slots_kept(lag, to_disk=self._to_disk))
+
+    def _of_changes(self, schedules: Sequence[Schedule], lag: int) -> int:
+        """A window of each is persisted when those of the next begin."""
         return max(
-            *map(self.needed, schedules),
-            *(self.after_gap(new) + max(0, self.window(old) - self.window(new)) for old, new in changes),
+            *(self._needed(one, lag) for one in schedules),
+            *(
+                self._after_gap(new, lag) + max(0, self._window(old) - self._window(new))
+                for old, new in pairwise(schedules)
+            ),
             0,
         )
 
-    def window(self, schedule: Schedule) -> int:
-        """Bytes of all snapshots of one window."""
+    def _window(self, schedule: Schedule) -> int:
         return int(self._kept(schedule)[:, 0].sum())
 
     def _most_held(self, schedule: Schedule, count: int) -> int:

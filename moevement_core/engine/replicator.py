@@ -95,6 +95,11 @@ class Replicator:
         since, self._counted_bytes = sent - self._counted_bytes, sent
         return since
 
+    @property
+    def are_full(self) -> bool:
+        """Whether a peer has no room for the next snapshot until older ones go."""
+        return any(sender.is_full for sender in self._senders)
+
     def backlog(self) -> str:
         """Peers that lag, in words."""
         return ", ".join(f"{one.peer} ({one.backlog} behind)" for one in self._senders if one.backlog) or "none"

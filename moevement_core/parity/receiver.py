@@ -8,7 +8,7 @@ import torch
 
 from moevement_core.parity.store import MemberStore, Stripe
 from moevement_core.replication.allowance import Allowance
-from moevement_core.replication.receiver import Receiver, Report
+from moevement_core.replication.receiver import PATIENCE_S, Receiver, Report
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
 from moevement_core.snapshot.arena import in_pages
@@ -38,6 +38,9 @@ class ParityReceiver(Receiver):
     def _take_in(self, header: Header, message: Message) -> None:
         group, source = self._member.group, self._member.source
         stripe = group.begin(source, header)
+        if stripe is None:
+            self._member.wait_for_room(header.payload_bytes, PATIENCE_S)
+            stripe = group.begin(source, header)
         if stripe is None and self._grow(header.payload_bytes):
             stripe = group.begin(source, header)
         if stripe is None:

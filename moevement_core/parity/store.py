@@ -237,6 +237,10 @@ class MemberStore(PeerStore):
         self.group.drop(self.source, first, count)
 
     @override
+    def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
+        self.group.arena.wait_for(nbytes, timeout_s)
+
+    @override
     def make_room(self, nbytes: int) -> None:
         self.group.arena.grow(nbytes)
 

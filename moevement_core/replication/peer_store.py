@@ -56,6 +56,10 @@ class PeerStore(ABC):
         """Let go of ``count`` iterations from ``first`` on."""
 
     @abstractmethod
+    def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
+        """Wait until so much is free, but no longer than that."""
+
+    @abstractmethod
     def make_room(self, nbytes: int) -> None:
         """Allocate until there are ``nbytes``.
 

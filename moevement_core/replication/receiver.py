@@ -18,6 +18,8 @@ from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, K
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
 
 Report = Callable[[str], None]
+PATIENCE_S = 0.2
+"""How long a snapshot waits for room before its source is told that there is none; it may have something to drop."""
 
 
 class Receiver(ABC):
@@ -156,6 +158,9 @@ class CopyReceiver(Receiver):
     def _take_in(self, header: Header, message: Message) -> None:
         store = self._copies
         if (room := store.begin(message.iteration, message.payload_bytes)) is None:
+            store.wait_for_room(message.payload_bytes, PATIENCE_S)
+            room = store.begin(message.iteration, message.payload_bytes)
+        if room is None:
             self._say(Kind.FULL, message.iteration)
             return
         try:

@@ -83,6 +83,10 @@ class ReplicaStore(PeerStore):
                     replica.snapshot, ranges = replica.snapshot.without(gone)
                     self._arena.release_parts(replica.snapshot.buffer, ranges)
 
+    @override
+    def wait_for_room(self, nbytes: int, timeout_s: float) -> None:
+        self._arena.wait_for(nbytes, timeout_s)
+
     def make_room(self, nbytes: int) -> None:
         """Allocate until there are ``nbytes``.
 

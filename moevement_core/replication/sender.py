@@ -30,6 +30,10 @@ STEP_S = 0.1
 """In which the end is waited for: a main thread that runs nothing for long is taken to hang."""
 
 
+_URGENT = object()
+"""Among jobs: there is something that the peer is to forget, or to have room for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """A snapshot to be brought to the peer."""
@@ -86,6 +90,9 @@ class Sender:
         """Whether the peer has no host memory for copies."""
         self._asks_until_s = float("inf")
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.is_full = False
+        """Whether the peer has no room for the next one yet."""
+        self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"moevement-send-{peer}", daemon=True)
         self._thread.start()
 
@@ -101,8 +108,8 @@ class Sender:
         return self._jobs.qsize()
 
     def open(self, nbytes: int) -> None:
-        """Ask the peer for ``nbytes`` for all that it keeps at a time; before the first snapshot that needs them."""
-        self._jobs.put(Message(Kind.OPEN, self.rank, payload_bytes=nbytes))
+        """Ask the peer for ``nbytes`` for all that it keeps at a time; before it is offered any other snapshot."""
+        self._say_first(Message(Kind.OPEN, self.rank, payload_bytes=nbytes))
 
     def wait_for_answer(self, timeout_s: float) -> bool:
         """Wait until the peer has answered the first :meth:`open`; whether it has."""
@@ -120,8 +127,12 @@ class Sender:
             self._lose_queued()
 
     def drop(self, first: int, last: int) -> None:
-        """Tell the peer to forget snapshots ``first`` to ``last``."""
-        self._jobs.put(Message(Kind.DROP, self.rank, first, count=last - first + 1))
+        """Tell the peer to forget snapshots ``first`` to ``last``, before it is offered any other."""
+        self._say_first(Message(Kind.DROP, self.rank, first, count=last - first + 1))
+
+    def _say_first(self, message: Message) -> None:
+        self._urgent.put(message)
+        self._jobs.put(_URGENT)
 
     def close(self, timeout_s: float) -> bool:
         """Bring what is queued, say goodbye; whether that was done in time."""
@@ -145,9 +156,10 @@ class Sender:
                     self._taken += 1
                     self._deliver(job)
                     continue
+                self._say_urgent()
+                if job is _URGENT:
+                    continue
                 self._say(job)
-                if job.kind is Kind.OPEN:
-                    self._open()
                 if job.kind is Kind.BYE:
                     return
         except Exception as error:  # whatever it is, training goes on and somebody must learn of it
@@ -201,6 +213,7 @@ class Sender:
         """One attempt; None if the snapshot was freed before it could be sent."""
         while (snapshot := delivery.begin()) is not None:
             try:
+                self._say_urgent()  # a peer that is full may have room then
                 began_s = time.perf_counter()
                 answer = self._transfer(snapshot)
                 if answer is Kind.KEPT:
@@ -208,7 +221,8 @@ class Sender:
                     self.send_s += time.perf_counter() - began_s
             finally:
                 delivery.end()
-            # The peer frees buffers when the job agrees on a newer window, which at its end it never will.
+            # The peer frees memory when the job agrees on a newer window, which at its end it never will.
+            self.is_full = answer is Kind.FULL
             if answer is not Kind.FULL or time.monotonic() > self._asks_until_s:
                 return answer
             time.sleep(RETRY_S)
@@ -260,6 +274,13 @@ class Sender:
     def _must_hurry(self) -> bool:
         """Whether the next snapshot waits, or the end."""
         return self._abandoned or self._delivered > self._taken or self._asks_until_s < float("inf")
+
+    def _say_urgent(self) -> None:
+        while not self._urgent.empty():
+            message = self._urgent.get()
+            self._say(message)
+            if message.kind is Kind.OPEN:
+                self._open()
 
     def _say(self, message: Message) -> None:
         self._transport.send(self.peer, TO_PEER, message.encode())

@@ -49,9 +49,11 @@ class Needs:
     """Of one rank, bytes."""
 
     snapshots: int
-    """All that are kept at a time: here, and at each peer."""
+    """Its own, where it keeps them."""
     in_flight: int
-    """Of those, what is here where peers have the rest."""
+    """Its own that peers may not have yet."""
+    at_peer: int
+    """Its own at each peer."""
     log: int
     """Boundary log."""
     allowed: Allowed
@@ -90,9 +92,9 @@ class Total:
 
 def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> Total:
     """The rank that is nearest to what it may use, or farthest beyond it; of several the first."""
-    snapshots = [its.snapshots for its in needs]
+    at_peer = [its.at_peer for its in needs]
     totals = [
-        Total(rank, its.own(keeps_own=keeps_own), kept(rank, snapshots), its.log, its.allowed)
+        Total(rank, its.own(keeps_own=keeps_own), kept(rank, at_peer), its.log, its.allowed)
         for rank, its in enumerate(needs)
     ]
     return max(totals, key=lambda total: (total.beyond, -total.rank))

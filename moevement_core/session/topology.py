@@ -106,16 +106,16 @@ class Topology:
         """The ranks whose snapshots this one keeps."""
         return list(sources_of(self.peers, self.rank))
 
-    def kept_bytes(self, rank: int, snapshots: Sequence[int]) -> int:
+    def kept_bytes(self, rank: int, at_peer: Sequence[int]) -> int:
         """Host memory that ``rank`` needs for what it keeps of others.
 
         Args:
             rank: any of the job.
-            snapshots: what those of each rank take, bytes.
+            at_peer: what snapshots of each rank take on each of its peers, bytes.
         """
         if not self.groups:
-            return sum(snapshots[source] for source in sources_of(self.peers, rank))
-        return sum(max(snapshots[one] for one in group.members) for group in self.groups if rank in group.holders)
+            return sum(at_peer[source] for source in sources_of(self.peers, rank))
+        return sum(max(at_peer[one] for one in group.members) for group in self.groups if rank in group.holders)
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
         """Protections that take less host memory, those first that survive as many losses: the flag, and the same."""

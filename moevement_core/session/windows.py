@@ -227,9 +227,11 @@ class WindowDecisions:
 
     def _refuse_beyond_cap(self, schedule: Schedule, memory: SnapshotMemory) -> None:
         """Compare what every rank will need with what it may use, on every rank alike."""
-        snapshots = memory.needed(schedule)
-        memory.keeps_own = False
-        mine = Needs(snapshots, memory.here(snapshots, [schedule]), self.log_bytes(schedule), self.allowed)
+        memory.keeps_own = True
+        mine = Needs(
+            memory.here([schedule]), memory.in_flight([schedule]), memory.at_peer([schedule]),
+            self.log_bytes(schedule), self.allowed,
+        )  # fmt: skip
         memory.keeps_own, total = decide_keep_own(
             all_gather_objects(mine), self.topology.kept_bytes, self._budget, schedule.size, self._instead(),
             may_drop=self._may_drop,
@@ -327,9 +329,9 @@ class WindowDecisions:
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
         """While it follows what is in force; nothing that is allocated is given back."""
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
-        snapshots = max(checkpointer.asked_bytes, memory.of_changes(changes))
-        here = max(checkpointer.own.arena.nbytes, memory.here(snapshots, changes))
-        return Needs(here if memory.keeps_own else snapshots, here, self.log_bytes(schedule), self.allowed)
+        here = max(checkpointer.own.arena.nbytes, memory.here(changes))
+        at_peer = max(checkpointer.asked_bytes, memory.at_peer(changes))
+        return Needs(here, here, at_peer, self.log_bytes(schedule), self.allowed)
 
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]

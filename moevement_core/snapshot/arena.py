@@ -50,7 +50,8 @@ class Arena:
         self.nbytes = 0
         """All of it, bytes."""
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.Condition(threading.Lock())
+        """Notified of what is given back."""
         self._slabs: list[torch.Tensor] = []
         self._free: list[_Free] = []
         """In the order of addresses; no two of one slab touch."""
@@ -78,6 +79,11 @@ class Arena:
             insort(self._free, _Free(slab.data_ptr(), slab), key=attrgetter("address"))
             self.nbytes += more
             self._available += more
+
+    def wait_for(self, nbytes: int, timeout_s: float) -> bool:
+        """Wait until so much is free that nobody may have taken again meanwhile; whether that came in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._available >= in_pages(nbytes), timeout_s)
 
     def acquire(self, nbytes: int) -> Buffer | None:
         """A buffer of at least ``nbytes``, in as few pieces as there can be; nothing if there is not so much."""
@@ -117,6 +123,7 @@ class Arena:
                     self._give_back(gone)
 
     def _give_back(self, pieces: Iterable[torch.Tensor]) -> None:
+        self._lock.notify_all()
         for memory in pieces:
             self._available += memory.numel()
             slab = next(one for one in self._slabs if _is_in(memory, one))

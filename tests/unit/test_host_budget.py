@@ -66,7 +66,7 @@ def kept(copies: int):
 
 
 def needs(has: float, log: int = 0) -> list[Needs]:
-    return [Needs(GB, GB // 4, log, Allowed(has * GB, "said so")) for _ in range(4)]
+    return [Needs(GB, GB // 4, GB, log, Allowed(has * GB, "said so")) for _ in range(4)]
 
 
 @pytest.mark.parametrize(
