@@ -1,0 +1,161 @@
+"""What snapshots take of a live job's resident memory, beside what was planned; writes benchmarks/host_memory.md.
+
+python -m benchmarks.host_memory        (about ten minutes on two cores)
+
+Each job runs once without checkpoints and once with each protection. Of every rank the anonymous resident memory is read
+until the end; what the job with snapshots has more is compared with what `moevement plan` says of it. Jobs alternate
+with and without, since what the allocator keeps differs from run to run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.environment import measured_on
+from benchmarks.papers.common import table
+
+ROOT = Path(__file__).parents[1]
+OUTPUT = Path(__file__).with_suffix(".md")
+LAPTOP = ROOT / "examples" / "pretrain_moe" / "configs" / "laptop.yaml"
+ITERATIONS = 24
+
+
+@dataclass(frozen=True)
+class Job:
+    """Of the laptop preset, with other sizes."""
+
+    name: str
+    ranks: int
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What snapshots are guarded by."""
+
+    name: str
+    live: tuple[str, ...]
+    planned: tuple[str, ...]
+
+
+JOBS = (
+    Job("laptop", 4, ("--hidden-size", "384", "--ffn-hidden-size", "768", "--moe-ffn-hidden-size", "768")),
+    Job("laptop, eight ranks", 8, ("--hidden-size", "384", "--ffn-hidden-size", "768", "--moe-ffn-hidden-size", "768",
+                                  "--expert-model-parallel-size", "4")),
+)  # fmt: skip
+GUARDS = (
+    Guard("copies:2", ("--moevement-keep-own", "always"), ()),
+    Guard("copies:2, own dropped", ("--moevement-keep-own", "never"), ("--keep-own", "never")),
+    Guard("parity:3+1", ("--moevement-protection", "parity:3+1"), ("--protection", "parity:3+1")),
+    Guard("copies:2, redo", ("--moevement-keep-own", "always", "--moevement-recovery", "redo"), ()),
+)
+_ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB", re.MULTILINE)
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_memory", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3, help="of each job with each protection (default: 3)")
+    given = parser.parse_args()
+    rows = [row for job in JOBS for row in rows_of(job, given.rounds)]
+    OUTPUT.write_text(report(rows, given.rounds), encoding="utf-8")
+
+
+def rows_of(job: Job, rounds: int) -> Iterator[list[str]]:
+    """Planned, set aside and measured, megabytes of the rank that has the most."""
+    for guard in GUARDS:
+        more, said = [], 0.0
+        for _ in range(rounds):
+            without, _ = run(job, ("--moevement-strategy", "none"))
+            having, said = run(job, guard.live)
+            more.append(max(b - a for a, b in zip(without, having, strict=True)))
+            print(f"{job.name}, {guard.name}: {more[-1] / 1e6:.0f} MB more, {said * 1e3:.0f} MB said", flush=True)
+        planned = plan(job, guard)
+        measured = statistics.median(more)
+        yield [
+            job.name, guard.name, f"{planned / 1e6:.0f}", f"{1e3 * said:.0f}", f"{measured / 1e6:.0f}",
+            f"{measured / planned - 1:+.1%}",
+        ]  # fmt: skip
+
+
+def run(job: Job, words: tuple[str, ...]) -> tuple[list[int], float]:
+    """The most anonymous resident memory of each rank, bytes; and what the job said it needs, gigabytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder) / "run"
+        console = (Path(folder) / "console").open("w+")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", str(job.ranks),
+             "examples/pretrain_moe/pretrain_gpt.py", "--config", str(LAPTOP), "--train-iters", str(ITERATIONS),
+             "--eval-iters", "0", *job.words, *words, "--run-dir", str(run_dir)],
+            cwd=ROOT, stdout=console, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        most = [0] * job.ranks
+        while process.poll() is None:
+            time.sleep(0.1)
+            for rank, pid in _pids(run_dir):
+                most[rank] = max(most[rank], _anonymous(pid))
+        console.seek(0)
+        text = console.read()
+        assert process.returncode == 0, text[-3000:]
+        said = re.search(r"host memory: rank \d+ needs ([\d.]+) GB", text)
+        return most, float(said[1]) if said else 0.0
+
+
+def _pids(run_dir: Path) -> Iterator[tuple[int, int]]:
+    try:
+        for one in json.loads((run_dir / "ranks.json").read_text()):
+            yield one["rank"], one["pid"]
+    except (OSError, ValueError, KeyError):
+        return
+
+
+def _anonymous(pid: int) -> int:
+    try:
+        found = _ANONYMOUS.search(Path(f"/proc/{pid}/status").read_text())
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def plan(job: Job, guard: Guard) -> int:
+    """Host memory of the heaviest rank, bytes, as `moevement plan` has it."""
+    out = subprocess.run(
+        [sys.executable, "-m", "moevement_cli.main", "plan", str(LAPTOP), "--ranks", str(job.ranks),
+         "--iteration-time", "1", "--d2h-bandwidth", "10", "--network-bandwidth", "10", "--gpus-per-node", "1",
+         "--window", "3", "--json", *guard.planned, *job.words],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    made = json.loads(out.splitlines()[-1])
+    memory = (made["redo"] if "redo" in guard.name else made)["host_memory_bytes"]
+    return int(memory["snapshots"] + memory["replicas"] + memory["logs"])
+
+
+def report(rows: list[list[str]], rounds: int) -> str:
+    """The whole file."""
+    header = ("job", "protection", "planned", "said at the start", "measured", "measured over planned")
+    return f"""# Host memory, planned and measured
+
+    python -m benchmarks.host_memory --rounds {rounds}        (writes this file)
+
+Megabytes of one rank, the one that has the most: what `moevement plan` says; what the job says at its start, from the live
+tensors; and anonymous resident memory of the process at its most, beyond that of the same job without snapshots (median of
+{rounds} pairs of runs). The laptop preset at three times its width, W = 3, every rank a node of its own.
+
+{table(header, rows)}
+
+{measured_on("torch", "numpy")}.
+"""
+
+
+if __name__ == "__main__":
+    main()
