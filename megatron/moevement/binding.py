@@ -13,7 +13,7 @@ from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported, norm_spans_job
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.scales import Scales
-from megatron.moevement.optimizer.views import OperatorViews, operator_views, operators_of
+from megatron.moevement.optimizer.views import OperatorViews, in_place_of, operator_views, operators_of, twins
 from megatron.moevement.pipeline_parallel.sent_bytes import bytes_sent_per_iteration
 from megatron.moevement.restart import leftovers, places
 from megatron.moevement.restart.groups import Groups, move_to_groups
@@ -250,6 +250,21 @@ class MegatronBinding(Binding):
     @override
     def replicas(self) -> list[Replicas]:
         return replica_digests(self.live)
+
+    @override
+    def twins(self) -> Collection[int]:
+        from megatron.training import get_args
+
+        args = get_args()
+        # Random states of replicas differ, or scales that each found by itself may.
+        if args.data_parallel_random_init or args.fp8:
+            return ()
+        return twins(self._chunks(), self.live.optimizer)
+
+    @override
+    def states_of_twin(self, rank: int) -> Mapping[str, OperatorState]:
+        its = operator_views(self._chunks(), self.live.optimizer, in_place_of(rank)).states
+        return {operator.name: state for operator, state in its.items()}
 
     @override
     def stages_are_tied_by(self) -> str | None:

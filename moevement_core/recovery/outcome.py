@@ -32,7 +32,7 @@ class Recovery:
     """Iterations of which everything that a rank sends to other stages was compared with what was sent then; of the
     rank with the most."""
     sources: Mapping[str, int]
-    """Snapshots from own memory, from peers and from files."""
+    """Snapshots from own memory, from peers, made from parity, of a replica's live state, and from files."""
     replayed_by_stage: Mapping[str, int]
     """Iterations that each pipeline stage ran again; a stage that kept its state ran none."""
     redone: int

@@ -15,7 +15,9 @@ class Source(IntEnum):
     """Host memory of a peer."""
     PARITY = 2
     """Nowhere; it follows from others of its group and from parity."""
-    FILE = 3
+    REPLICA = 3
+    """Live state of a rank that has the same."""
+    FILE = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from moevement_core.errors import RecoveryError
 from moevement_core.policy.recoverable import RecoverableRun, recoverable_runs
-from moevement_core.policy.redo import redo_runs
+from moevement_core.policy.redo import RedoRun, redo_runs
 from moevement_core.policy.schedule import Contents, Saved
 from moevement_core.policy.versions import leaves_out, version_runs
 from moevement_core.recovery.places import Fetch, Holding, Place, Source
@@ -39,6 +39,8 @@ class Report:
     """A name that ranks of one model replica, through all stages, have in common."""
     summed: tuple[Summed, ...] = ()
     """Parity that it has."""
+    stands_for: Mapping[int, int] = field(default_factory=dict)
+    """Ranks whose state is live here, too: by rank, the operators of their stage."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +97,30 @@ def plan_recovery(
     if roll_back is not None:
         stages = {rank: stage for rank, stage in stages.items() if stage in roll_back}
     return _plan(reports, until, stages)
+
+
+def plan_from_replicas(reports: Sequence[Report], until: int, ranks: Collection[int]) -> RecoveryPlan | None:
+    """The plan in which ``ranks`` take ``state@until`` from live ones that have the same; nothing is made again.
+
+    Args:
+        reports: one of each rank of the job.
+        until: the iteration to reach.
+        ranks: those that lost their state.
+
+    Returns:
+        Nothing if one of them has no such rank left.
+    """
+    stages = {report.rank: report.stage for report in reports}
+    fetches, runs = list[Fetch](), dict[int, RecoverableRun]()
+    for rank in sorted(ranks):
+        holder = next((report for report in reports if rank in report.stands_for), None)
+        if holder is None:
+            return None
+        fetches.append(Fetch(rank, until, holder.rank, Source.REPLICA))
+        runs[stages[rank]] = RedoRun(until, np.full(holder.stands_for[rank], until), until)
+    if not fetches:
+        return None
+    return RecoveryPlan(until, until, until, until, runs, tuple(fetches), frozenset(ranks), until)
 
 
 def plan_redo(reports: Sequence[Report], until: int, ranks: Collection[int]) -> RecoveryPlan | None:

@@ -220,6 +220,18 @@ class Binding(ABC):
         """Returns digests of the compute weights that several ranks have alike; no communication."""
         return []
 
+    def twins(self) -> Collection[int]:
+        """Returns the other ranks that hold all of the state that this one holds, and everything beside it; none by
+        default.
+        """
+        return ()
+
+    def states_of_twin(self, rank: int) -> Mapping[str, OperatorState]:
+        """Returns :meth:`states` as ``rank``, one of the :meth:`twins`, has them: of this rank's tensors the part that
+        it saves. Only asked where there are twins.
+        """
+        raise NotImplementedError
+
     def stages_are_tied_by(self) -> str | None:
         """Returns why a stage cannot be rolled back alone, in words; None if it can."""
         return None

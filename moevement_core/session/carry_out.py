@@ -29,6 +29,7 @@ from moevement_core.session.feeders import start_feeders
 from moevement_core.session.parts import Parts
 from moevement_core.session.prepare import Prepared
 from moevement_core.session.replicas import unequal_replicas
+from moevement_core.session.twins import LIVE
 from moevement_core.snapshot.agreement import NONE
 
 
@@ -108,6 +109,8 @@ def carry_out(
         run = plan.runs[parts.topology.stage]
         for iteration in sorted(prepared.snapshots):
             if iteration >= run.last + (plan.redone_until is not None or run.is_stale):
+                continue
+            if prepared.snapshots[iteration].header.schedule == LIVE:
                 continue
             # A window of another strategy, from disk, does not fit into the few buffers of dense snapshots.
             if checkpointer.takes(iteration) or not checkpointer.history.oldest.is_dense:

@@ -13,7 +13,7 @@ from moevement_core import log
 from moevement_core.errors import RecoveryError
 from moevement_core.recovery.fetch import fetch
 from moevement_core.recovery.places import Fetch, Source
-from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery, plan_redo
+from moevement_core.recovery.plan import RecoveryPlan, Report, plan_from_replicas, plan_recovery, plan_redo
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
 from moevement_core.session.exchange import all_gather_objects
@@ -61,6 +61,8 @@ def prepare(
     transport: Transport | None,
     scope: Scope | None = None,
     lost_ranks: Collection[int] = (),
+    *,
+    may_redo: bool = True,
 ) -> Prepared:
     """Plan from what every rank has, fetch it, and plan again without what could not be had; every rank calls it.
 
@@ -71,6 +73,7 @@ def prepare(
         transport: between ranks.
         scope: the stages to roll back; nothing for all.
         lost_ranks: those of all ranks that have lost their state, if others have not.
+        may_redo: whether they may make updates again.
 
     Raises:
         RecoveryError: there is no way back. On every rank alike.
@@ -82,7 +85,7 @@ def prepare(
     reports = all_gather_objects(replace(report, holdings=holdings, summed=parity))
     of_sums = sources.get(Source.PARITY)
     while True:
-        plans = _plans(reports, until, scope, lost_ranks)
+        plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
         snapshots: dict[int, Snapshot] = {}
         missing: list[Fetch] = []
         for plan in plans:
@@ -103,10 +106,12 @@ def prepare(
 
 
 def _plans(
-    reports: Sequence[Report], until: int | None, scope: Scope | None, lost_ranks: Collection[int]
+    reports: Sequence[Report], until: int | None, scope: Scope | None, lost_ranks: Collection[int], *, may_redo: bool
 ) -> tuple[RecoveryPlan, ...]:
     """One for the lost ranks alone; or one for each segment; or, if one cannot be recovered alone, one for all."""
-    if lost_ranks and until is not None and (alone := plan_redo(reports, until, lost_ranks)) is not None:
+    if until is not None and (given := plan_from_replicas(reports, until, lost_ranks)) is not None:
+        return (given,)
+    if may_redo and lost_ranks and until is not None and (alone := plan_redo(reports, until, lost_ranks)) is not None:
         return (alone,)
     if scope is not None and len(scope.lost) < scope.pipeline.stages:
         try:
@@ -174,4 +179,6 @@ def _without(report: Report, failed: set[Fetch]) -> Report:
     damaged = {(one.holder, one.source, one.iteration) for one in failed}
     kept = [h for h in report.holdings if (report.rank, h.source, h.owner, h.iteration) not in gone]
     sums = [one for one in report.summed if (report.rank, Source.PARITY, one.iteration) not in damaged]
-    return replace(report, holdings=tuple(kept), summed=tuple(sums))
+    gone_live = {one.owner for one in failed if (one.holder, one.source) == (report.rank, Source.REPLICA)}
+    stands_for = {rank: count for rank, count in report.stands_for.items() if rank not in gone_live}
+    return replace(report, holdings=tuple(kept), summed=tuple(sums), stands_for=stands_for)

@@ -13,12 +13,15 @@ from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.places import Source
 from moevement_core.recovery.plan import Report
 from moevement_core.session.carry_out import carry_out
+from moevement_core.session.commit import Mark
 from moevement_core.session.kept import Kept, check_kept
 from moevement_core.session.parts import Parts
 from moevement_core.session.prepare import Prepared, Scope, prepare
 from moevement_core.session.saving import Saving
 from moevement_core.session.sources import MemorySource, SnapshotSource
 from moevement_core.session.step_records import StepRecords
+from moevement_core.session.topology import Topology
+from moevement_core.session.twins import Twins
 
 
 class Recoverer:
@@ -47,13 +50,16 @@ class Recoverer:
         """
         return self._carry_out(self.prepare(until, lost))
 
-    def prepare(self, until: int, lost: frozenset[int] | None, lost_ranks: Collection[int] = ()) -> Prepared:
+    def prepare(
+        self, until: int, lost: frozenset[int] | None, lost_ranks: Collection[int] = (), mark: Mark | None = None
+    ) -> Prepared:
         """Plan the way back to ``state@until`` and fetch what it needs.
 
         Args:
             until: the iteration.
             lost: the pipeline stages of ranks whose state is gone; None: all.
             lost_ranks: those ranks, if others have kept theirs.
+            mark: of the iteration whose state is live here.
 
         Raises:
             RecoveryError: there is no way back. On every rank alike.
@@ -61,18 +67,30 @@ class Recoverer:
         parts = self._saving.parts
         topology, memory = parts.topology, MemorySource(parts.checkpointer)
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory, Source.PARITY: memory}
+        twins = Twins(parts.binding, topology, mark)
+        sources[Source.REPLICA] = twins
         scope = None if lost is None or self._windows.strategy.rolls_back_all else self._scope(parts, lost)
         report = Report(
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),
             outcomes=self._records.known(until), replica=topology.replica,
+            stands_for=twins.stands_for(until, lost_ranks) if self._may_take_over(topology) else {},
         )  # fmt: skip
         parts.checkpointer.capturer.settle()
         if self._windows.strategy.to_disk_alone:
             return self._prepare_from_disk(parts, report, {}, until, None)
         try:
-            return self._alike(prepare(report, sources, until, topology.channels.fetches, scope, lost_ranks))
+            may_redo = self._saving.may_redo
+            transport = topology.channels.fetches
+            return self._alike(prepare(report, sources, until, transport, scope, lost_ranks, may_redo=may_redo))
         except RecoveryError as gone:  # on every rank alike
             return self._prepare_from_disk(parts, report, sources, until, gone)
+
+    def _may_take_over(self, topology: Topology) -> bool:
+        """Whether lost ranks take state from live ones: not where all go back by what their strategy is, and not beside
+        parity, of which others' snapshots follow from those that the lost rank would be without.
+        """
+        strategy = self._windows.strategy
+        return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
 
     def carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
         """Replay what :meth:`prepare` has prepared; called inside the training loop.

@@ -212,8 +212,8 @@ def rejoin(
     if point.lost_stages:
         try:
             with waiting_for_others():
-                alone = point.lost_ranks if config.strategy.may_redo else ()
-                prepared = session.recoverer.prepare(point.iteration, point.lost_stages, alone)
+                mark = session.commit.mark if not session.commit.torn else None
+                prepared = session.recoverer.prepare(point.iteration, point.lost_stages, point.lost_ranks, mark)
         except RecoveryError as error:
             raise NoWayBack(str(error)) from error
     if session.saving.topology.stage not in point.lost_stages:

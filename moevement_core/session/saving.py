@@ -125,6 +125,11 @@ class Saving:
         """What a recovery needs of this rank, in this generation."""
         return Parts(self._binding, self.topology, self._states, self.checkpointer)
 
+    @property
+    def may_redo(self) -> bool:
+        """Whether a lost rank may make updates again by itself."""
+        return self._config.strategy.may_redo
+
     def _window_decisions(self, strategy: Strategy, policy: Policy | None) -> WindowDecisions:
         config = self._config
         counts = self._binding.counts(self.topology.table, strategy.counts) if strategy.counts is not None else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron.moevement.operators import OperatorId, operators_of_chunk
 from megatron.moevement.optimizer.quantised import quantised_buffers
@@ -75,7 +76,15 @@ class OperatorViews:
     replicated: list[Replicated]
 
 
-def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
+Whose = Callable[[Any], int]
+"""In a group of replicas, the number of the one whose part of the state is meant."""
+
+
+def _own(group: Any) -> int:
+    return int(group.rank())
+
+
+def operator_views(chunks: list[Any], optimizer: Any, whose: Whose = _own) -> OperatorViews:
     """Views of every operator that this rank holds.
 
     Call it when the optimizer's tensors are the ones that training will use: after a checkpoint is loaded. Torch's Adam
@@ -84,6 +93,7 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
     Args:
         chunks: this rank's unwrapped virtual stages.
         optimizer: Megatron's.
+        whose: part of what replicas have alike.
 
     Raises:
         OperatorError: an optimizer, or a layout of experts, whose tensors cannot be told apart.
@@ -91,7 +101,7 @@ def operator_views(chunks: list[Any], optimizer: Any) -> OperatorViews:
     from megatron.core import parallel_state
 
     make_optimizer_state(optimizer)
-    part_of = parts_of(optimizer)
+    part_of = parts_of(optimizer, whose)
     compute: dict[OperatorId, list[StateTensor]] = {}
     full: dict[OperatorId, list[StateTensor]] = {}
     gradients: dict[OperatorId, list[StateTensor]] = {}
@@ -185,14 +195,14 @@ def make_optimizer_state(optimizer: Any) -> None:
             member.init_state_fn(inner, member.config)
 
 
-def parts_of(optimizer: Any) -> Callable[[torch.nn.Parameter], Part | None]:
+def parts_of(optimizer: Any, whose: Whose = _own) -> Callable[[torch.nn.Parameter], Part | None]:
     """Which part of a parameter is this rank's, and its state."""
     found: dict[torch.nn.Parameter, Part | None] = {}
     for member in members(optimizer):
         if hasattr(member, "model_param_gbuf_map"):
             found.update(_distributed(member))
         elif getattr(member, "optimizer", None) is not None:
-            found.update(_replicated(member))
+            found.update(_replicated(member, whose))
     elsewhere = any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer))
 
     def part_of(parameter: torch.nn.Parameter) -> Part | None:
@@ -200,7 +210,7 @@ def parts_of(optimizer: Any) -> Callable[[torch.nn.Parameter], Part | None]:
             return found[parameter]
         if parameter.requires_grad and elsewhere:
             return None
-        return Part(*_own_range(parameter), {}, replicated={"weight": parameter.data.view(-1)})
+        return Part(*_range_in(parameter, whose), {}, replicated={"weight": parameter.data.view(-1)})
 
     return part_of
 
@@ -241,7 +251,7 @@ def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, 
     return stepped, state
 
 
-def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
+def _replicated(member: Any, whose: Whose) -> Iterator[tuple[torch.nn.Parameter, Part]]:
     """Full state on every replica, each of which takes its range."""
     pairs: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
     if hasattr(member, "float16_groups"):
@@ -251,7 +261,7 @@ def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
     else:
         pairs += [(parameter, parameter) for group in member.optimizer.param_groups for parameter in group["params"]]
     for parameter, master in pairs:
-        start, end = _own_range(parameter)
+        start, end = _range_in(parameter, whose)
         state = {"master": master, **member.optimizer.state[master]}
         flat = {what: tensor.detach().view(-1) for what, tensor in state.items() if isinstance(tensor, torch.Tensor)}
         cut = {what: tensor for what, tensor in flat.items() if tensor.numel() == parameter.numel() > 1}
@@ -259,10 +269,29 @@ def _replicated(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
         yield parameter, Part(start, end, part, master, cut)
 
 
-def _own_range(parameter: torch.nn.Parameter) -> tuple[int, int]:
-    """The range that this rank saves of what all replicas have."""
+def _range_in(parameter: torch.nn.Parameter, whose: Whose) -> tuple[int, int]:
+    """The range that one of the replicas saves of what all have."""
     group = _replicas_of(parameter)
-    return range_of(parameter.numel(), group.rank(), group.size())
+    return range_of(parameter.numel(), whose(group), group.size())
+
+
+def twins(chunks: list[Any], optimizer: Any) -> frozenset[int]:
+    """Ranks beside this one that have all of its state.
+
+    Args:
+        chunks: this rank's unwrapped virtual stages.
+        optimizer: Megatron's.
+    """
+    if any(hasattr(member, "model_param_gbuf_map") for member in members(optimizer)):
+        return frozenset()  # a shard each
+    groups = {id(group): group for chunk in chunks for group in map(_replicas_of, chunk.parameters())}
+    ranks = [set(dist.get_process_group_ranks(group)) for group in groups.values()]
+    return frozenset(set.intersection(*ranks) - {dist.get_rank()}) if ranks else frozenset()
+
+
+def in_place_of(rank: int) -> Whose:
+    """The part of another rank, which is in all groups of replicas that this one is in."""
+    return lambda group: dist.get_process_group_ranks(group).index(rank)
 
 
 def range_of(numel: int, rank: int, size: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ import pytest
 
 from moevement_core.errors import RecoveryError
 from moevement_core.recovery.places import Fetch, Holding, Source
-from moevement_core.recovery.plan import Report, plan_recovery
+from moevement_core.recovery.plan import Report, plan_from_replicas, plan_recovery
 
 WINDOW = {0: "2111", 1: "0211", 2: "0021", 3: "0002"}
 """Four operators in four slots, aligned."""
@@ -41,7 +41,9 @@ def test_own_memory_comes_first_then_peers_then_files_and_own_files_before_other
     assert where[1, 0] == (1, Source.MEMORY)
     assert where[1, 1] == (0, Source.PEER)
     assert where[2, 0] == (2, Source.FILE)
-    assert plan.sources() == {Source.MEMORY: 3, Source.PEER: 4, Source.PARITY: 0, Source.FILE: 5}
+    assert {source: count for source, count in plan.sources().items() if count} == {
+        Source.MEMORY: 3, Source.PEER: 4, Source.FILE: 5,
+    }  # fmt: skip
 
 
 def test_stages_begin_together() -> None:
@@ -71,3 +73,16 @@ def test_snapshots_of_later_iterations_are_not_used() -> None:
     assert (plan.first, plan.until) == (0, 6)
     assert max(fetch.iteration for fetch in plan.fetches) == 6
     assert Fetch(0, 6, 0, Source.MEMORY) in plan.fetches
+
+
+def test_a_lost_rank_takes_state_from_the_first_that_has_it_live() -> None:
+    reports = [Report(0, 0, ()), Report(1, 0, (), stands_for={0: 3, 2: 3}), Report(2, 0, ()), Report(3, 1, ())]
+    plan = plan_from_replicas(reports, 17, {0, 2})
+    assert plan is not None
+    assert [(one.owner, one.holder, one.source, one.iteration) for one in plan.fetches] == [
+        (0, 1, Source.REPLICA, 17), (2, 1, Source.REPLICA, 17),
+    ]  # fmt: skip
+    assert (list(plan.iterations), list(plan.redone), plan.ranks) == ([], [], {0, 2})
+    assert plan.runs[0].full_at.tolist() == [17, 17, 17]
+    assert plan_from_replicas(reports, 17, {0, 3}) is None, "nobody has what rank 3 had"
+    assert plan_from_replicas(reports, 17, ()) is None

@@ -1,0 +1,49 @@
+"""Where a data-parallel replica has all of a lost rank's state, the rank takes it from there: nothing is run again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.test_kills import SPARSE, reference
+from tests.launching import survive
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
+    "PP2xDP2": (
+        4, {"pipeline_model_parallel_size": 2, "hidden_dropout": 0.1, "bf16": True},
+        ("rank=1,iteration=8,phase=backward", "rank=2,iteration=13,phase=step", "rank=3,iteration=17,phase=forward"),
+    ),
+    "DP2": (2, {"moevement_replicas": 1}, ("rank=1,iteration=6,phase=forward", "rank=0,iteration=12,phase=reduce")),
+    "EP2xEDP2": (
+        4, {"expert_model_parallel_size": 2, "fp16": True, "initial_loss_scale": 2**16},
+        ("rank=0,iteration=7,phase=backward", "rank=3,iteration=15,phase=step"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout", ["PP2xDP2", *(pytest.param(name, marks=pytest.mark.full) for name in ("DP2", "EP2xEDP2"))]
+)
+def test_a_lost_rank_takes_its_state_from_a_live_replica(tmp_path: Path, layout: str) -> None:
+    nproc, words, faults = LAYOUTS[layout]
+    wanted = reference(nproc, tmp_path / "failure_free", **SPARSE | words)
+    survived = survive(nproc, len(faults), tmp_path / "recovered", inject=faults, **SPARSE | words)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    recoveries = [failure["recovery"] for failure in survived.failures()]
+    assert len(recoveries) == len(faults)
+    for one in recoveries:
+        assert (one["replayed"], one["redone"]) == (0, 0)
+        assert one["sources"]["replica"] == len(one["ranks"]) == 1
+        assert one["restored"] > 0, "it is compared with digests that the replica made"
+
+
+def test_a_rank_whose_replicas_are_gone_too_is_recovered_from_snapshots(tmp_path: Path) -> None:
+    nproc, words, _ = LAYOUTS["PP2xDP2"]
+    wanted = reference(nproc, tmp_path / "failure_free", **SPARSE | words)
+    faults = ("rank=0,iteration=9,phase=backward", "rank=1,iteration=9,phase=backward")
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **SPARSE | words)
+    assert survived.digest == wanted
+    assert sum(failure["recovery"]["replayed"] for failure in survived.failures()) > 0
