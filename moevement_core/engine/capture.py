@@ -107,6 +107,10 @@ class Capturer:
         copies = self._logged.copies if self._logged is not None else self.last_logged
         return copies.wait_copied() if copies is not None else 0.0
 
+    def buffers(self) -> list[Buffer]:
+        """That hold gradients of a snapshot that is still to be taken."""
+        return [self._logged.buffer] if self._logged is not None else []
+
     def drop_logged(self) -> None:
         """The snapshot that was to hold them will not be taken."""
         logged, self._logged = self._logged, None

@@ -375,6 +375,7 @@ class Checkpointer:
         self.capturer.last = None
         self._keep_where_said([sender.peer for sender in senders])
         kept = self.own.forget_peers(has)
+        self.own.arena.reclaim([*self.own.buffers(), *self.capturer.buffers()])
         self._agreement, self._paused = agreement, False
         self.progress.is_winding_down = False  # what was agreed on before a failure a new rank does not know
         self.replicator.rewire(senders, receivers, has, former)
@@ -434,9 +435,12 @@ class Checkpointer:
             unneeded = self.lifetime.learn(agreed, self.own)
             self.progress.persisted = self.lifetime.persisted
             self.own.free({*unneeded.old, *unneeded.lost})
+            if self.own.keepers is not None:  # that a recovery read when peers had them
+                self.own.drop_kept_elsewhere(self.own.keepers)
             if self.lifetime.persisted != NONE:  # each time: a failure may have interrupted the last
                 last = self._ends_at()
-                self.replicator.free(self.lifetime.persisted, last)
+                if self.replicator.free(self.lifetime.persisted, last):
+                    self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
                 if last is not None:
                     self.own.give_back(superseded(self.own.contents(), last))
             if unneeded.lost:

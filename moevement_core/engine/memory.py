@@ -46,6 +46,11 @@ class SnapshotMemory:
         """Bytes on each peer, likewise."""
         return self._of_changes(schedules, 0)
 
+    def slots_at_peer(self, schedule: Schedule) -> tuple[tuple[int, ...], int]:
+        """Bytes of each snapshot of a window, and how many of them a peer keeps at a time."""
+        whole = self._kept(schedule)[:, 0]
+        return tuple(whole.tolist()), schedule.slots_at_first(0, to_disk=self._to_disk)
+
     def here_after_gap(self, schedule: Schedule) -> int:
         """Bytes on this rank when a snapshot was left out, and a new run begins beside the one that is persisted."""
         return self._here(self._after_gap(schedule, LAG_ALLOWANCE), [schedule])

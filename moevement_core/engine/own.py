@@ -59,6 +59,8 @@ class OwnSnapshots:
         """Peers that keep all copies there are: what they all have is dropped here. None: it is kept here, too."""
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
+        self._read: set[Held] = set()
+        """Those that are freed and whose memory is still in use."""
 
     def __contains__(self, iteration: int) -> bool:
         return iteration in self._held
@@ -84,6 +86,7 @@ class OwnSnapshots:
         """A capture failed: its buffer holds nothing."""
         with self._lock:
             held = self._held.pop(iteration)
+            self._read.add(held)
             held.freed = True
         self.end_use(held)
 
@@ -100,6 +103,7 @@ class OwnSnapshots:
         with self._lock:
             held.users -= 1
             if held.freed and held.users == 0:
+                self._read.discard(held)
                 self.arena.release(held.buffer)
             self._drop_if_kept_elsewhere(held)
 
@@ -111,6 +115,8 @@ class OwnSnapshots:
                 held.freed = True
                 if held.users == 0:
                     self.arena.release(held.buffer)
+                else:
+                    self._read.add(held)
 
     def give_back(self, gone: Mapping[int, npt.NDArray[np.bool_]]) -> None:
         """Parts that nobody needs, by iteration bool ``[operators]``; where somebody reads, it is tried again later."""
@@ -179,6 +185,11 @@ class OwnSnapshots:
             every = self._held.items()
             return {iteration: held.snapshot for iteration, held in every if held.snapshot and held.is_here}
 
+    def buffers(self) -> list[Buffer]:
+        """All that are in use, or still read."""
+        with self._lock:
+            return [held.buffer for held in (*self._held.values(), *self._read)]
+
     def contents(self) -> dict[int, Contents]:
         """What those hold."""
         with self._lock:
@@ -216,6 +227,7 @@ class OwnSnapshots:
                     held.snapshot.acknowledged.clear()
                     held.snapshot.acknowledged.update(peers_with(held.snapshot, has))
                     held.undeliverable = held.dropped and not has.keys() <= held.snapshot.acknowledged
+                self._drop_if_kept_elsewhere(held)
         return [held for held in kept if not held.dropped]
 
 

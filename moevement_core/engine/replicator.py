@@ -69,16 +69,18 @@ class Replicator:
         for sender in self._senders:
             sender.drop(first, last)
 
-    def free(self, first: int, last: int | None) -> None:
+    def free(self, first: int, last: int | None) -> bool:
         """No way back begins before ``SS_first``, or ends before ``SS_last``; None: that is not known.
 
-        Ranks that have other peers now have brought everything there.
+        Ranks that have other peers now have brought everything there; returns whether what was kept of some is gone.
         """
         for store in self.stores:
             store.free_before(first)
             if last is not None:
                 store.give_back(last)
+        before = len(self.stores)
         self.stores = [store for store in self.stores if store not in self._former or store.schedules()]
+        return len(self.stores) < before
 
     def rewire(
         self, senders: Sequence[Sender], receivers: Sequence[Receiver], has: Copies, former: Collection[PeerStore]

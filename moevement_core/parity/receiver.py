@@ -27,10 +27,6 @@ class ParityReceiver(Receiver):
         super().__init__(rank, store, transport, allowance, report)
 
     @override
-    def _key(self) -> int:
-        return self._member.group.group.members[0]
-
-    @override
     def _room_bytes(self) -> int:
         return self._member.group.arena.nbytes
 
@@ -81,13 +77,16 @@ class ParityReceiver(Receiver):
 
     def _grow(self, nbytes: int) -> bool:
         """Members of other sizes need more than the largest of them said; whether there is more."""
-        arena = self._member.group.arena
-        wanted = arena.nbytes + in_pages(nbytes)
-        if not self._allowance.take(self._key(), wanted):
-            return False
-        try:
-            arena.grow(wanted)
-        except RuntimeError:
-            self._allowance.keep(self._key(), arena.nbytes)
-            return False
-        return True
+        arena, key = self._member.group.arena, self._member.key
+        with self._member.growing:
+            if arena.available >= in_pages(nbytes):
+                return True  # another member has seen to it
+            wanted = arena.nbytes + in_pages(nbytes)
+            if not self._allowance.take(key, wanted):
+                return False
+            try:
+                arena.grow(wanted)
+            except RuntimeError:
+                self._allowance.keep(key, arena.nbytes)
+                return False
+            return True

@@ -17,6 +17,7 @@ from moevement_core.device import Device
 from moevement_core.parity.code import coefficients
 from moevement_core.parity.field import add_product
 from moevement_core.parity.groups import Group
+from moevement_core.replication.allowance import Who
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.arena import Arena
@@ -63,6 +64,8 @@ class GroupStore:
         self._coefficients = dict(zip(group.members, coefficients(*group.size)[number], strict=False))
         self._stripes: dict[int, Stripe] = {}
         self._lock = threading.Lock()
+        self.growing = threading.Lock()
+        """Held by the member's receiver that finds too little room until there is more."""
 
     def stripes(self) -> list[Stripe]:
         """Those in which nobody is in part, by iteration."""
@@ -196,6 +199,12 @@ class MemberStore(PeerStore):
     def __init__(self, source: int, group: GroupStore) -> None:
         super().__init__(source)
         self.group = group
+        self.growing = group.growing
+
+    @property
+    @override
+    def key(self) -> Who:
+        return self.group.group.members
 
     @override
     def is_part_of(self, others: Collection[PeerStore]) -> bool:

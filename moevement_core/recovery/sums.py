@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moevement_core.parity.code import recover
 from moevement_core.recovery.places import Holding, Place, Source, Sum, Term
@@ -44,11 +45,11 @@ def places_in_sums(
         reported: by rank, the parity that it has.
         places: by owner and iteration, where snapshots are.
     """
-    alike: dict[tuple[int, tuple[Part, ...]], list[tuple[int, int, Summed]]] = defaultdict(list)
+    alike: dict[tuple[Any, ...], list[tuple[int, int, Summed]]] = defaultdict(list)
     for rank, its in sorted(reported.items()):
         for one in its:
-            alike[one.iteration, one.parts].append((one.number, rank, one))
-    for (iteration, parts), blocks in sorted(alike.items(), key=lambda each: each[0][0]):
+            alike[one.iteration, one.members, one.size, one.parts].append((one.number, rank, one))
+    for (iteration, *_, parts), blocks in sorted(alike.items(), key=lambda each: each[0][0]):
         group = blocks[0][2]
         here = {part.owner: places.get(part.owner, {}).get(iteration, ()) for part in parts}
         lost = [part for part in parts if not here[part.owner]]

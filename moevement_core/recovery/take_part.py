@@ -55,6 +55,8 @@ def take_part(
             if (added := _open(term, iteration, open_, open_sum, leases)) is None:
                 break
             parts.append(added)
+        if after == owner and not (leases and owner in leases[-1][1].members):
+            parts.clear()  # the sum began anew meanwhile, without the owner
         comes = before is not None and _receive(transport, before).kind is Kind.GO
         if len(parts) < len(mine) or (before is not None and not comes):
             transport.send(after, TO_OWNER, Message(Kind.REFUSED, rank, iteration).encode())

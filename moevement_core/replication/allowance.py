@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
-Who = str | int
-"""What memory is for: :data:`OWN` snapshots, the :data:`LOG`, or copies of a source, which is a rank."""
+Who = str | int | tuple[int, ...]
+"""What memory is for: :data:`OWN` snapshots, the :data:`LOG`, copies of a rank, or parity of some."""
 OWN, LOG = "own", "log"
 
 
@@ -48,7 +48,7 @@ class Allowance:
         with self._lock:
             self._taken[source] = nbytes
 
-    def forget_sources(self, but: Collection[int]) -> None:
+    def forget_sources(self, but: Collection[Who]) -> None:
         """Nothing is kept of sources any more, but of these."""
         with self._lock:
             self._taken = {who: its for who, its in self._taken.items() if isinstance(who, str) or who in but}

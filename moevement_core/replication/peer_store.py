@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 
+from moevement_core.replication.allowance import Who
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
@@ -18,6 +20,13 @@ class PeerStore(ABC):
 
     def __init__(self, source: int) -> None:
         self.source = source
+        self.growing = threading.Lock()
+        """Held by who finds that there is too little room until there is more."""
+
+    @property
+    def key(self) -> Who:
+        """What its memory is allowed for."""
+        return self.source
 
     floor: int = NONE
     """Older snapshots are stale."""

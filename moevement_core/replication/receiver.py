@@ -39,7 +39,7 @@ class Receiver(ABC):
         """The source said goodbye or is gone."""
         self._rank, self._transport, self._allowance, self._report = rank, transport, allowance, report
         if store.memory_bytes:
-            allowance.keep(self._key(), store.memory_bytes)
+            allowance.keep(store.key, store.memory_bytes)
         self._thread = threading.Thread(target=self._run, name=f"moevement-receive-{store.source}", daemon=True)
         self._thread.start()
 
@@ -74,26 +74,26 @@ class Receiver(ABC):
                 raise SnapshotError(f"an unexpected {message.kind.name}")
 
     def _open(self, message: Message) -> Kind:
-        store, wanted, key = self.store, message.payload_bytes, self._key()
+        with self.store.growing:
+            return self._make_room(message.payload_bytes)
+
+    def _make_room(self, wanted: int) -> Kind:
+        store = self.store
         if self._room_bytes() >= wanted:
-            return Kind.GO  # asked again after a failure
-        if not self._allowance.take(key, wanted):
+            return Kind.GO  # asked again after a failure, or by another member of a group
+        if not self._allowance.take(store.key, wanted):
             self._report(
                 f"rank {store.source} asks for {wanted / 1e9:.3f} GB of host memory for its copies; "
-                f"{self._allowance.left_for(key) / 1e9:.3f} GB are allowed here"
+                f"{self._allowance.left_for(store.key) / 1e9:.3f} GB are allowed here"
             )
             return Kind.REFUSED
         try:
             store.make_room(wanted)
         except RuntimeError as error:
-            self._allowance.keep(key, self._room_bytes())
+            self._allowance.keep(store.key, self._room_bytes())
             self._report(f"no host memory for the copies of rank {store.source}: {_first_line(error)}")
             return Kind.REFUSED
         return Kind.GO
-
-    def _key(self) -> int:
-        """What memory is set aside for."""
-        return self.store.source
 
     def _room_bytes(self) -> int:
         """That are set aside."""

@@ -14,8 +14,19 @@ from moevement_core.engine.config import BudgetConfig, KeepOwn
 from moevement_core.errors import ConfigError
 from moevement_core.host_memory import SHARE, node_memory
 
-Kept = Callable[[int, Sequence[int]], int]
-"""Host memory that a rank needs for others' copies, from what the snapshots of each rank take."""
+Kept = Callable[[int, Sequence["AtPeer"]], int]
+"""Host memory that a rank needs for what it keeps of others, from what snapshots of each rank take on a peer."""
+
+
+@dataclass(frozen=True)
+class AtPeer:
+    """What snapshots of a rank take on each of its peers."""
+
+    nbytes: int
+    slots: tuple[int, ...] = ()
+    """Bytes of each snapshot of a window."""
+    count: int = 0
+    """How many are kept at a time."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class Needs:
     """Its own, where it keeps them."""
     in_flight: int
     """Its own that peers may not have yet."""
-    at_peer: int
+    at_peer: AtPeer
     """Its own at each peer."""
     log: int
     """Boundary log."""

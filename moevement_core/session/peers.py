@@ -57,20 +57,20 @@ class Peers:
         self._is_quiet &= not is_saving
 
     def connect(
-        self, topology: Topology, allowance: Allowance, before: Mapping[int, PeerStore]
+        self, topology: Topology, allowance: Allowance, before: Sequence[PeerStore]
     ) -> tuple[list[Sender], list[Receiver]]:
         """Start the threads of a generation.
 
         Args:
             topology: of it.
             allowance: host memory of this rank.
-            before: what was kept of other ranks in an earlier generation, by rank.
+            before: what was kept of other ranks in earlier generations, the newest first.
         """
         transport = topology.channels.snapshots
         if transport is None:
             self.senders = []
             return [], []
-        allowance.forget_sources(but=before)
+        allowance.forget_sources(but={store.key for store in before})
         receivers = self._receivers(topology, transport, allowance, before)
         self.senders = [
             Sender(topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report, self._pace)
@@ -79,23 +79,21 @@ class Peers:
         return self.senders, receivers
 
     def _receivers(
-        self, topology: Topology, transport: Transport, allowance: Allowance, before: Mapping[int, PeerStore]
+        self, topology: Topology, transport: Transport, allowance: Allowance, before: Sequence[PeerStore]
     ) -> list[Receiver]:
         rank, receivers = topology.rank, list[Receiver]()
         for group in topology.groups:
             if rank not in group.holders:
                 continue
-            stores = [before.get(source) for source in group.members]
-            its = next((one.group for one in stores if isinstance(one, MemberStore)), None)
-            if its is None or its.group != group:
-                its = GroupStore(group, group.holders.index(rank), self._device)
+            kept = (one.group for one in before if isinstance(one, MemberStore) and one.group.group == group)
+            its = next(kept, None) or GroupStore(group, group.holders.index(rank), self._device)
             receivers += [
                 ParityReceiver(rank, MemberStore(source, its), transport, allowance, self._report)
                 for source in group.members
             ]
         for source in topology.sources if not topology.groups else ():
-            store = before.get(source)
-            copies = store if isinstance(store, ReplicaStore) else ReplicaStore(source, self._device)
+            found = (one for one in before if isinstance(one, ReplicaStore) and one.source == source)
+            copies = next(found, None) or ReplicaStore(source, self._device)
             receivers.append(CopyReceiver(rank, copies, transport, allowance, self._report))
         return receivers
 
@@ -133,4 +131,6 @@ class Peers:
 def peers_have(topology: Topology, kept: Sequence[Copies]) -> dict[int, Mapping[int, str]]:
     """Returns by peer the snapshots of this rank that it keeps, from what every rank said it keeps."""
     rank = topology.rank
+    if topology.groups and topology.groups_are_new:
+        return {peer: {} for peer in topology.peers[rank]}
     return {peer: kept[peer].get(rank, {}) for peer in topology.peers[rank]} if kept else {}

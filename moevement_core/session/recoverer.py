@@ -35,6 +35,8 @@ class Recoverer:
     def __init__(self, saving: Saving, records: StepRecords) -> None:
         self.done: list[Recovery] = []
         """Every recovery of this process."""
+        self._memory: MemorySource | None = None
+        """Of a recovery that is under way."""
         self._saving, self._records = saving, records
         self._windows, self._disk, self._reports = saving.windows, saving.disk, saving.reports
 
@@ -65,7 +67,9 @@ class Recoverer:
             RecoveryError: there is no way back. On every rank alike.
         """
         parts = self._saving.parts
+        self._release()  # what a recovery had opened that was interrupted
         topology, memory = parts.topology, MemorySource(parts.checkpointer)
+        self._memory = memory
         sources: dict[Source, SnapshotSource] = {Source.MEMORY: memory, Source.PEER: memory, Source.PARITY: memory}
         twins = Twins(parts.binding, topology, mark)
         sources[Source.REPLICA] = twins
@@ -84,6 +88,11 @@ class Recoverer:
             return self._alike(prepare(report, sources, until, transport, scope, lost_ranks, may_redo=may_redo))
         except RecoveryError as gone:  # on every rank alike
             return self._prepare_from_disk(parts, report, sources, until, gone)
+
+    def _release(self) -> None:
+        if self._memory is not None:
+            self._memory.release()
+            self._memory = None
 
     def _may_take_over(self, topology: Topology) -> bool:
         """Whether lost ranks take state from live ones: not where all go back by what their strategy is, and not beside
@@ -139,6 +148,7 @@ class Recoverer:
             )
         if lost is not None:
             self._records.ran_again(came_of)
+        self._release()
         self.done.append(done)
         if is_reported:  # else it is reported with everything around it
             self._reports.say_once(done.sentence())

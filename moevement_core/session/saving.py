@@ -162,7 +162,7 @@ class Saving:
         else:
             history = self.windows.first(self._binding.iteration, memory, is_running=is_resized)
         self._set_aside_for_log(history.all)
-        senders, receivers = self.peers.connect(self.topology, self.allowance, {})
+        senders, receivers = self.peers.connect(self.topology, self.allowance, ())
         return Checkpointer(
             self.topology.rank,
             self._states,
@@ -316,7 +316,9 @@ class Saving:
 
     def keeps(self) -> dict[int, dict[int, str]]:
         """The snapshots that are kept here for others, by their rank: the id of the schedule by iteration."""
-        return {store.source: dict(sorted(store.schedules().items())) for store in self.checkpointer.replicator.stores}
+        # Of several of one rank the newest counts, which comes first.
+        stores = reversed(self.checkpointer.replicator.stores)
+        return {store.source: dict(sorted(store.schedules().items())) for store in stores}
 
     def rewire(self, policy: Policy, kept: Sequence[Copies]) -> None:
         """Go on in a new generation; every rank calls it, or makes its :class:`Saving`, at the same point.
@@ -332,10 +334,10 @@ class Saving:
         )
         self._warn_of_copies()
         checkpointer.make_room(*policy.schedules)
-        before = {store.source: store for store in checkpointer.replicator.stores}
+        before = checkpointer.replicator.stores
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
         current = {receiver.store for receiver in receivers}
-        others = [store for store in before.values() if store not in current and not store.is_part_of(current)]
+        others = [store for store in before if not store.is_part_of(current)]
         # What is kept for ranks that have other peers now is of use until they have brought it there.
         has = peers_have(self.topology, kept)
         checkpointer.rewire(senders, receivers, self.topology.channels.agreement, has, former=others)

@@ -10,7 +10,7 @@ from moevement_core.parity.store import GroupStore, MemberStore, Stripe
 from moevement_core.recovery.places import Holding, Source
 from moevement_core.recovery.sums import Summed
 from moevement_core.recovery.take_part import summed
-from moevement_core.snapshot.snapshot import Snapshot
+from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 
 class SnapshotSource(ABC):
@@ -38,6 +38,13 @@ class MemorySource(SnapshotSource):
 
     def __init__(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
+        self._leases: list[SnapshotLease] = []
+
+    def release(self) -> None:
+        """What was opened is not read any more."""
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
 
     def holdings(self) -> list[Holding]:
         """All; what is damaged is found when it is fetched, which plans again without it, and not before.
@@ -55,7 +62,10 @@ class MemorySource(SnapshotSource):
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """One of them; nothing if it is gone meanwhile."""
         if source is Source.MEMORY:
-            return self._checkpointer.own.snapshots().get(iteration)
+            if (lease := self._checkpointer.own.lease(iteration)) is None:
+                return None
+            self._leases.append(lease)  # peers may come to have it meanwhile, and then it would not be kept here
+            return lease.snapshot
         stores = (store for store in self._checkpointer.replicator.stores if store.source == owner)
         return next((found for store in stores if (found := store.snapshots().get(iteration)) is not None), None)
 

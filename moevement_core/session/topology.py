@@ -10,10 +10,12 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 
 from moevement_core.operators import Operator, OperatorKind, OperatorTable
 from moevement_core.parity.groups import WIDEST, Groups, make_groups, narrowed, still_do
+from moevement_core.policy.holding import most_held
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
 from moevement_core.replication.connections import Address, Connections
@@ -33,6 +35,7 @@ from moevement_core.session.address import own_address
 from moevement_core.session.binding import Binding, Place
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.host_budget import AtPeer
 from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
 
 
@@ -91,6 +94,8 @@ class Topology:
     """For each rank those that keep its copies, or the parity of its group."""
     groups: Groups
     """Of ranks of whose snapshots parity is kept; none where copies are."""
+    groups_are_new: bool
+    """Whether they are others than in the last generation, so that nothing is in their sums yet."""
     warning: str | None
     """What an operator should know of where copies are kept."""
     channels: Channels
@@ -106,16 +111,17 @@ class Topology:
         """The ranks whose snapshots this one keeps."""
         return list(sources_of(self.peers, self.rank))
 
-    def kept_bytes(self, rank: int, at_peer: Sequence[int]) -> int:
+    def kept_bytes(self, rank: int, at_peer: Sequence[AtPeer]) -> int:
         """Host memory that ``rank`` needs for what it keeps of others.
 
         Args:
             rank: any of the job.
-            at_peer: what snapshots of each rank take on each of its peers, bytes.
+            at_peer: what snapshots of each rank take on each of its peers.
         """
         if not self.groups:
-            return sum(at_peer[source] for source in sources_of(self.peers, rank))
-        return sum(max(at_peer[one] for one in group.members) for group in self.groups if rank in group.holders)
+            return sum(at_peer[source].nbytes for source in sources_of(self.peers, rank))
+        groups = [group for group in self.groups if rank in group.holders]
+        return sum(_of_sums([at_peer[one] for one in group.members]) for group in groups)
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
         """Protections that take less host memory, those first that survive as many losses: the flag, and the same."""
@@ -185,6 +191,7 @@ def connect(
         most_experts=_most_experts(operator for its in everyones for operator in its.operators),
         peers=guard.peers,
         groups=guard.groups,
+        groups_are_new=guard.groups not in [its.groups for its in everyones if its.groups is not None],
         warning=guard.warning,
         channels=channels,
         pipeline=pipeline,
@@ -218,6 +225,14 @@ def _make_stage_groups(stages: tuple[int, ...], mine: int) -> Any:
         for stage in sorted(set(stages))
     }
     return groups[mine]
+
+
+def _of_sums(members: Sequence[AtPeer]) -> int:
+    """Of sums that are each as long as the longest snapshot of an iteration."""
+    if len({(len(its.slots), its.count) for its in members}) > 1 or not members[0].slots:
+        return max(its.nbytes for its in members)
+    longest = np.array([its.slots for its in members]).max(axis=0)
+    return max(most_held(longest[:, None], members[0].count), *(its.nbytes for its in members))
 
 
 class _Guard(NamedTuple):

@@ -28,7 +28,7 @@ from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
 from moevement_core.session.binding import Counts, ExpertRoom
 from moevement_core.session.exchange import all_gather_objects
-from moevement_core.session.host_budget import Allowed, Kept, Needs, decide_keep_own, worst
+from moevement_core.session.host_budget import Allowed, AtPeer, Kept, Needs, decide_keep_own, worst
 from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
 from moevement_core.snapshot.agreement import NONE
@@ -229,7 +229,8 @@ class WindowDecisions:
         """Compare what every rank will need with what it may use, on every rank alike."""
         memory.keeps_own = True
         mine = Needs(
-            memory.here([schedule]), memory.in_flight([schedule]), memory.at_peer([schedule]),
+            memory.here([schedule]), memory.in_flight([schedule]),
+            AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule)),
             self.log_bytes(schedule), self.allowed,
         )  # fmt: skip
         memory.keeps_own, total = decide_keep_own(
@@ -330,7 +331,8 @@ class WindowDecisions:
         """While it follows what is in force; nothing that is allocated is given back."""
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
-        at_peer = max(checkpointer.asked_bytes, memory.at_peer(changes))
+        nbytes = max(checkpointer.asked_bytes, memory.at_peer(changes))
+        at_peer = AtPeer(nbytes, *memory.slots_at_peer(schedule))
         return Needs(here, here, at_peer, self.log_bytes(schedule), self.allowed)
 
     def _measured_windows(

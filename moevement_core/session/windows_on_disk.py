@@ -188,7 +188,7 @@ class WindowsOnDisk:
 
     def _make_writer(self, place: SharedFolder) -> WindowWriter:
         current = [store for store in self._checkpointer.replicator.stores if store.source in self.topology.sources]
-        elsewhere = [] if place.is_shared_by_all else current
+        elsewhere = [] if place.is_shared_by_all or self.topology.groups else current
         lock, job = self._lock, self._names.name
         return WindowWriter(
             Folder(place.path, place.is_first),

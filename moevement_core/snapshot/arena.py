@@ -8,10 +8,7 @@ fits into. Pages do neither: a snapshot may be in several pieces, so whatever is
 from __future__ import annotations
 
 import threading
-from bisect import insort
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from operator import attrgetter
 
 import torch
 
@@ -27,18 +24,6 @@ def in_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-@dataclass(slots=True, eq=False)
-class _Free:
-    """Pages in a row that nobody has."""
-
-    address: int
-    memory: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        return self.memory.numel()
-
-
 class Arena:
     """Pages of host memory, page-locked where a GPU is; only :meth:`grow` allocates. Safe to use from several threads.
 
@@ -52,15 +37,15 @@ class Arena:
         self._device = device
         self._lock = threading.Condition(threading.Lock())
         """Notified of what is given back."""
+        self._growing = threading.Lock()
         self._slabs: list[torch.Tensor] = []
-        self._free: list[_Free] = []
-        """In the order of addresses; no two of one slab touch."""
-        self._available = 0
+        self._free: list[torch.Tensor] = []
+        """Pages in a row that nobody has; no two of one slab touch."""
 
     @property
     def available(self) -> int:
         """Bytes that nobody has now."""
-        return self._available
+        return sum(one.nbytes for one in self._free)
 
     def grow(self, nbytes: int) -> None:
         """Allocate until there are ``nbytes``.
@@ -68,49 +53,57 @@ class Arena:
         Raises:
             RuntimeError: there is not so much memory.
         """
-        more = in_pages(nbytes) - self.nbytes
-        if more <= 0:
-            return
-        # In one piece: page-locking is paid for by the call.
-        slab = self._device.host_empty(more)
-        slab.zero_()  # so that the pages are there before the first copy, which would have to wait for them
+        with self._growing:
+            more = in_pages(nbytes) - self.nbytes
+            if more <= 0:
+                return
+            # In one piece: page-locking is paid for by the call.
+            slab = self._device.host_empty(more)
+            slab.zero_()  # so that the pages are there before the first copy, which would have to wait for them
+            with self._lock:
+                self._slabs.append(slab)
+                self._free = _merged([*self._free, slab], self._slabs)
+                self.nbytes += more
+                self._lock.notify_all()
+
+    def reclaim(self, held: Iterable[Buffer]) -> None:
+        """All that is in none of ``held``, which are all buffers of this arena, is free.
+
+        After an exception from outside, which may have come between a buffer and whoever was to have it.
+        """
         with self._lock:
-            self._slabs.append(slab)
-            insort(self._free, _Free(slab.data_ptr(), slab), key=attrgetter("address"))
-            self.nbytes += more
-            self._available += more
+            self._free = _outside([one.memory for buffer in held for one in buffer.extents], self._slabs)
+            self._lock.notify_all()
 
     def wait_for(self, nbytes: int, timeout_s: float) -> bool:
         """Wait until so much is free that nobody may have taken again meanwhile; whether that came in time."""
         with self._lock:
-            return self._lock.wait_for(lambda: self._available >= in_pages(nbytes), timeout_s)
+            return self._lock.wait_for(lambda: self.available >= in_pages(nbytes), timeout_s)
 
     def acquire(self, nbytes: int) -> Buffer | None:
         """A buffer of at least ``nbytes``, in as few pieces as there can be; nothing if there is not so much."""
         wanted = in_pages(nbytes)
         with self._lock:
-            if wanted > self._available:
+            if wanted > self.available:
                 return None
-            self._available -= wanted
-            pieces = []
+            free, pieces = list(self._free), list[torch.Tensor]()
             while wanted:
                 # The smallest that holds all of it; else the largest.
-                fitting = [one for one in self._free if one.nbytes >= wanted]
-                best = min(fitting, key=attrgetter("nbytes")) if fitting else max(self._free, key=attrgetter("nbytes"))
+                fitting = [one for one in free if one.nbytes >= wanted]
+                best = min(fitting, key=_nbytes) if fitting else max(free, key=_nbytes)
                 taken = min(wanted, best.nbytes)
-                pieces.append(best.memory[:taken])
+                pieces.append(best[:taken])
+                place = next(at for at, one in enumerate(free) if one is best)
+                free[place : place + 1] = [best[taken:]] if taken < best.nbytes else []
                 wanted -= taken
-                if taken == best.nbytes:
-                    self._free.remove(best)
-                else:
-                    best.address, best.memory = best.address + taken, best.memory[taken:]
+            self._free = free  # at once: an exception from outside leaves the one or the other
             return Buffer(*pieces)
 
     def release(self, buffer: Buffer) -> None:
         """Give back a buffer of this arena; what was given back before is no more."""
         with self._lock:
             extents, buffer.extents = buffer.extents, ()
-            self._give_back(extent.memory for extent in extents)
+            self._give_back([extent.memory for extent in extents])
 
     def release_parts(self, buffer: Buffer, ranges: Iterable[tuple[int, int]]) -> None:
         """Give back the pages that are wholly within ``ranges``: of bytes, first and one after the last, in order."""
@@ -122,23 +115,41 @@ class Arena:
                     buffer.extents = kept
                     self._give_back(gone)
 
-    def _give_back(self, pieces: Iterable[torch.Tensor]) -> None:
+    def _give_back(self, pieces: Sequence[torch.Tensor]) -> None:
+        self._free = _merged([*self._free, *pieces], self._slabs)
         self._lock.notify_all()
-        for memory in pieces:
-            self._available += memory.numel()
-            slab = next(one for one in self._slabs if _is_in(memory, one))
-            start = memory.data_ptr()
-            end = start + memory.numel()
-            neighbours = [
-                one
-                for one in self._free
-                if (one.address == end or one.address + one.nbytes == start) and _is_in(one.memory, slab)
-            ]
-            for one in neighbours:
-                self._free.remove(one)
-                start, end = min(start, one.address), max(end, one.address + one.nbytes)
-            at = start - slab.data_ptr()
-            insort(self._free, _Free(start, slab[at : at + end - start]), key=attrgetter("address"))
+
+
+def _nbytes(memory: torch.Tensor) -> int:
+    return memory.nbytes
+
+
+def _merged(free: Sequence[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Pieces in the order of addresses, those that touch in one."""
+    found = []
+    for slab in slabs:
+        base, runs = slab.data_ptr(), list[list[int]]()
+        for one in sorted((one for one in free if _is_in(one, slab)), key=torch.Tensor.data_ptr):
+            start = one.data_ptr() - base
+            if runs and runs[-1][1] == start:
+                runs[-1][1] += one.numel()
+            else:
+                runs.append([start, start + one.numel()])
+        found += [slab[start:end] for start, end in runs]
+    return found
+
+
+def _outside(taken: Sequence[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What of ``slabs`` is in none of ``taken``."""
+    found = []
+    for slab in slabs:
+        at = 0
+        for one in sorted((one for one in taken if _is_in(one, slab)), key=torch.Tensor.data_ptr):
+            start = one.data_ptr() - slab.data_ptr()
+            found.append(slab[at:start])
+            at = start + one.numel()
+        found.append(slab[at:])
+    return [one for one in found if one.numel()]
 
 
 def _is_in(memory: torch.Tensor, slab: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from moevement_core.engine.config import BudgetConfig, KeepOwn
 from moevement_core.errors import ConfigError
 from moevement_core.host_memory import NodeMemory, node_memory
-from moevement_core.session.host_budget import Allowed, Needs, allowed, decide_keep_own
+from moevement_core.session.host_budget import Allowed, AtPeer, Needs, allowed, decide_keep_own
 
 GB = 10**9
 
@@ -62,11 +62,13 @@ def test_what_the_flag_says_counts_and_what_is_not_known_has_no_cap() -> None:
 
 
 def kept(copies: int):
-    return lambda rank, snapshots: sum(snapshots[(rank + step) % len(snapshots)] for step in range(1, copies + 1))
+    return lambda rank, snapshots: sum(
+        snapshots[(rank + step) % len(snapshots)].nbytes for step in range(1, copies + 1)
+    )
 
 
 def needs(has: float, log: int = 0) -> list[Needs]:
-    return [Needs(GB, GB // 4, GB, log, Allowed(has * GB, "said so")) for _ in range(4)]
+    return [Needs(GB, GB // 4, AtPeer(GB), log, Allowed(has * GB, "said so")) for _ in range(4)]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 import numpy as np
@@ -97,6 +98,32 @@ def test_nothing_is_torn_or_lost_over_a_thousand_windows_that_are_reordered(seed
 
 def _pages(buffer: Buffer) -> set[int]:
     return {extent.memory.data_ptr() + at for extent in buffer.extents for at in range(0, extent.memory.numel(), PAGE)}
+
+
+def test_several_that_find_too_little_allocate_it_once() -> None:
+    arena = Arena(CpuDevice())
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda _: arena.grow(400 * PAGE), range(8)))
+    assert arena.nbytes == arena.available == 400 * PAGE
+
+
+def test_what_nobody_has_after_an_exception_is_free_again() -> None:
+    arena = Arena(CpuDevice())
+    arena.grow(10 * PAGE)
+    arena.grow(16 * PAGE)
+    first, lost, second = (arena.acquire(4 * PAGE) for _ in range(3))
+    assert first is not None
+    assert lost is not None
+    assert second is not None
+    second.view(0, 4 * PAGE).fill_(7)
+    arena.release_parts(first, [(PAGE, 2 * PAGE)])
+    arena.reclaim([first, second])
+    assert arena.available == (16 - 3 - 4) * PAGE
+    taken = arena.acquire(9 * PAGE)
+    assert taken is not None
+    for piece in taken.pieces(0, 9 * PAGE):
+        piece.fill_(1)
+    assert second.view(0, 4 * PAGE).eq(7).all()
 
 
 def test_memory_in_pages() -> None:
