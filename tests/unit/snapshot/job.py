@@ -67,7 +67,7 @@ class Rank:
         agreement = SharedAgreement(job.ranks, job.board, number)
         self.checkpointer = Checkpointer(
             number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.receivers, agreement,
-            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False), Allowance(math.inf), self.reports.append,
+            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False, keeps_own=job.keeps_own), Allowance(math.inf), self.reports.append,
         )  # fmt: skip
 
     def change_state(self, iteration: int) -> None:
@@ -87,9 +87,10 @@ class Job:
 
     def __init__(
         self, ranks: int = 3, replicas: int = 1, size: int = 3, kind: WindowKind = WindowKind.ALIGNED,
-        allowance_bytes: float = float("inf"), dense: bool = False,
+        allowance_bytes: float = float("inf"), dense: bool = False, keeps_own: bool = True,
     ) -> None:  # fmt: skip
         self.ranks, self.size, self.kind, self.allowance_bytes, self.dense = ranks, size, kind, allowance_bytes, dense
+        self.keeps_own = keeps_own
         self.wire = Wire()
         self.board: dict[int, dict[int, Mapping[int, RunStatus]]] = {}
         self.placement = place(range(ranks), replicas)
@@ -161,13 +162,14 @@ class Job:
             own = rank.checkpointer.own.snapshots()
             persisted = rank.checkpointer.progress.persisted
             if persisted != NONE:
-                contents = {i: s.contents for i, s in own.items()}
+                contents = {i: held.contents for i, held in rank.checkpointer.own._held.items()}
                 (run,) = (run for run in recoverable_runs(contents) if run.first == persisted)
                 for peer in self.placement[rank.number]:
                     (store,) = (one.store for one in self.members[peer].receivers if one.store.source == rank.number)
                     kept = store.snapshots()
                     for iteration in range(run.first, run.last + 1):
-                        self._is_what_was_live(rank, own[iteration])
+                        if self.keeps_own:
+                            self._is_what_was_live(rank, own[iteration])
                         self._is_what_was_live(rank, kept[iteration])
             own_ = rank.checkpointer.own
             held = sum(extent.memory.numel() for one in own_._held.values() for extent in one.buffer.extents)

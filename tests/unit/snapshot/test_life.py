@@ -21,8 +21,10 @@ from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
+from moevement_core.recovery.places import Source
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.session.sources import MemorySource
 from moevement_core.snapshot.agreement import NONE, Alone
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
@@ -77,6 +79,42 @@ def test_another_strategy_has_the_same_life(interval: int) -> None:
             assert min(rank.checkpointer.own.snapshots()) == progress.persisted, "what is older is freed"
             assert len(rank.checkpointer.own.snapshots()) <= made.history().newest.slots_kept(0, to_disk=False)
         assert not reports(made)
+
+
+@pytest.mark.parametrize("kind", list(WindowKind))
+def test_own_snapshots_that_peers_have_are_dropped_and_windows_are_persisted_as_ever(kind: WindowKind) -> None:
+    with job(ranks=3, replicas=2, size=3, kind=kind, keeps_own=False) as made:
+        made.run(16)
+        for rank in made.members:
+            own = rank.checkpointer.own
+            assert not own.snapshots()
+            assert own.arena.available == own.arena.nbytes, "all peers have everything"
+            assert own.arena.nbytes < rank.receivers[0].store.memory_bytes
+            assert rank.checkpointer.progress.persisted >= made.iteration - 7
+            assert rank.checkpointer.progress.abandoned == 0
+        made.wire.stopped[1] = threading.Event()
+        made.run(4, settled=False)
+        assert len(made.members[0].checkpointer.own.snapshots()) <= 3, "what is not there yet stays"
+        made.wire.stopped.pop(1).set()
+        made.run(12)
+        assert all(rank.checkpointer.progress.persisted >= made.iteration - 7 for rank in made.members)
+
+
+def test_what_a_recovery_reads_is_not_dropped_when_peers_come_to_have_it() -> None:
+    with job(ranks=2, replicas=1, size=3, keeps_own=False) as made:
+        made.wire.stopped[0] = threading.Event()
+        made.run(2, settled=False)
+        checkpointer = made.members[0].checkpointer
+        checkpointer.capturer.settle()
+        source = MemorySource(checkpointer)
+        opened = source.open(Source.MEMORY, 0, 1)
+        assert opened is not None
+        made.wire.stopped.pop(0).set()
+        made.settle()
+        opened.check("while a recovery reads it")
+        assert list(checkpointer.own.snapshots()) == [1]
+        source.release()
+        assert not checkpointer.own.snapshots()
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
