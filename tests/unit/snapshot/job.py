@@ -67,7 +67,8 @@ class Rank:
         agreement = SharedAgreement(job.ranks, job.board, number)
         self.checkpointer = Checkpointer(
             number, self.states, job.strategy(), job.history(), CpuDevice(), self.senders, self.receivers, agreement,
-            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False, keeps_own=job.keeps_own), Allowance(math.inf), self.reports.append,
+            SnapshotMemory(self.states, RECORD_BYTES, to_disk=False, keeps_own=job.keeps_own), Allowance(math.inf),
+            self.reports.append,
         )  # fmt: skip
 
     def change_state(self, iteration: int) -> None:
