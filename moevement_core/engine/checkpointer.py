@@ -194,6 +194,8 @@ class Checkpointer:
         if self._paused:
             self._make_more_room(self.history.at(iteration))  # a new run beside the persisted one
             if not self._has_room(iteration):
+                if self.replicator.are_full:  # which may not have been known when the window was abandoned
+                    self._let_go_of_what_is_under_way()
                 return False
         self._paused = False
         return True
@@ -465,13 +467,17 @@ class Checkpointer:
         schedule = self.history.at(iteration)
         return schedule.may_begin_at(iteration) and self.own.arena.available >= self.memory.window_here(schedule)
 
-    def _abandon(self, iteration: int) -> None:
-        """Give up the window under way, and take no snapshot before a whole one has room again."""
-        is_room_left = self.capturer.has_room(iteration, self.history.at(iteration))
+    def _let_go_of_what_is_under_way(self) -> list[int]:
         under_way = self.lifetime.under_way(self.own.deliverable(), peers_are_full=self.replicator.are_full)
         self.own.free(under_way)
         if under_way:
             self.replicator.drop(under_way[0], under_way[-1])
+        return under_way
+
+    def _abandon(self, iteration: int) -> None:
+        """Give up the window under way, and take no snapshot before a whole one has room again."""
+        is_room_left = self.capturer.has_room(iteration, self.history.at(iteration))
+        under_way = self._let_go_of_what_is_under_way()
         self._paused = True
         self.progress.abandoned += 1
         if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is reported
