@@ -7,7 +7,8 @@ the first row is all ones: one block of parity is XOR.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import xor
 
 from moevement_core.errors import ConfigError
 from moevement_core.parity.field import inverse, product, solve
@@ -49,17 +50,10 @@ def recover(
     return {
         place: (
             {
-                member: _sum(product(row[at], matrix[number][member]) for at, number in enumerate(parities))
+                member: reduce(xor, (product(row[at], matrix[number][member]) for at, number in enumerate(parities)))
                 for member in members
             },
             dict(zip(parities, row, strict=True)),
         )
         for place, row in zip(lost, found, strict=True)
     }
-
-
-def _sum(values: object) -> int:
-    total = 0
-    for value in values:  # type: ignore[attr-defined]
-        total ^= value
-    return total

@@ -85,7 +85,7 @@ class GroupStore:
         """A snapshot of ``source`` is about to come; nothing if there is no room for it.
 
         What is there already of the same snapshot stays. Where another one of the same iteration is in the sum, nobody
-        can take it out again: the sum begins anew, without the other members.
+        can take it out again: a new sum is begun, without the other members.
         """
         with self._lock:
             stripe = self._stripes.get(header.iteration)

@@ -6,7 +6,7 @@ to its owner about as quickly as one that is sent from one rank to another, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -44,48 +44,48 @@ def take_part(
     rank: int, owner: int, iteration: int, sum_: Sum, open_: Open, open_sum: OpenSum, transport: Transport
 ) -> None:
     """Add this rank's terms to what comes from the rank before, and send it on: to the next, or to the owner."""
-    mine = [term for term in sum_.terms if term.rank == rank]
     chain = sum_.chain
     before = chain[chain.index(rank) - 1] if rank != chain[0] else None
     after = chain[chain.index(rank) + 1] if rank != chain[-1] else owner
     leases: list[tuple[GroupStore, Stripe]] = []
     try:
-        parts: list[_Added] = []
-        for term in mine:
-            if (added := _open(term, iteration, open_, open_sum, leases)) is None:
-                break
-            parts.append(added)
-        if after == owner and not (leases and owner in leases[-1][1].members):
-            parts.clear()  # the sum began anew meanwhile, without the owner
-        comes = before is not None and _receive(transport, before).kind is Kind.GO
-        if len(parts) < len(mine) or (before is not None and not comes):
+        parts = [_open(term, iteration, open_, open_sum, leases) for term in sum_.terms if term.rank == rank]
+        is_here = all(part is not None for part in parts)
+        if after == owner:  # whose header is wanted; the sum may have been begun without it meanwhile
+            is_here &= bool(leases) and owner in leases[-1][1].members
+        comes = before is None or _receive(transport, before).kind is Kind.GO
+        if not (is_here and comes):
             transport.send(after, TO_OWNER, Message(Kind.REFUSED, rank, iteration).encode())
             if before is not None and comes:
                 _let_pass(transport, before, sum_.nbytes)
             return
         if after == owner:
-            header = leases[-1][1].headers[owner]
-            encoded = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-            said = Message(Kind.SNAPSHOT, rank, iteration, encoded.numel(), sum_.nbytes)
-            transport.send(after, TO_OWNER, said.encode())
+            encoded = torch.frombuffer(bytearray(leases[-1][1].headers[owner].encode()), dtype=torch.uint8)
+            announced = Message(Kind.SNAPSHOT, rank, iteration, encoded.numel(), sum_.nbytes)
+            transport.send(after, TO_OWNER, announced.encode())
             transport.send(after, TO_OWNER, encoded)
         else:
             transport.send(after, TO_OWNER, Message(Kind.GO, rank, iteration).encode())
-        total = torch.empty(min(PIECE, sum_.nbytes), dtype=torch.uint8)
-        for start in range(0, sum_.nbytes, PIECE):
-            piece = total[: min(PIECE, sum_.nbytes - start)]
-            if before is None:
-                piece.zero_()
-            else:
-                transport.receive(before, TO_OWNER, piece)
-            for coefficient, between in parts:
-                for at, values in between(start, start + piece.numel()):
-                    place = piece[at - start : at - start + values.numel()].numpy()
-                    add_product(place, coefficient, np.ascontiguousarray(values.numpy()))
-            transport.send(after, TO_OWNER, piece)
+        _add([part for part in parts if part is not None], sum_.nbytes, before, after, transport)
     finally:
         for store, stripe in leases:
             store.give_back(stripe)
+
+
+def _add(parts: Sequence[_Added], nbytes: int, before: int | None, after: int, transport: Transport) -> None:
+    """Piece by piece what comes from ``before``, or nothing, and this rank's parts, on to ``after``."""
+    total = torch.empty(min(PIECE, nbytes), dtype=torch.uint8)
+    for start in range(0, nbytes, PIECE):
+        piece = total[: min(PIECE, nbytes - start)]
+        if before is None:
+            piece.zero_()
+        else:
+            transport.receive(before, TO_OWNER, piece)
+        for coefficient, between in parts:
+            for at, values in between(start, start + piece.numel()):
+                target = piece[at - start : at - start + values.numel()].numpy()
+                add_product(target, coefficient, np.ascontiguousarray(values.numpy()))
+        transport.send(after, TO_OWNER, piece)
 
 
 _Added = tuple[int, Callable[[int, int], Iterator[tuple[int, torch.Tensor]]]]

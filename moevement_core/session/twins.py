@@ -8,7 +8,6 @@ goes on as with any other dense snapshot.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +22,13 @@ from moevement_core.snapshot import plain
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,
-    Entry,
     Header,
     Snapshot,
     StateTensor,
     aligned_bytes,
     as_bytes,
     contents_text,
-    digest_of,
+    entries_of,
     offsets,
 )
 from moevement_core.snapshot.whole import begin_whole
@@ -66,28 +64,16 @@ class Twins(SnapshotSource):
         mark = self._mark
         if mark is None or mark.iteration != iteration:
             return None
-        states = self._binding.states_of_twin(owner)
-        marked, tensors = plain.flatten({"boundary": mark.boundary, "iteration": {}})
-        boundary = [
-            StateTensor(BOUNDARY, Saved.FULL, str(number), one.contiguous()) for number, one in enumerate(tensors)
-        ]
-        wanted = [
-            one for name in self._topology.table.names if name in states for one in states[name].full if one.nbytes
-        ]
-        everything = [*wanted, *boundary]
-        data = torch.zeros(aligned_bytes(everything), dtype=torch.uint8)
-        entries = []
-        for one, at in offsets(everything):
-            piece = data[at : at + one.nbytes]
-            piece.copy_(as_bytes(one.tensor))
-            dtype = str(one.tensor.dtype).removeprefix("torch.")
-            place = self._topology.table.index_of.get(one.operator, -1)
-            entries.append(Entry(one.operator, one.saved, one.key, dtype, at, one.nbytes, digest_of(piece), place))
-        contents = contents_text(np.full(len(self._topology.table), Saved.FULL, dtype=np.int8))
+        states, table = self._binding.states_of_twin(owner), self._topology.table
+        # As a snapshot has it, which is taken when the next iteration begins: after what was due between the two.
+        boundary = mark.boundary if mark.resumed is None else mark.resumed
+        marked, kept = plain.flatten({"boundary": boundary, "iteration": {}})
+        tensors = [one for name in table.names if name in states for one in states[name].full if one.nbytes]
+        tensors += [StateTensor(BOUNDARY, Saved.FULL, str(number), one.contiguous()) for number, one in enumerate(kept)]
+        placed, data = list(offsets(tensors)), torch.zeros(aligned_bytes(tensors), dtype=torch.uint8)
+        for one, at in placed:
+            data[at : at + one.nbytes] = as_bytes(one.tensor)
+        contents = contents_text(np.full(len(table), Saved.FULL, dtype=np.int8))
         whole = begin_whole({n: [t.tensor for t in (*s.compute, *s.full)] for n, s in states.items()})()
-        header = Header(owner, iteration, LIVE, 0, contents, tuple(entries), marked, iteration, _known(whole))
-        return Snapshot(header, Buffer(data))
-
-
-def _known(whole: Mapping[str, Any]) -> dict[str, str] | None:
-    return {name: str(digest) for name, digest in whole.items()} or None
+        entries = entries_of(placed, data, table.index_of)
+        return Snapshot(Header(owner, iteration, LIVE, 0, contents, entries, marked, iteration, whole), Buffer(data))

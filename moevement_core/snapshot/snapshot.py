@@ -331,6 +331,25 @@ def offsets(tensors: Sequence[StateTensor], offset: int = 0) -> Iterator[tuple[S
         offset += _aligned(tensor.nbytes)
 
 
+def entries_of(
+    placed: Iterable[tuple[StateTensor, int]], data: torch.Tensor, places: Mapping[str, int]
+) -> tuple[Entry, ...]:
+    """The entries of a snapshot whose tensors stand in ``data``, with their digests.
+
+    Args:
+        placed: each tensor and its offset.
+        data: host memory, uint8.
+        places: of operators in their stage's table.
+    """
+    return tuple(
+        Entry(
+            t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes,
+            digest_of(data[at : at + t.nbytes]), places.get(t.operator, -1),
+        )
+        for t, at in placed
+    )  # fmt: skip
+
+
 def numpy_bytes(tensor: torch.Tensor) -> np.ndarray:
     """A host tensor's bytes as an array, without a copy."""
     return as_bytes(tensor).numpy()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.functional.test_kills import SPARSE, reference
 from tests.launching import survive
+from tests.training import train
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "PP2xDP2": (
@@ -38,6 +39,17 @@ def test_a_lost_rank_takes_its_state_from_a_live_replica(tmp_path: Path, layout:
         assert (one["replayed"], one["redone"]) == (0, 0)
         assert one["sources"]["replica"] == len(one["ranks"]) == 1
         assert one["restored"] > 0, "it is compared with digests that the replica made"
+
+
+def test_what_is_due_between_two_iterations_is_not_undone_on_the_rank_that_was_lost(tmp_path: Path) -> None:
+    """An evaluation consumes samples: whoever goes on after it knows of them."""
+    nproc, words, _ = LAYOUTS["PP2xDP2"]
+    words = words | {"eval_interval": 5, "eval_iters": 2}
+    failure_free = train(nproc, tmp_path / "failure_free", **SPARSE | words).summary()
+    faults = ("rank=1,iteration=6,phase=backward", "rank=3,iteration=11,phase=forward")
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **SPARSE | words)
+    assert survived.digest == failure_free["state_digest"]["all"]
+    assert all(failure["recovery"]["sources"]["replica"] == 1 for failure in survived.failures())
 
 
 def test_a_rank_whose_replicas_are_gone_too_is_recovered_from_snapshots(tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ from moevement_core.snapshot import plain
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import (
     BOUNDARY,
-    Entry,
     Header,
     Snapshot,
     StateTensor,
@@ -43,7 +42,7 @@ from moevement_core.snapshot.snapshot import (
     as_bytes,
     contents_of,
     contents_text,
-    digest_of,
+    entries_of,
     offsets,
 )
 
@@ -219,13 +218,7 @@ class _Recut:
         ]
         held = [piece for one in mine for piece in snapshot_pieces(one, self._stands[one.header.rank])]
         exchanged = bring_pieces(held, pieces, is_verified=self._is_verified)
-        entries = tuple(
-            Entry(
-                t.operator, t.saved, t.key, str(t.tensor.dtype).removeprefix("torch."), at, t.nbytes,
-                digest_of(buffer[at : at + t.nbytes]), kind.places.get(t.operator, -1),
-            )
-            for t, at in placed
-        )  # fmt: skip
+        entries = entries_of(placed, buffer, kind.places)
         header = Header(
             self._stand.rank, iteration, kind.schedule, kind.slot, kind.contents, entries, marked, kind.state
         )

@@ -177,7 +177,7 @@ def test_a_snapshot_that_came_in_part_goes_on_where_it_stopped() -> None:
     again.check("made again")
 
 
-def test_another_snapshot_of_the_same_iteration_begins_the_sum_anew() -> None:
+def test_another_snapshot_of_the_same_iteration_begins_a_new_sum() -> None:
     random = Random(2)
     nodes = Nodes(3, 2, 1)
     (store,) = nodes.stores[nodes.groups[-1].holders[0]]
