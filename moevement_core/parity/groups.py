@@ -59,11 +59,13 @@ def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Group
     groups = []
     for place in range(max(map(len, here))):
         for first, last in pairwise(bounds):
-            its = tuple(here[node][place] for node in range(first, last) if place < len(here[node]))
+            # Where nodes do not divide evenly, the narrow group goes round, and so do those who can hold for the wide.
+            inside = [(node + place) % len(here) for node in range(first, last)]
+            its = tuple(here[node][place] for node in inside if place < len(here[node]))
             if not its:
                 continue
-            others = [node for node in range(len(here)) if not first <= node < last]
-            chosen = sorted(others, key=lambda node: (load[node], (node - last) % len(here)))[:parities]
+            others = [(node + place) % len(here) for node in range(last, first + len(here))]
+            chosen = sorted(others, key=lambda node: load[node])[:parities]
             for node in chosen:
                 load[node] += 1
             holders = tuple(here[node][place % len(here[node])] for node in chosen)

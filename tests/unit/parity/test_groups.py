@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moevement_core.errors import ConfigError
 from moevement_core.parity.groups import make_groups, narrowed, still_do
 
 
+@example(2, 1, [3, 3, 3])
 @given(st.integers(2, 9), st.integers(1, 3), st.lists(st.integers(1, 4), min_size=3, max_size=24))
 def test_any_nodes_that_may_be_lost_have_one_part_each(members: int, parities: int, ranks: list[int]) -> None:
     nodes = [node for node, count in enumerate(ranks) for _ in range(count)]
