@@ -51,6 +51,7 @@ DECLARED = (
     Declared(_CHAINED, "prepare_grads", "the first reduction of a step; recorded, replayed, or followed"),
     Declared(_CHAINED, "get_grad_norm", "the last reduction of a step; recorded, replayed, or followed"),
     Declared(_CHAINED, "_compute_grad_norms_by_group", "likewise, where gradients are clipped by group"),
+    Declared(_CHAINED, "count_zeros", "a reduction that Megatron makes between clipping and the update"),
     Declared(_CHAINED, "step_with_ready_grads", "an update that is made again is made from logged gradients"),
     *(
         Declared(_DISTRIBUTED, name, "weights in FP8 need all replicas, for whom an update does not wait")

@@ -32,6 +32,7 @@ from moevement_core.restart.generation import atomic
 from moevement_core.session.commit import Commit, Mark, Vote
 
 REDUCTIONS = ("prepare_grads", "get_grad_norm", "_compute_grad_norms_by_group")
+ZEROS = "count_zeros"
 UPDATE = "step_with_ready_grads"
 COPIES = ("_copy_main_params_to_model_params", "_copy_main_params_to_param_buffer")
 TOGETHER = "_should_defer_mxfp8_param_sync"
@@ -108,6 +109,7 @@ class CommittedOptimizer(Commit):
         replace_on(self._optimizer, "step", in_mode)
         for name in REDUCTIONS:
             replace_on(self._optimizer, name, functools.partial(self._around, name=name, is_last=name == last))
+        replace_on(self._optimizer, ZEROS, self._in_mode_zeros)
         replace_on(self._optimizer, UPDATE, self._in_mode_update)
         self._replace_copies()
         for number, member in enumerate(members(self._optimizer)):
@@ -122,6 +124,8 @@ class CommittedOptimizer(Commit):
             result = getattr(self.mode, name)(original)
             self._reduced.take(name, result, self._optimizer)
             if is_last and self._section is not None:
+                if self._optimizer.config.log_num_zeros_in_grad:
+                    self._reduced.zeros = self._optimizer.count_zeros()
                 injection.at(Phase.COMMIT)
                 if type(self.mode) is Train:
                     self._vote()
@@ -131,6 +135,19 @@ class CommittedOptimizer(Commit):
             return result
 
         return reduction
+
+    def _in_mode_zeros(self, original: Callable[[], int]) -> Callable[[], int]:
+        """Megatron counts them when gradients are clipped, which is inside the section, where ranks may not wait for
+        each other: they are counted before it, which is the same unless clipping rounds a gradient down to zero.
+        """
+
+        @functools.wraps(original)
+        def zeros() -> int:
+            if self._reduced.zeros is None:
+                return self.mode.count_zeros(original)
+            return self._reduced.zeros
+
+        return zeros
 
     def _in_mode_update(self, original: Callable[[], bool]) -> Callable[[], bool]:
         return functools.wraps(original)(lambda: self.mode.update(original))

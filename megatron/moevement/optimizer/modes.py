@@ -46,6 +46,10 @@ class Train:
         """The norms of groups of parameters."""
         return original()
 
+    def count_zeros(self, original: Callable[[], int]) -> int:
+        """Elements of all gradients that are zero; asked for where the job logs them."""
+        return original()
+
     def verdict(self, original: Callable[[], bool], number: int) -> bool:
         """Whether gradients of the chained optimizer ``number`` overflowed, when they have been unscaled."""
         return original()
@@ -85,6 +89,10 @@ class Follow(Train):
 
     def _compute_grad_norms_by_group(self, original: Callable[[], Any]) -> Any:
         return self._norms_by_group(self._outcome)
+
+    @override
+    def count_zeros(self, original: Callable[[], int]) -> int:
+        return int(self._outcome.get("zeros") or 0)  # of a record that an older version wrote it is not known
 
 
 class Replay(Train):

@@ -24,6 +24,8 @@ class Reduced:
     clip_norm: Norm = None
     """As the clipping had it: what the trainer prints was rounded on the way between stages."""
     clip_norms_by_group: Mapping[str, Norm] = field(default_factory=dict)
+    zeros: int | None = None
+    """Elements of gradients that are zero, where they are counted."""
 
     def take(self, name: str, result: Any, optimizer: Any) -> None:
         """The reduction ``name`` of ``optimizer`` has given ``result``; waits for the device."""
@@ -33,7 +35,7 @@ class Reduced:
                     bool(member.found_inf.item()) if getattr(member, "grad_scaler", None) is not None else None
                     for member in members(optimizer)
                 ]
-                self.clip_norm, self.clip_norms_by_group = None, {}
+                self.clip_norm, self.clip_norms_by_group, self.zeros = None, {}, None
             case "get_grad_norm":
                 self.clip_norm = recorded(result)
             case _:
@@ -53,6 +55,7 @@ def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
         "found_inf": list(reduced.found_inf),
         "clip_norm": reduced.clip_norm,
         "clip_norms_by_group": dict(reduced.clip_norms_by_group),
+        "zeros": reduced.zeros,
     }
 
 

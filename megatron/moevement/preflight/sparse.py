@@ -79,11 +79,6 @@ def _with_spares(args: Namespace) -> Iterator[str]:
             yield f"--moevement-inject {text}: the job has ranks 0 to {args.world_size - 1}, not {rank}"
     if MEMBER_ENV not in os.environ:
         return
-    if args.log_num_zeros_in_grad:
-        yield (
-            "--log-num-zeros-in-grad with --spares: its reduction comes after gradients are clipped, where a failure "
-            "would leave a step half made; leave the flag out"
-        )
     if args.inprocess_restart:
         yield "--inprocess-restart with --spares: both would restart the job; leave the flag out"
 

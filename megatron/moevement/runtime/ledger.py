@@ -141,6 +141,7 @@ class Ledger:
         for iteration in range(written + 1, until + 1):
             line = lines.get(iteration, {})
             losses = line.pop("losses", {})
+            _write_scalars(iteration, losses, line, outcome.get("zeros") if iteration == until else None)
             self.last_loss = losses.get("lm loss", self.last_loss)
             loss = losses.pop("lm loss", None)
             grad_norm, unknown = number(line.pop("grad_norm", None)), dict.fromkeys(("tokens_per_s", "iteration_s"))
@@ -161,6 +162,24 @@ class Ledger:
             "loss_scale": optimizer.get_loss_scale().item(),
             "skipped": bool(skipped),
         }
+
+
+def _write_scalars(iteration: int, losses: Mapping[str, Any], line: Mapping[str, Any], zeros: int | None) -> None:
+    """What Megatron's trainer would have written to TensorBoard, by its names."""
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    writer, args = get_tensorboard_writer(), get_args()
+    if writer is None or iteration % args.tensorboard_log_interval:
+        return
+    scalars = {**losses, "grad-norm": line.get("grad_norm"), "learning-rate": line.get("learning_rate")}
+    if args.log_loss_scale_to_tensorboard:
+        scalars["loss-scale"] = line.get("loss_scale")
+    if args.log_num_zeros_in_grad:
+        scalars["num-zeros"] = zeros
+    for name, value in scalars.items():
+        if isinstance(value, int | float):
+            writer.add_scalar(name, value, iteration)
 
 
 def _averaged(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
