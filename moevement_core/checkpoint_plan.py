@@ -123,7 +123,7 @@ class CheckpointPlan:
 
     def __init__(self, given: PlanInput) -> None:
         self.given = given
-        nodes = math.ceil(given.job.ranks / given.cluster.gpus_per_node)
+        self._nodes = nodes = math.ceil(given.job.ranks / given.cluster.gpus_per_node)
         if given.members and nodes < given.members + given.replicas:
             raise WindowError(
                 f"parity:{given.members}+{given.replicas} on {nodes} nodes; needs {given.members + given.replicas}"
@@ -234,11 +234,11 @@ class CheckpointPlan:
 
     @property
     def host_memory(self) -> tuple[int, int, int]:
-        """Own snapshots, those of others or their parity, and logs of the heaviest rank, bytes."""
+        """Of a rank of the heaviest stage, bytes: own snapshots, those of others or its share of parity, and logs."""
         heaviest = max(self.stages, key=self.snapshot_memory)
         kept = self.given.replicas * self.snapshot_memory(heaviest, lag=0)
-        if self.given.members:
-            kept = math.ceil(kept / self.given.members)
+        if self.given.members:  # nodes may not divide into groups of so many
+            kept = math.ceil(kept * -(-self._nodes // self.given.members) / self._nodes)
         return self.own_memory(heaviest), kept, max(self.log_memory(stage) for stage in self.stages)
 
     @property

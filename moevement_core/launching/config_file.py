@@ -2,12 +2,16 @@
 
 A file is a mapping of flag names (with or without the leading dashes, with ``-`` or ``_``) to values: ``true`` gives
 the bare flag, ``false`` and ``null`` leave it out, a list gives several values. A file in the layout of Megatron's
-functional tests (``MODEL_ARGS``, ``ENV_VARS``) is taken too. Flags on the command line come after those of the file
-and win; of two files the later one wins.
+functional tests (``MODEL_ARGS``, ``ENV_VARS``) is taken too, with what its shell makes of it: ``[moe_act mlp]`` is two
+values, and ``${DATA_PATH}`` is a variable of the file's ``ENV_VARS`` or of the environment. Flags on the command line
+come after those of the file and win; of two files the later one wins.
 """
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import yaml
 from moevement_core.errors import ConfigError
 
 CONFIG_FLAG = "--config"
+_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
 def expand(argv: list[str]) -> list[str]:
@@ -43,16 +48,18 @@ def expand(argv: list[str]) -> list[str]:
 def flags_of(path: Path) -> list[str]:
     """The flags that the YAML file at ``path`` stands for."""
     flags: list[str] = []
-    for key, value in _model_args(path).items():
+    content = _load(path)
+    variables = {**os.environ, **_environment(path, content)}
+    for key, value in _model_args(path, content).items():
         flag = "--" + str(key).lstrip("-").replace("_", "-")
         if value is True:
             flags.append(flag)
         elif value is False or value is None:
             continue
         elif isinstance(value, list):
-            flags += [flag, *(_word(path, flag, item) for item in value)]
+            flags += [flag, *(word for item in value for word in _words(path, flag, item, variables))]
         else:
-            flags += [flag, _word(path, flag, value)]
+            flags += [flag, _word(path, flag, value, variables)]
     return flags
 
 
@@ -66,21 +73,36 @@ def environment_of(argv: list[str]) -> dict[str, str]:
             path = Path(word.split("=", 1)[1])
         else:
             continue
-        found = _load(path).get("ENV_VARS") or {}
-        if not isinstance(found, dict):
-            raise ConfigError(f"{path}: ENV_VARS is {type(found).__name__}; needs a mapping of names to values")
-        variables |= {str(key): str(value) for key, value in found.items()}
+        variables |= _environment(path, _load(path))
     return variables
 
 
-def _word(path: Path, flag: str, value: Any) -> str:
+def _environment(path: Path, content: Mapping[str, Any]) -> dict[str, str]:
+    variables = content.get("ENV_VARS") or {}
+    if not isinstance(variables, dict):
+        raise ConfigError(f"{path}: ENV_VARS is {type(variables).__name__}; needs a mapping of names to values")
+    return {str(key): str(value) for key, value in variables.items()}
+
+
+def _words(path: Path, flag: str, value: Any, variables: Mapping[str, str]) -> Iterator[str]:
+    """An item of a list, which is several words in Megatron's own recipes."""
+    yield from _word(path, flag, value, variables).split() or [""]
+
+
+def _word(path: Path, flag: str, value: Any, variables: Mapping[str, str]) -> str:
     if isinstance(value, dict):
         raise ConfigError(f"{path}: {flag} is a mapping; needs a number, a string, true, false or a list")
-    return str(value)
+
+    def variable(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in variables:
+            raise ConfigError(f"{path}: {flag} {value}: {name} is not set; export it, or give it under ENV_VARS")
+        return variables[name]
+
+    return _VARIABLE.sub(variable, str(value))
 
 
-def _model_args(path: Path) -> dict[str, Any]:
-    content = _load(path)
+def _model_args(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     arguments = content.get("MODEL_ARGS", content)
     if not isinstance(arguments, dict):
         raise ConfigError(f"{path}: MODEL_ARGS is {type(arguments).__name__}; needs a mapping of flags to values")

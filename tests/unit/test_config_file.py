@@ -32,6 +32,24 @@ def test_megatrons_functional_test_layout_is_taken(tmp_path: Path) -> None:
     assert config_file.environment_of(["--config", str(path)]) == {"A_VARIABLE": "1"}
 
 
+def test_lists_and_variables_are_what_megatrons_shell_makes_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DATA_PATH", "/data")
+    path = tmp_path / "model_config.yaml"
+    path.write_text(
+        "ENV_VARS:\n  CACHE: /cache\nMODEL_ARGS:\n  --recompute-modules: [moe_act layernorm]\n"
+        "  --moe-layer-freq: ([0]*3+[1]*5)\n  --data-path: ${DATA_PATH}/pile\n  --data-cache-path: $CACHE\n"
+    )
+    assert config_file.flags_of(path) == [
+        "--recompute-modules", "moe_act", "layernorm", "--moe-layer-freq", "([0]*3+[1]*5)", "--data-path", "/data/pile",
+        "--data-cache-path", "/cache",
+    ]  # fmt: skip
+    monkeypatch.delenv("DATA_PATH")
+    with pytest.raises(ConfigError, match=r"--data-path \$\{DATA_PATH\}/pile: DATA_PATH is not set; export it"):
+        config_file.flags_of(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
