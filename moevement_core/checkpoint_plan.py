@@ -8,7 +8,7 @@ bandwidths given.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -19,7 +19,7 @@ from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.engine.memory import IN_FLIGHT
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorKind, OperatorTable
-from moevement_core.policy.holding import kept_of_table, most_held
+from moevement_core.policy.holding import Kept, kept_of_table, most_held
 from moevement_core.policy.popularity import Order, Ordering, order_operators
 from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.policy.window import (
@@ -33,11 +33,14 @@ from moevement_core.policy.window import (
     peak_of_window,
 )
 from moevement_core.precision import TABLE_7, Regime
+from moevement_core.snapshot.blocks import BLOCK
 from moevement_core.strategies import MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
 from moevement_core.strategies.config import Recovery
 
 DEVICE_BYTES_PER_S = 1e12
 """Of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
+_MASTER_BYTES = 4
+"""Of an element of the widest tensor in a snapshot."""
 DENSE_OVERHEAD = 0.03
 """CheckFreq's bound on the runtime overhead of dense checkpoints, as MoEvement configures it (section 5.2)."""
 
@@ -70,6 +73,7 @@ class StagePlan:
     shape: StageShape
     table: OperatorTable
     order: Order
+    ordering: Ordering
     budget: Budget
     own: Window
     """The smallest window that this stage needs."""
@@ -79,6 +83,8 @@ class StagePlan:
     """Boundary log of an iteration."""
     is_redone: bool = False
     """Whether slots hold gradients where they would hold compute weights."""
+    ranks: OperatorTable | None = None
+    """With a row for each rank, which have whole experts and unequal parts of layers; left out ``table`` is all."""
 
     @property
     def weighed(self) -> OperatorTable:
@@ -98,6 +104,16 @@ class StagePlan:
         return kind(self.table, self.order, self.window)
 
     @cached_property
+    def kept(self) -> tuple[Kept, ...]:
+        """Bytes of each snapshot of a window on each of its ranks, in the window of the job."""
+        ranks = self.ranks or self.table
+        order = np.arange(len(ranks)) if self.is_redone else _first_order(ranks, self.ordering)
+        weighed = ranks.with_gradients_for_compute() if self.is_redone else ranks
+        window = impose_window(weighed, order, self.window.size, self.window.kind, self.budget.bytes)
+        schedule = (RedoSchedule if self.is_redone else SparseSchedule)(ranks, order, window)
+        return tuple(kept_of_table(schedule, rank) for rank in range(len(ranks.full)))
+
+    @cached_property
     def operators(self) -> tuple[OperatorShape, ...]:
         """Of its shape, in the order of the table."""
         by_name = {one.name: one for one in self.shape.operators}
@@ -112,6 +128,11 @@ class StagePlan:
     def compute_bytes(self) -> int:
         """Compute weights of all its operators."""
         return int(self.table.compute.sum())
+
+
+def _first_order(table: OperatorTable, ordering: Ordering) -> Order:
+    """Before anybody knows what experts are popular."""
+    return order_operators(table, np.zeros(len(table)), ordering)
 
 
 class CheckpointPlan:
@@ -150,7 +171,8 @@ class CheckpointPlan:
         given = self.given
         table = shape.table(given.regime)
         dense = not any(o.kind is OperatorKind.EXPERT for one in given.job.stages for o in one.operators)
-        order = order_operators(table, np.zeros(len(table)), Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT)
+        ordering = Ordering.BACK_TO_FRONT if dense else Ordering.HARD_COUNT
+        order = _first_order(table, ordering)
         log_bytes = given.job.log_bytes_of(shape)
         budget = Budget(
             given.iteration_s,
@@ -164,7 +186,8 @@ class CheckpointPlan:
             own = choose_window(table.with_gradients_for_compute(), order, budget, WindowKind.ROLLING)
         else:
             own = choose_window(table, order, budget, given.kind)
-        return StagePlan(shape, table, order, budget, own, own, log_bytes, is_redone)
+        ranks = shape.tables_of_ranks(given.regime, given.job.expert_parallel)
+        return StagePlan(shape, table, order, ordering, budget, own, own, log_bytes, is_redone, ranks)
 
     @cached_property
     def binding_stage(self) -> StagePlan:
@@ -207,22 +230,35 @@ class CheckpointPlan:
         return self.binding_stage.schedule.most_replayed(self.lag)
 
     def snapshot_memory(self, stage: StagePlan, *, lag: int | None = None) -> int:
-        """Host bytes for all snapshots of a rank that are kept at a time.
+        """Host bytes for all snapshots of a rank that are kept at a time, the mean over the ranks of its stage.
 
         Args:
             stage: of the rank.
             lag: iterations by which peers may trail; left out as many as are set aside on the rank itself.
         """
-        kept = kept_of_table(stage.schedule)
-        count = stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag)
-        return most_held(kept[:, :1] if self.given.members else kept, count)  # no part of a sum goes by itself
+        return math.ceil(np.mean([most_held(kept, self._slots(stage, lag)) for kept in self._kept(stage)]))
 
     def own_memory(self, stage: StagePlan) -> int:
         """Of those, host bytes of what a rank keeps itself."""
         if self.given.keeps_own or self.given.members or not self.given.replicas:
             return self.snapshot_memory(stage)
-        in_flight = most_held(kept_of_table(stage.schedule)[:, :1], IN_FLIGHT)
+        in_flight = math.ceil(np.mean([most_held(kept[:, :1], IN_FLIGHT) for kept in stage.kept]))
         return min(self.snapshot_memory(stage), in_flight)
+
+    def parity_memory(self, stage: StagePlan) -> int:
+        """Host bytes of one sum over the snapshots of a group, as long as the longest, and of what comes of each."""
+        longest = np.max(self._kept(stage), axis=0)
+        tensor = max(
+            tensor.elements * _MASTER_BYTES // one.shards for one in stage.shape.operators for tensor in one.tensors
+        )
+        return most_held(longest, self._slots(stage, 0)) + self.given.members * (BLOCK + tensor)
+
+    def _kept(self, stage: StagePlan) -> Sequence[Kept]:
+        """No part of a sum is given back by itself."""
+        return [kept[:, :1] for kept in stage.kept] if self.given.members else stage.kept
+
+    def _slots(self, stage: StagePlan, lag: int | None) -> int:
+        return stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag)
 
     def log_memory(self, stage: StagePlan) -> int:
         """Host bytes for the boundary log: as many iterations as a recovery may begin with, and the one under way."""
@@ -236,9 +272,11 @@ class CheckpointPlan:
     def host_memory(self) -> tuple[int, int, int]:
         """Of a rank of the heaviest stage, bytes: own snapshots, those of others or its share of parity, and logs."""
         heaviest = max(self.stages, key=self.snapshot_memory)
-        kept = self.given.replicas * self.snapshot_memory(heaviest, lag=0)
-        if self.given.members:  # nodes may not divide into groups of so many
-            kept = math.ceil(kept * -(-self._nodes // self.given.members) / self._nodes)
+        if self.given.members:
+            groups = -(-self._nodes // self.given.members)  # of one rank of each node
+            kept = math.ceil(self.given.replicas * groups * self.parity_memory(heaviest) / self._nodes)
+        else:
+            kept = self.given.replicas * self.snapshot_memory(heaviest, lag=0)
         return self.own_memory(heaviest), kept, max(self.log_memory(stage) for stage in self.stages)
 
     @property

@@ -57,6 +57,36 @@ class StageShape:
             for shape in self.operators
         )
 
+    def tables_of_ranks(self, regime: Regime, expert_parallel: int) -> OperatorTable:
+        """The operators of the stage with a row for each of its ranks, as a live job has them.
+
+        Where nobody knows what each rank owns there is a row for each expert-parallel rank, with state cut evenly.
+        """
+        shapes, parts = self.operators, self.ranks.get(regime.keeps_fp8, ())
+        local: dict[str, int] = {}
+        for shape in shapes:
+            layer = shape.name.rpartition(".")[0]
+            local[layer] = local.get(layer, 0) + (shape.kind is OperatorKind.EXPERT)
+        replicas = next((shape.shards for shape in shapes if shape.kind is OperatorKind.EXPERT), 1)
+        tensor = max(1, len(parts) // (expert_parallel * replicas))
+        rows = []
+        for rank in range(len(parts) or expert_parallel):
+            own = {(part.operator, part.tensor): part.elements for part in parts[rank]} if parts else {}
+            first = (rank // tensor) % expert_parallel
+            row = []
+            for place, shape in enumerate(shapes):
+                name, (layer, _, number) = shape.name, shape.name.rpartition(".")
+                if shape.kind is OperatorKind.EXPERT:
+                    name = f"{layer}.{first * local[layer] + int(number)}"
+                state = (
+                    regime.part_bytes((tensor, own.get((place, at), 0)) for at, tensor in enumerate(shape.tensors))
+                    if parts
+                    else regime.state_bytes(shape.tensors, shape.shards)
+                )
+                row.append(Operator(name, shape.kind, state))
+            rows.append(row)
+        return OperatorTable(ranks=rows)
+
     def rank_bytes(self, regime: Regime) -> list[StateBytes]:
         """What each rank of the stage saves of its state, to the byte; empty where nobody knows what it owns."""
         return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]

@@ -8,6 +8,7 @@ from itertools import pairwise
 from moevement_core.engine.layout import OperatorState, kept_bytes
 from moevement_core.policy.holding import Kept, most_held
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule
+from moevement_core.snapshot.blocks import BLOCK
 
 IN_FLIGHT = 3
 """Snapshots that peers may not have yet: one is being captured, one is sent, and peers may lag."""
@@ -34,7 +35,7 @@ class SnapshotMemory:
         self.record_bytes, self.keeps_own = record_bytes, keeps_own
         self.gives_back = not (to_disk or is_summed)
         """Whether parts of a snapshot go before all of it does. Windows on disk share files, and sums are of all."""
-        self._states, self._to_disk = states, to_disk
+        self._states, self._to_disk, self._is_summed = states, to_disk, is_summed
         self._weighed: dict[str, Kept] = {}
         """Of each schedule by its id."""
 
@@ -45,6 +46,14 @@ class SnapshotMemory:
     def at_peer(self, schedules: Sequence[Schedule]) -> int:
         """Bytes on each peer, likewise."""
         return self._of_changes(schedules, 0)
+
+    @property
+    def staging(self) -> int:
+        """Bytes, at most, of what of it a peer receives at a time before it is added to a sum."""
+        tensors = [
+            tensor for state in self._states.values() for tensor in (*state.compute, *state.full, *state.gradient)
+        ]
+        return BLOCK + max((tensor.nbytes for tensor in tensors), default=0) if self._is_summed else 0
 
     def slots_at_peer(self, schedule: Schedule) -> tuple[tuple[int, ...], int]:
         """Bytes of each snapshot of a window, and how many of them a peer keeps at a time."""

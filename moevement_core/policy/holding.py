@@ -31,10 +31,12 @@ def most_held(kept: Kept, count: int) -> int:
     return max(int(kept[(first + places) % snapshots, later].sum()) for first in range(snapshots))
 
 
-def kept_of_table(schedule: Schedule) -> Kept:
-    """Bytes of each snapshot of a window on the first rank of the schedule's table, without pages and records."""
+def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
+    """Bytes of each snapshot of a window on one rank of the schedule's table, without pages and records."""
     slots, table = schedule.slots(), schedule.table
-    by_contents = {Saved.COMPUTE: table.compute[0], Saved.FULL: table.full[0], Saved.GRADIENT: table.gradient[0]}
+    by_contents = {
+        Saved.COMPUTE: table.compute[rank], Saved.FULL: table.full[rank], Saved.GRADIENT: table.gradient[rank],
+    }  # fmt: skip
     kept = np.zeros((len(slots), schedule.size if schedule.supersedes else 1), dtype=np.int64)
     for row, slot in enumerate(slots):
         contents = schedule.contents_of_slot(slot)

@@ -25,10 +25,10 @@ class DrillConfig:
         "others keep their state and wait (default: all)",
     )  # fmt: skip
     faults: tuple[Fault, ...] = flag(
-        "--moevement-inject", action="append", default=(), metavar="rank=N,phase=P[,iteration=N][,signal=S]",
+        "--moevement-inject", action="extend", nargs="+", default=(), metavar="rank=N,phase=P[,iteration=N][,signal=S]",
         check=each(lambda name, text: Fault.parse(text), tuple),
         help="a drill: once, let signal (KILL, STOP, EXC, or WAIT: stay there until another rank fails) happen to a "
-        f"rank in a phase ({', '.join(Phase)}); may be given several times",
+        f"rank in a phase ({', '.join(Phase)}); several are several failures",
     )  # fmt: skip
     mtbf_s: float | None = flag(
         "--moevement-inject-mtbf", type=float, metavar="S", check=positive(None),

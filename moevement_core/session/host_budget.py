@@ -27,6 +27,8 @@ class AtPeer:
     """Bytes of each snapshot of a window."""
     count: int = 0
     """How many are kept at a time."""
+    staging: int = 0
+    """Bytes of a part that is received before it is added to a sum."""
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,10 @@ class Topology:
         if not self.groups:
             return sum(at_peer[source].nbytes for source in sources_of(self.peers, rank))
         groups = [group for group in self.groups if rank in group.holders]
-        return sum(_of_sums([at_peer[one] for one in group.members]) for group in groups)
+        return sum(
+            _of_sums([at_peer[one] for one in group.members]) + sum(at_peer[one].staging for one in group.members)
+            for group in groups
+        )
 
     def weaker(self) -> Iterator[tuple[str, Topology]]:
         """Protections that take less host memory, those first that survive as many losses: the flag, and the same."""

@@ -230,7 +230,7 @@ class WindowDecisions:
         memory.keeps_own = True
         mine = Needs(
             memory.here([schedule]), memory.in_flight([schedule]),
-            AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule)),
+            AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule), memory.staging),
             self.log_bytes(schedule), self.allowed,
         )  # fmt: skip
         memory.keeps_own, total = decide_keep_own(
@@ -332,7 +332,7 @@ class WindowDecisions:
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
         nbytes = max(checkpointer.asked_bytes, memory.at_peer(changes))
-        at_peer = AtPeer(nbytes, *memory.slots_at_peer(schedule))
+        at_peer = AtPeer(nbytes, *memory.slots_at_peer(schedule), memory.staging)
         return Needs(here, here, at_peer, self.log_bytes(schedule), self.allowed)
 
     def _measured_windows(
