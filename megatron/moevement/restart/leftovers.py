@@ -226,14 +226,14 @@ def _reset_modules(live: Live) -> None:
 
 def _reset_reductions(chunk: Any) -> None:
     """Handles of aborted reductions would be waited for; gradients counted in an iteration that is begun again would
-    be counted twice, and in the first one become what is expected of all others.
+    be counted twice. Every rank begins as a new one does, whose first iteration reduces when backward is over: in
+    another order than while it runs, where groups of parameters share communicators.
     """
     chunk.force_all_reduce = False
     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
         group.grad_reduce_handle = None
         group.grad_reduce_finished, group.is_last_microbatch = False, True
-        if group.is_first_batch:
-            group.golden_per_param_grad_ready_counts = {}
+        group.golden_per_param_grad_ready_counts, group.is_first_batch = {}, True
         group.per_param_grad_ready_counts = {}
 
 
