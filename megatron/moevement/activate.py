@@ -17,6 +17,7 @@ from typing import Any
 from megatron.moevement import platform
 from megatron.moevement.patches import check_names, replace
 from megatron.moevement.runtime.job import Process
+from megatron.moevement.runtime.token_count import keep_token_count
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -167,8 +168,10 @@ def points() -> tuple[Point, ...]:
         Point(
             (training,),
             "finalize_model_grads",
-            lambda original: places.around(Phase.REDUCE)(replicas.reducing_replicas(original)),
-            "gradients of experts in slots are reduced over their replicas; a fault may be injected here",
+            lambda original: keep_token_count(_process)(
+                places.around(Phase.REDUCE)(replicas.reducing_replicas(original))
+            ),
+            "gradients of experts in slots are reduced over their replicas; the token count of the batch is recorded",
         ),
         Point(
             ("megatron.core.models.gpt.moe_module_specs",),

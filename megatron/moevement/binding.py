@@ -9,6 +9,7 @@ from typing import Any, override
 
 import torch.distributed as dist
 
+from megatron.moevement.elastic.slots import slots
 from megatron.moevement.operators import OperatorId
 from megatron.moevement.optimizer.committed import CommittedOptimizer, check_supported, norm_spans_job
 from megatron.moevement.optimizer.restore import Restore
@@ -187,6 +188,7 @@ class MegatronBinding(Binding):
             vote,
             lambda: self.on_step(),
             Scales(self.live.model or []),
+            lambda: self.live.num_tokens,
         )
         self._commit = commit
         places.watch(self.live)
@@ -270,8 +272,8 @@ class MegatronBinding(Binding):
     def stages_are_tied_by(self) -> str | None:
         from megatron.training import get_args
 
-        if get_args().calculate_per_token_loss:
-            return "--calculate-per-token-loss needs the token count of the last stage"
+        if get_args().calculate_per_token_loss and slots() is not None:
+            return "gradients of experts in slots are summed after they are divided by the token count"
         return None
 
     @override

@@ -63,6 +63,7 @@ class CommittedOptimizer(Commit):
         vote: returns when every rank of the job has come here, if no reduction of the step has made sure of that.
         step: what the trainer's ``optimizer.step()`` is to be in training; it calls :meth:`step`.
         scales: of FP8 on this rank, where weights are kept in it.
+        num_tokens: gives the number that gradients were divided by, a tensor; None without per-token loss.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class CommittedOptimizer(Commit):
         vote: Vote,
         step: Callable[[], Any],
         scales: Scales | None = None,
+        num_tokens: Callable[[], Any] = lambda: None,
     ) -> None:
         super().__init__()
+        self._num_tokens = num_tokens
         self._scales = scales
         self._optimizer, self._boundary, self._advance, self._vote = optimizer, boundary, advance, vote
         self._step = type(optimizer).step.__get__(optimizer)
@@ -122,7 +125,7 @@ class CommittedOptimizer(Commit):
         @functools.wraps(original)
         def reduction() -> Any:
             result = getattr(self.mode, name)(original)
-            self._reduced.take(name, result, self._optimizer)
+            self._reduced.take(name, result, self._optimizer, self._num_tokens)
             if is_last and self._section is not None:
                 if self._optimizer.config.log_num_zeros_in_grad:
                     self._reduced.zeros = self._optimizer.count_zeros()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,12 @@ class Reduced:
     clip_norm: Norm = None
     """As the clipping had it: what the trainer prints was rounded on the way between stages."""
     clip_norms_by_group: Mapping[str, Norm] = field(default_factory=dict)
+    num_tokens: int | None = None
+    """Of the batch, where gradients are divided by it."""
     zeros: int | None = None
     """Elements of gradients that are zero, where they are counted."""
 
-    def take(self, name: str, result: Any, optimizer: Any) -> None:
+    def take(self, name: str, result: Any, optimizer: Any, num_tokens: Callable[[], Any]) -> None:
         """The reduction ``name`` of ``optimizer`` has given ``result``; waits for the device."""
         match name:
             case "prepare_grads":
@@ -36,6 +38,8 @@ class Reduced:
                     for member in members(optimizer)
                 ]
                 self.clip_norm, self.clip_norms_by_group, self.zeros = None, {}, None
+                counted = num_tokens()
+                self.num_tokens = int(counted) if counted is not None else None
             case "get_grad_norm":
                 self.clip_norm = recorded(result)
             case _:
@@ -55,6 +59,7 @@ def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
         "found_inf": list(reduced.found_inf),
         "clip_norm": reduced.clip_norm,
         "clip_norms_by_group": dict(reduced.clip_norms_by_group),
+        "num_tokens": reduced.num_tokens,
         "zeros": reduced.zeros,
     }
 

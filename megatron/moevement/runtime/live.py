@@ -39,6 +39,8 @@ class Live:
     """None before Megatron's training loop begins."""
     iteration: int = 0
     """The last committed iteration; 0 before the first."""
+    num_tokens: Any = None
+    """Of the batch of the iteration that is under way, a tensor on the device; None without per-token loss."""
     samples_are_known: bool = False
     """Whether the numbers of consumed samples were put back, and a zero among them is one."""
     boundary_log: BoundaryLog | None = None

@@ -13,6 +13,7 @@ from megatron.moevement.data.batches import train_batches_from
 from megatron.moevement.fp8.delayed import remaking
 from megatron.moevement.optimizer.committed import CommittedOptimizer
 from megatron.moevement.optimizer.modes import Redo, Replay
+from megatron.moevement.optimizer.per_token import divide_gradients
 from megatron.moevement.optimizer.restore import Restore
 from megatron.moevement.optimizer.scales import Scales
 from megatron.moevement.optimizer.views import OperatorViews
@@ -313,11 +314,18 @@ class MegatronTrainer(Trainer):
         # As the trainer has it: experts in slots are reduced over their replicas in it.
         finalize = config.finalize_model_grads_func or training.finalize_model_grads
 
-        def finalize_as_ever(*args: Any, **kwargs: Any) -> Any:
+        def finalize_as_ever(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
             # Megatron puts the gradients of all parameters that require one into one tensor to reduce it. A sum over
             # more than two ranks depends on where in it a number stands, so frozen ones have to stand there, too.
             with self._mode.as_if_active():
-                return finalize(*args, **kwargs)
+                if self._alone is None or num_tokens is None:
+                    return finalize(model, num_tokens, *args, **kwargs)
+                # The last stage, which would be asked for the count, does not run.
+                result = finalize(model, None, *args, **kwargs)
+                assert self._step.outcome is not None
+                divide_gradients(model, counted := self._step.outcome["num_tokens"], num_tokens)
+                self._live.num_tokens = torch.full_like(num_tokens, counted)
+                return result
 
         for chunk in self._chunks:
             chunk.train()

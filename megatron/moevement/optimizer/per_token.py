@@ -1,0 +1,21 @@
+"""``--calculate-per-token-loss``: gradients are divided by the number of tokens of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def divide_gradients(chunks: Sequence[Any], num_tokens: int, counted: torch.Tensor) -> None:
+    """What Megatron's ``finalize_model_grads`` does at its end.
+
+    Args:
+        chunks: this rank's virtual stages.
+        num_tokens: of the batch.
+        counted: as the schedule counted it on this rank; for its dtype and device.
+    """
+    scaling = 1.0 / torch.clamp(torch.full_like(counted, num_tokens), min=1)
+    for chunk in chunks:
+        chunk.scale_gradients(scaling)

@@ -1,0 +1,24 @@
+"""The number of tokens of a batch, which the last stage counts: kept, for a stage that replays alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from megatron.moevement.runtime.job import Process
+
+
+def keep_token_count(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``finalize_model_grads``, which sums the count over the job in place, that keeps it."""
+
+    def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def finalize_model_grads(model: list[Any], num_tokens: Any = None, *args: Any, **kwargs: Any) -> Any:
+            result = original(model, num_tokens, *args, **kwargs)
+            process.job.live.num_tokens = num_tokens
+            return result
+
+        return finalize_model_grads
+
+    return wrapper
