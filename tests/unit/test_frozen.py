@@ -144,6 +144,9 @@ class Chained:
     def _compute_grad_norms_by_group(self) -> dict[str, float]:
         return {"computed": 1.0}
 
+    def count_zeros(self) -> int:
+        return 0
+
     def step(self) -> tuple[bool, float | None, None]:
         if self.prepare_grads():
             return False, None, None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from argparse import Namespace
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron.moevement.preflight import machine
 from moevement_cli.main import main
 from moevement_core.errors import ConfigError
 from tests.training import flags
@@ -40,7 +42,27 @@ def test_the_tiny_model_passes(parse: Callable[..., Namespace]) -> None:
     assert args.data_parallel_size == 2
 
 
+def test_variables_of_attention_kernels_mean_nothing_without_a_gpu(
+    parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    parse()
+    assert "NVTE_FLASH_ATTN" not in os.environ
+
+
+def test_variables_of_attention_kernels_agree_with_the_backend(
+    parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = parse()
+    monkeypatch.setattr("megatron.moevement.platform.is_cpu", lambda: False)
+    assert list(machine.attention(args)) == []
+    monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
+    (complaint,) = machine.attention(args)
+    assert complaint.startswith("NVTE_FUSED_ATTN=1 with --attention-backend unfused, for which Megatron sets it to 0;")
+
+
 BAD: dict[str, tuple[int, dict[str, Any], str]] = {
+    "mode of reruns": (1, {"rerun_mode": "report_stats"}, "--rerun-mode report_stats: Megatron's parser takes it .*; give validate_results or disabled"),
     "experts by EP": (4, {"expert_model_parallel_size": 4, "num_experts": 6}, r"--num-experts 6: .*--expert-model-parallel-size 4; use 4 or 8"),
     "EP without experts": (2, {"expert_model_parallel_size": 2, "num_experts": False, "moe_router_topk": False}, "--expert-model-parallel-size 2: the model has no experts"),
     "world by EP": (3, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: world size 3"),

@@ -93,6 +93,10 @@ class CommittedOptimizer(Commit):
         for member in members(optimizer):
             if hasattr(member, "config"):  # a barrier of the timers would wait for others inside the update
                 member.config.barrier_with_L1_time = False
+                # Gathers come after the section, of all chunks alike.
+                member.config.overlap_param_gather_with_optimizer_step = False
+        for chunk in (chunk for member in self._gathering() for chunk in member.model_chunks):
+            chunk.overlap_param_gather_with_optimizer_step = False
         self._replace(step, last=REDUCTIONS[2] if clips else REDUCTIONS[1])
 
     def _replace(self, step: Callable[[], Any], last: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 
@@ -25,6 +26,35 @@ NEEDS_GPU = (
     Refusal("--moe-router-fusion", given("moe_router_fusion"), _KERNELS),
     Refusal("--overlap-moe-expert-parallel-comm", given("overlap_moe_expert_parallel_comm"), _KERNELS),
 )
+
+
+ATTENTION = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Variables by which Transformer Engine may use a kernel, which Megatron sets for a backend."""
+_ATTENTION_OF = {"auto": "111", "flash": "100", "fused": "010", "unfused": "001", "local": "000"}
+
+
+def attention(args: Namespace) -> Iterator[str]:
+    """Variables of the environment agree with the backend. Without a GPU they mean nothing and are taken away."""
+    if platform.is_cpu():
+        for name in ATTENTION:
+            os.environ.pop(name, None)
+        return
+    backend = args.attention_backend.name
+    for name, value in zip(ATTENTION, _ATTENTION_OF.get(backend, ""), strict=False):
+        if (found := os.environ.get(name)) not in (None, value):
+            yield (
+                f"{name}={found} with --attention-backend {backend}, for which Megatron sets it to {value}; unset "
+                f"{', '.join(ATTENTION)}, or choose the backend by the flag"
+            )
+
+
+def reruns(args: Namespace) -> Iterator[str]:
+    """The mode is one that Megatron's state machine for reruns has."""
+    if args.rerun_mode == "report_stats":
+        yield (
+            "--rerun-mode report_stats: Megatron's parser takes it and its state machine does not (there it is "
+            "report_determinism_stats); give validate_results or disabled"
+        )
 
 
 def optimizer(args: Namespace) -> Iterator[str]:

@@ -28,10 +28,6 @@ REFUSED = (
     Refusal("--delay-wgrad-compute", given("delay_wgrad_compute"), _WGRAD),
     Refusal("--defer-embedding-wgrad-compute", given("defer_embedding_wgrad_compute"), _WGRAD),
     Refusal(
-        "--overlap-param-gather-with-optimizer-step", given("overlap_param_gather_with_optimizer_step"),
-        "the step of one optimizer waits for a gather of the other",
-    ),
-    Refusal(
         "--moe-expert-rank-capacity-factor", lambda args: args.moe_expert_rank_capacity_factor is not None,
         "it repeats steps on its own",
     ),
