@@ -128,6 +128,8 @@ class Member:
 
 
 class Chained:
+    config = SimpleNamespace(log_num_zeros_in_grad=False)
+
     def __init__(self, members: list[Member]) -> None:
         self.chained_optimizers = members
         self.grad_norms_by_group: dict[str, float] = {}
@@ -212,6 +214,7 @@ def test_the_recorded_verdict_and_norms_win() -> None:
     assert torch.equal(parameters["b"], before), "an overflow that only a frozen operator's gradient would show"
     step.outcome = {
         "overflow": False, "found_inf": [None, None], "clip_norm": 0.1 + 0.2, "clip_norms_by_group": {"g": 3.0},
+        "num_tokens": None, "zeros": None,
     }  # fmt: skip
     assert optimizer.step()[1] == 0.1 + 0.2
     assert optimizer.grad_norms_by_group == {"g": 3.0}
