@@ -1,6 +1,6 @@
 # MoEvement on NVIDIA's PyTorch container. The container's torch, Transformer Engine, Apex, NCCL and (where it has one)
 # nvidia-resiliency-ext stay as they are; what is installed beside them follows from pyproject.toml. The tag is the one
-# that Megatron-Core 0.19 is built and tested on.
+# that Megatron-Core 0.19 pins. No image was built by this project; tests/packaging/test_container.py runs the steps below.
 #
 #   docker build -t moevement .
 #   docker run --gpus all --ipc=host --ulimit memlock=-1 moevement \
