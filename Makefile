@@ -5,7 +5,7 @@ PYTHON_BIN := .venv/bin/python
 RUN_DIR ?= runs/demo
 NPROC ?= 4
 
-.PHONY: help setup demo test test-cluster test-full lint format lock bench clean
+.PHONY: help setup demo test test-cluster test-full lint format lock docs bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -42,6 +42,10 @@ lint: setup ## ruff and mypy
 format: setup ## let ruff format the code
 	@$(PYTHON_BIN) -m ruff check --fix-only . && $(PYTHON_BIN) -m ruff format .
 
+# Not with --quiet: it lets no warning through, and strict mode counts none then.
+docs: setup ## all pages as a site in site/; a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
+
 lock: setup ## resolve requirements/requirements.in into the lock file
 	@.venv/bin/uv pip compile --quiet --upgrade --python-version 3.12 --no-header --no-annotate \
 	    requirements/requirements.in --output-file requirements/lock.txt
@@ -50,4 +54,4 @@ bench: setup ## startup, iteration time and memory of the laptop preset
 	@$(PYTHON_BIN) -m benchmarks.laptop
 
 clean: ## remove the environment and the demo's runs
-	@rm -rf .venv runs
+	@rm -rf .venv runs site

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.."
 UV_VERSION=0.13.8
 venv=.venv
 stamp=$venv/.installed
-wanted=$(cat requirements/*.txt setup.py scripts/bootstrap.sh | sha256sum | cut -d' ' -f1)
+wanted=$(cat requirements/*.txt pyproject.toml setup.py scripts/{bootstrap,install_in_container}.sh | sha256sum | cut -d' ' -f1)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && "$venv/bin/python" -c '' 2>/dev/null && exit 0
 
 find_python() {
@@ -36,10 +36,7 @@ fi
 
 if [ "$in_container" = 1 ]; then
     [ -x $venv/bin/python ] || "$python" -m venv --system-site-packages $venv
-    $venv/bin/python -m pip list --format=freeze 2>/dev/null |
-        grep -iE '^(torch|transformer.engine|nvidia|triton|apex|numpy|flash.attn)' >$venv/constraints.txt
-    $venv/bin/python -m pip install --quiet --constraint $venv/constraints.txt --editable '.[dev,report,tokenizers]' \
-        --config-settings editable_mode=compat
+    PYTHON=$venv/bin/python scripts/install_in_container.sh --editable dev,report,tokenizers
 else
     [ -x $venv/bin/python ] || "$python" -m venv $venv
     $venv/bin/python -m pip install --quiet "uv==$UV_VERSION"

@@ -1,0 +1,200 @@
+"""Every command that README and docs show is understood by what it calls, and run by a test, or says why not."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement.arguments import add_arguments
+from moevement_cli import main as cli
+from moevement_core.launching import config_file
+from tests.docs.commands import PAGES, Command, blocks, commands, is_for_a_shell
+from tests.training import ROOT
+
+ALL = [command for page in PAGES for command in commands(page)]
+
+HERE = {
+    r"moevement plan deepseek_moe .*": (),
+    r"moevement simulate .*": ("--seeds", "1", "--hours", "1"),
+}
+"""Cheap commands, run right here, with what makes them cheaper."""
+
+IN_CI = r"make (lint|test|docs|test-cluster)"
+"""Those that .ci/run runs."""
+
+ELSEWHERE = {
+    r"source \.venv/bin/activate": "tests/docs/test_commands.py::test_the_environment_is_activated",
+    r"moevement launch .* --spares 1 .* --moevement-sparse-ckpt .*":
+        "tests/functional/test_kills.py::test_a_rank_killed_in_every_phase_of_an_iteration",
+    r"moevement launch .* --spares \d .* --moevement-inject rank=\d,iteration=\d+,phase=backward":
+        "tests/functional/test_kills.py::test_a_rank_killed_in_every_phase_of_an_iteration",
+    r"moevement launch .* --spares \d .* --moevement-inject .* --moevement-inject rank=1,phase=replay":
+        "tests/functional/test_kills.py::test_failures_during_a_recovery",
+    r"moevement launch .* --moevement-wipe-at 7 20":
+        "tests/functional/test_recovery.py::test_a_wiped_job_comes_back_bit_for_bit",
+    r"moevement launch --nproc 4 \S+ --config \S+ --train-iters 30 --run-dir runs/whole":
+        "tests/functional/test_launch.py::test_forked_and_fresh_ranks_are_the_same_run",
+    r"moevement launch .* --moevement-persist-dir (\S+) --moevement-load \1":
+        "tests/functional/test_persisted_windows.py::"
+        "test_a_newer_dense_checkpoint_wins_and_an_empty_folder_is_a_fresh_start",
+    r"moevement launch .* --moevement-elastic .* --moevement-expert-slots .*":
+        "tests/functional/test_elastic.py::test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would",
+    r"moevement launch --trainer torch .*":
+        "tests/functional/test_plain_torch.py::test_ranks_are_killed_and_nothing_is_different",
+    r"moevement verify \S+ \S+": "tests/unit/test_run_record.py",
+    r"moevement report .*": "tests/functional/test_kills.py::test_a_rank_killed_in_every_phase_of_an_iteration",
+    r"moevement data build .*": "tests/unit/test_token_files.py::test_the_command",
+    r"moevement profile .*": "tests/functional/test_profile.py::test_a_run_is_measured_and_simulated",
+}  # fmt: skip
+"""What is too slow to be run here, and the test that runs the same thing."""
+
+
+class _Refusing(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise ValueError(message)
+
+
+@cache
+def _flags() -> argparse.ArgumentParser:
+    """Megatron's flags and ours, as a rank parses them."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_arguments(add_megatron_arguments(_Refusing(allow_abbrev=False)))
+
+
+def _is_understood(command: Command) -> None:
+    """Raises what is wrong with it."""
+    program, *words = command.words
+    if program == "moevement":
+        _subcommand(words)
+    elif program == "sbatch":
+        script = next(place for place, word in enumerate(words) if not word.startswith("-"))
+        _training(words[script], words[script + 1 :])
+    elif program == "make":
+        subprocess.run(["make", "--dry-run", *words], cwd=ROOT, check=True, capture_output=True)
+    elif program == "docker":
+        assert (ROOT / "Dockerfile").is_file()
+    elif program == "python":
+        path = Path(*words[1].split(".")) if words[0] == "-m" else Path(words[0])
+        assert any((ROOT / path.with_suffix(suffix)).exists() for suffix in ("", ".py"))
+    elif program != "source":
+        raise ValueError(f"{program}: no command that this test knows")
+
+
+def _subcommand(words: list[str]) -> None:
+    arguments, others = cli._parser(words).parse_known_args(words)
+    if words[0] in ("launch", "profile"):
+        assert not others
+        if getattr(arguments, "trainer", "megatron") == "megatron":
+            _training(arguments.script, arguments.arguments)
+        return
+    assert not others or hasattr(arguments, "flags"), others
+    _flags().parse_args(others)
+
+
+def _training(script: str, words: list[str]) -> None:
+    if script != "SCRIPT":  # in a line that says what goes where
+        assert (ROOT / script).is_file(), script
+        _flags().parse_args(config_file.expand(words))
+
+
+def _matches(command: Command, pattern: str) -> bool:
+    return re.fullmatch(pattern, shlex.join(command.words)) is not None
+
+
+def _runs_somewhere(command: Command) -> bool:
+    return any(_matches(command, pattern) for pattern in (*HERE, *ELSEWHERE, IN_CI))
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def test_there_are_commands() -> None:
+    assert {"README.md", "laptop.md", "cluster.md", "recovery.md", "simulator.md"} <= {one.page.name for one in ALL}
+
+
+@pytest.mark.parametrize("command", ALL, ids=str)
+def test_a_command_is_understood(command: Command) -> None:
+    _is_understood(command)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "moevement plan deepseek_moe --ranks 96 --iteration-time 2.75 --clutser moevement-a100",
+        "moevement verify a b c",
+        "moevement launch --nproc 4 examples/pretrain_moe/pretrain_gpt.py --moevement-windows 3",
+        "moevement launch --nproc 4 examples/pretrain_moe/pretrain.py",
+        "make demonstration",
+        "python scripts/tables_of_flags.py",
+    ],
+)
+def test_a_command_that_is_not_there_is_not_understood(words: str) -> None:
+    with pytest.raises((ValueError, SystemExit, AssertionError, subprocess.CalledProcessError)):
+        _is_understood(Command(ROOT / "README.md", 1, tuple(words.split()), ""))
+
+
+def test_every_command_is_run_or_says_why_not() -> None:
+    assert not [str(command) for command in ALL if not command.excuse and not _runs_somewhere(command)]
+
+
+def test_no_excuse_is_left_of_what_is_run() -> None:
+    excused = {(command.page, command.excuse) for command in ALL if command.excuse}
+    needed = {(command.page, command.excuse) for command in ALL if command.excuse and not _runs_somewhere(command)}
+    assert excused == needed
+
+
+def test_every_block_is_for_a_shell_or_says_what_it_is() -> None:
+    """A block whose second line is a command and whose first is none would be looked over."""
+    for page in PAGES:
+        for block in blocks(page.read_text(encoding="utf-8")):
+            typed = [
+                line for line in block.lines if re.match(r"\s*(moevement [a-z]+ -|make [a-z]|sbatch -|\$L )", line)
+            ]
+            assert not typed or is_for_a_shell(block) or block.language == "text", f"{page.name}:{block.line}: {typed}"
+
+
+def test_the_tests_that_run_them_are_there() -> None:
+    for where in ELSEWHERE.values():
+        file, _, name = where.partition("::")
+        functions = {one.name for one in ast.parse((ROOT / file).read_text()).body if isinstance(one, ast.FunctionDef)}
+        assert not name or name in functions, where
+
+
+def test_nothing_is_in_the_tables_that_no_page_shows() -> None:
+    for pattern in (*HERE, *ELSEWHERE):
+        assert any(_matches(command, pattern) for command in ALL), pattern
+
+
+def test_ci_runs_what_it_is_said_to_run() -> None:
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    shown = {shlex.join(command.words) for command in ALL if _matches(command, IN_CI)}
+    assert shown <= set(lines)
+
+
+@pytest.mark.parametrize(
+    "text", sorted({shlex.join(one.words) for one in ALL if any(_matches(one, pattern) for pattern in HERE)})
+)
+def test_a_cheap_command_runs(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (less,) = (less for pattern, less in HERE.items() if re.fullmatch(pattern, text))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*shlex.split(text)[1:], *less]) == 0
+
+
+def test_the_environment_is_activated() -> None:
+    activate = Path(sys.prefix) / "bin" / "activate"
+    done = subprocess.run(
+        ["bash", "-c", f"source {shlex.quote(str(activate))} && command -v moevement"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == str(Path(sys.prefix) / "bin" / "moevement")

@@ -1,0 +1,72 @@
+"""Flags that pages name exist, and numbers of the comparison are those of the pages that it names."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement.arguments import add_arguments
+from moevement_cli import main as cli
+from tests.docs.commands import PAGES
+from tests.training import ROOT
+
+OF_OTHERS = {"--nproc-per-node", "--nodes", "--config", "--moevement"}
+"""torchrun's, sbatch's, the one that a file of flags replaces, and how ours begin."""
+COMPARISON = ROOT / "docs" / "comparison.md"
+
+
+@cache
+def known_flags() -> frozenset[str]:
+    """Megatron's, ours, and those of the commands that start a job or plan one."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parsers = [add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))]
+    for command in cli.COMMANDS:
+        outer = cli._parser([command])
+        (subcommands,) = (one for one in outer._actions if isinstance(one, argparse._SubParsersAction))
+        parsers.append(subcommands.choices[command])
+    return frozenset(name for parser in parsers for action in parser._actions for name in action.option_strings)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_of_ours_exist(page: Path) -> None:
+    named = set(re.findall(r"--(?:moevement|inprocess)-[a-z0-9-]*[a-z0-9]", page.read_text(encoding="utf-8")))
+    assert named <= known_flags(), named - known_flags()
+
+
+@pytest.mark.parametrize("name", ["migration.md", "cluster.md"])
+def test_every_flag_of_a_guide_exists(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)) - OF_OTHERS
+    assert named
+    assert named <= known_flags(), named - known_flags()
+
+
+def _sections() -> list[tuple[str, str, set[str]]]:
+    """Title, page that it is from, and the numbers of its tables."""
+    found = []
+    for section in COMPARISON.read_text(encoding="utf-8").split("\n## ")[1:]:
+        rows = [line for line in section.splitlines() if line.startswith("|")]
+        if rows:
+            source = re.search(r"^From \[(benchmarks/\S+\.md)\]", section, flags=re.MULTILINE)
+            assert source, section.splitlines()[0]
+            found.append((section.splitlines()[0], source[1], set(re.findall(r"\d+(?:\.\d+)?", "\n".join(rows[2:])))))
+    return found
+
+
+@pytest.mark.parametrize(("title", "source", "numbers"), _sections(), ids=[title for title, _, _ in _sections()])
+def test_numbers_of_the_comparison_are_measured_ones(title: str, source: str, numbers: set[str]) -> None:
+    measured = set(re.findall(r"\d+(?:\.\d+)?", (ROOT / source).read_text(encoding="utf-8")))
+    assert numbers
+    assert numbers <= measured, f"{title}: {numbers - measured}"
+
+
+def test_commands_and_dates_of_the_comparison_are_those_of_its_pages() -> None:
+    text = " ".join(COMPARISON.read_text(encoding="utf-8").split())
+    for source, command in re.findall(r"From \[(benchmarks/\S+\.md)\].*?`((?:moevement|python -m) .*?)`", text):
+        page = " ".join((ROOT / source).read_text(encoding="utf-8").split())
+        assert command in page, f"{source}: {command}"

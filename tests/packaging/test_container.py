@@ -1,0 +1,104 @@
+"""The Dockerfile's steps without Docker, in an environment that plays NVIDIA's container: torch is there already."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.packaging import attempts
+from tests.packaging.environments import Environment, source_copy
+from tests.training import ROOT
+
+IN_THE_CONTAINER = ("pip", "torch", "numpy", "psutil", "pyyaml", "tensorboard", "matplotlib")
+"""What NVIDIA's container has of what is needed, and pip."""
+FOR_SPEED = ("transformers", "sentencepiece")
+"""What it does not have, and takes half a minute to install."""
+TORCH = "2.13.0a0+5c9fa1b.nv26.6"
+"""A version as NVIDIA's builds have: before the release, and on no index."""
+
+
+def run_commands() -> list[str]:
+    """The RUN instructions of the Dockerfile."""
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    return re.findall(r"^RUN (.*)$", text, flags=re.MULTILINE)
+
+
+def played(folder: Path) -> Environment:
+    environment = Environment(folder)
+    for distribution in (*IN_THE_CONTAINER, *FOR_SPEED):
+        environment.borrow(distribution)
+    environment.call("torch", TORCH)
+    return environment
+
+
+def run(environment: Environment, source: Path, command: str) -> subprocess.CompletedProcess[str]:
+    """As Docker does; bytecode is made of what is imported, and not of everything."""
+    return subprocess.run(
+        ["/bin/sh", "-c", command], cwd=source, env={**environment.variables(), "PIP_NO_COMPILE": "1"},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return source_copy(tmp_path_factory.mktemp("context") / "moevement")
+
+
+@pytest.fixture(scope="module")
+def container(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    environment = played(tmp_path_factory.mktemp("container") / "environment")
+    commands = run_commands()
+    assert commands
+    for command in commands:
+        ended = run(environment, source, command)
+        assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+    return environment
+
+
+def test_torch_of_the_container_stays(container: Environment) -> None:
+    listed = container.run("python", "-m", "pip", "list", "--format=freeze")
+    assert f"torch=={TORCH}\n" in listed
+    assert (container.site / "torch").is_symlink()
+
+
+def test_nothing_comes_that_nobody_asked_for(container: Environment) -> None:
+    """Neither a second torch by another name, nor the services of nvidia-resiliency-ext, nor what only tests need."""
+    listed = container.run("python", "-m", "pip", "list", "--format=freeze").lower()
+    for name in ("apex", "transformer-engine", "fastapi", "grpcio-tools", "pytest", "mkdocs"):
+        assert f"\n{name}==" not in listed
+
+
+def test_help_names_all_commands(container: Environment) -> None:
+    attempts.help_names_all_commands(container)
+
+
+def test_two_ranks_train(container: Environment) -> None:
+    attempts.two_ranks_train(container)
+
+
+@pytest.mark.full
+def test_a_package_of_the_container_is_not_replaced(source: Path, tmp_path: Path) -> None:
+    """One that is too old ends the installation; it is neither upgraded nor ignored."""
+    environment = played(tmp_path / "environment")
+    environment.borrow("xxhash")
+    environment.call("xxhash", "3.0.0")
+    ended = run(environment, source, run_commands()[0])
+    assert ended.returncode != 0
+    assert "xxhash" in ended.stderr
+    assert "xxhash==3.0.0" in environment.run("python", "-m", "pip", "list", "--format=freeze")
+
+
+def test_an_environment_without_torch_is_refused(source: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "environment")
+    ended = run(environment, source, run_commands()[0])
+    assert ended.returncode == 2
+    assert "has no torch" in ended.stderr
+
+
+def test_docker_is_sent_nothing_that_git_ignores() -> None:
+    ignored = {line.strip("*/") for line in (ROOT / ".gitignore").read_text().splitlines()}
+    not_sent = {line.strip("*/") for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] != "#"}
+    assert not_sent == ignored | {".git"}
