@@ -108,6 +108,7 @@ class _Coordination:
             self._server.poll(POLL_S, self._answer())
             coordinator.step()
             self._report_changes()
+            signals.check()
             if signals.asked_by is not None:
                 self._begin_to_wind_down(signal.Signals(signals.asked_by).name)
                 signals.asked_by = None

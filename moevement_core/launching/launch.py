@@ -128,6 +128,7 @@ def launch_on_this_host(launch: Launch) -> int:
                         children, launch.respawn_after_s,
                     )  # fmt: skip
                 while watch.is_running():
+                    signals.check()
                     if signals.asked_by is not None:
                         _wind_down(watch, signals, progress)
                     progress.update()

@@ -22,12 +22,16 @@ class Signals:
     The first of those that come before a machine is taken away (SIGTERM, SIGUSR1, SIGUSR2) asks a job that can to end
     in order, at a boundary between iterations and with everything saved; every other one is raised as an exception.
     What was ignored when this process was started (SIGHUP under nohup) stays so.
+
+    Python drops an exception that comes up in a finalizer or a callback of the garbage collector, so whoever waits in a
+    loop also calls :meth:`check`.
     """
 
     def __init__(self) -> None:
         self.may_wind_down = False
         self.asked_by: int | None = None
         """The signal that asked the job to end in order; until that is taken up."""
+        self._stopped_by: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -40,10 +44,16 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def check(self) -> None:
+        """Raises :class:`Stopped` if a signal has asked to end at once."""
+        if self._stopped_by is not None:
+            raise Stopped(self._stopped_by)
+
     def _take(self, number: int, frame: Any) -> None:
         if self.may_wind_down and number in WINDING_DOWN:
             self.may_wind_down, self.asked_by = False, number
             return
         for asking in ASKING:  # once is enough: what comes now is the end
             signal.signal(asking, signal.SIG_IGN)
+        self._stopped_by = number
         raise Stopped(number)

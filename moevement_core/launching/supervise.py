@@ -175,6 +175,7 @@ class _Task:
                 return 0
             if client.is_winding_down:
                 self._supervisor.wind_down()
+            signals.check()
             if signals.asked_by is not None:
                 client.request("wind_down", f"signal {signals.asked_by} to {self._task.name}")
                 signals.asked_by = None

@@ -1,0 +1,40 @@
+"""A launcher that is asked to end does, whatever it was doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from moevement_core.launching.signals import Signals, Stopped
+
+
+class Interrupted:
+    """An object whose finalizer is running when the signal comes."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # until the interpreter runs the handler
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
+    with Signals() as signals:
+        signals.check()
+        interrupted = Interrupted()
+        del interrupted  # Python drops what is raised here
+        with pytest.raises(Stopped) as stopped:
+            signals.check()
+    assert stopped.value.number == signal.SIGINT
+
+
+def test_the_first_request_may_be_to_end_in_order() -> None:
+    with Signals() as signals:
+        signals.may_wind_down = True
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.check()
+        assert signals.asked_by == signal.SIGTERM
+        with pytest.raises(Stopped):
+            os.kill(os.getpid(), signal.SIGTERM)
