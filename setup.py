@@ -45,6 +45,7 @@ setup(
         "megatron-core>=0.19,<0.20",
         "nvidia-resiliency-ext>=0.6,<0.8",
         "numpy>=1.26",
+        "prometheus-client>=0.20",
         "psutil>=5.9",
         "pyyaml>=6",
         "rich>=13",
