@@ -34,9 +34,9 @@ line says so.
 ## TensorBoard
 
 Where Megatron has a writer (`--tensorboard-dir`, or `--run-dir`, whose `tensorboard/` it is by default), the last rank
-writes the tags below each iteration, those of recoveries in the first iteration after one. A tag shows what the line of
-`metrics.jsonl` has, so of what is added up for Prometheus it shows the share of the iteration. W&B, OneLogger and all
-else that Megatron logs to are as Megatron has them.
+writes the tags below in each iteration. The tag of a counter of checkpoints shows what the iteration added to it, as
+its line of `metrics.jsonl` does. Without `--run-dir` there is no record of failures, and their tags stay at 0. W&B,
+OneLogger and all else that Megatron logs to are as Megatron has them.
 
 Figures of checkpoints are those of the rank that writes the record, the last one. After a job has been started again in
 the same run directory they go on from what it holds.

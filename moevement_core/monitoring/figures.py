@@ -8,7 +8,7 @@ There is one table for all who show them: the metrics endpoint (``exporter.py``)
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -173,6 +173,16 @@ class RunFigures:
     _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of counters, by name."""
 
+    @staticmethod
+    def of(lines: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> RunFigures:
+        """From a whole record."""
+        figures = RunFigures()
+        for line in lines:
+            figures.take_line(line)
+        for event in events:
+            figures.take_event(event)
+        return figures
+
     def take_line(self, line: Mapping[str, Any]) -> None:
         """A line of ``metrics.jsonl``."""
         # One of an iteration that was recovered says nothing of checkpointing, which is as it was.
@@ -221,6 +231,15 @@ class RunFigures:
                 yield from (Sample(figure, seconds, part) for part, seconds in self.recoveries[-1]["parts"].items())
             elif figure is LAST_RECOVERED_AT and self.recoveries:
                 yield Sample(figure, self.recoveries[-1]["resumed_at"])
+
+    def scalars(self) -> Iterator[tuple[str, float]]:
+        """For TensorBoard: tag and value of each figure that it shows; of fields, what the newest line says."""
+        for figure in FIGURES:
+            if figure.tag and figure.field and (value := _number(self.line.get(figure.field))) is not None:
+                yield figure.tag, value
+        for sample in self.samples():
+            if (tag := sample.figure.tag) and not sample.figure.field:
+                yield f"{tag}/{sample.label}" if sample.label else tag, sample.value
 
     def _counted(self, figure: Figure) -> Iterator[Sample]:
         if figure.label is not None:

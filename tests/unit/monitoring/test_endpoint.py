@@ -7,12 +7,10 @@ import signal
 import socket
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from moevement_core.errors import ConfigError
 from moevement_core.launching.launch import value_of
@@ -22,11 +20,7 @@ from moevement_core.monitoring.exporter import families
 from moevement_core.monitoring.figures import FIGURES, Kind
 from moevement_core.monitoring.watched_run import WatchedRun
 from tests.unit.monitoring.runs import append, line, recovered_run
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+from tests.unit.monitoring.scraping import free_port, scraped
 
 
 @pytest.fixture
@@ -35,18 +29,6 @@ def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoi
     with Endpoint(Served(str(tmp_path), free_port())) as serving:
         serving.step(print)
         yield serving
-
-
-def scraped(url: str) -> dict[str, float]:
-    """What Prometheus would have, by its own parser."""
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        assert answer.headers["Content-Type"].startswith("text/plain")
-        text = answer.read().decode()
-    return {
-        sample.name + "".join(f"/{value}" for value in sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 def test_what_is_scraped_is_what_the_record_has_while_it_grows(endpoint: Endpoint, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.figures import FIGURES, Kind, RunFigures
 from moevement_core.monitoring.tail import Tail
 from moevement_core.monitoring.watched_run import WatchedRun
+from moevement_core.run_record import RunRecord
 from scripts import metrics_table
 from tests.unit.monitoring.runs import append, failure, line, recovered_run
 
@@ -116,3 +117,20 @@ def test_a_damaged_line_is_an_error(tmp_path: Path) -> None:
         file.write("[1]\n")
     with pytest.raises(RunRecordError, match=r"metrics\.jsonl: b'\[1\]' is no JSON object"):
         WatchedRun(tmp_path).update()
+
+
+def test_tensorboard_has_shares_of_iterations_and_all_of_recoveries(tmp_path: Path) -> None:
+    has = dict(recovered_run(tmp_path).figures.scalars())
+    assert (has["moevement/loss"], has["moevement/copied_bytes"]) == (pytest.approx(2.0), 1000)
+    assert (has["moevement/recoveries"], has["moevement/last_recovery_seconds/replay"]) == (1, 1.5)
+    assert has["moevement/effective_training_time_ratio"] == pytest.approx(10 / 16)
+    documented = {figure.tag for figure in FIGURES if figure.tag} - {"moevement/expert_imbalance"}
+    assert {tag if tag in documented else tag.rsplit("/", 1)[0] for tag in has} == documented
+
+
+def test_who_goes_on_with_a_record_counts_from_what_is_there(tmp_path: Path) -> None:
+    recovered_run(tmp_path, has_ended=False)
+    another = RunRecord(tmp_path)
+    another.begin({}, first_iteration=9)
+    another.metric(**line(9))
+    assert (another.figures.iterations, len(another.figures.recoveries)) == (9, 1)

@@ -1,0 +1,73 @@
+"""A job that loses a rank, as those see it who watch: the metrics endpoint, TensorBoard, the terminal, a page."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from moevement_core.monitoring.figures import FIGURES
+from moevement_core.run_record import RunRecord
+from tests.launching import finished, launch, logs
+from tests.training import SCRIPT, flags
+from tests.unit.monitoring.scraping import free_port, scraped
+
+ITERATIONS, KILLED_IN = 30, 10
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    """The run directory, and what was scraped while the job ran."""
+    run_dir, port = tmp_path_factory.mktemp("watched") / "run", free_port()
+    words = flags(
+        train_iters=ITERATIONS, pipeline_model_parallel_size=2, moevement_sparse_ckpt=True, moevement_window=3,
+        moevement_replicas_on_same_node=True, moevement_metrics_port=port,
+        moevement_inject=f"rank=1,iteration={KILLED_IN},phase=step",
+    )  # fmt: skip
+    process = launch("--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(run_dir))
+    url, seen = f"http://127.0.0.1:{port}/metrics", list[dict[str, float]]()
+    while process.poll() is None:
+        try:
+            seen.append(scraped(url))
+        except OSError:  # before the launcher listens, and when the job has ended
+            continue
+    code, out, err = finished(process)
+    assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
+    assert f"figures of the run are served at {url}" in out
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=5)
+    return run_dir, seen
+
+
+def test_the_endpoint_outlives_the_rank_that_dies(watched: tuple[Path, list[dict[str, float]]]) -> None:
+    _, seen = watched
+    iterations = [its["moevement_iteration"] for its in seen if "moevement_iteration" in its]
+    assert iterations == sorted(iterations)
+    assert min(iterations) < KILLED_IN < max(iterations)
+    assert (seen[0]["moevement_recoveries_total"], seen[-1]["moevement_recoveries_total"]) == (0, 1)
+    assert seen[-1]["moevement_last_recovery_seconds/replay"] > 0
+    assert seen[-1]["moevement_replicated_bytes_total"] > seen[-1]["moevement_copied_bytes_total"] / 2 > 0
+    assert 2 in [its["moevement_processes/active"] for its in seen]
+
+
+def test_tensorboard_has_the_same_figures(watched: tuple[Path, list[dict[str, float]]]) -> None:
+    """The rank that was killed wrote them, and the one that took its place."""
+    run_dir, seen = watched
+    written = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    written.Reload()
+    tags = set(written.Tags()["scalars"])
+    for figure in FIGURES:
+        known = figure.exported_name in seen[-1] or any(
+            name.startswith(f"{figure.exported_name}/") for name in seen[-1]
+        )
+        if figure.tag and known:
+            assert any(tag == figure.tag or tag.startswith(f"{figure.tag}/") for tag in tags), figure.tag
+    losses = {point.step: point.value for point in written.Scalars("moevement/loss")}
+    lines = {line["iteration"]: line["loss"] for line in RunRecord(run_dir).metrics()}
+    assert losses.keys() >= {1, KILLED_IN - 1, ITERATIONS}
+    assert all(losses[iteration] == pytest.approx(lines[iteration], rel=1e-6) for iteration in losses)
+    assert written.Scalars("moevement/recoveries")[-1].value == 1
+    assert "lm loss" in tags, "and what Megatron writes"
