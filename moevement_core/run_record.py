@@ -133,6 +133,22 @@ class RunRecord:
         """The lines of ``events.jsonl``, in the order written."""
         return list(_read_lines(self.events_path))
 
+    def config(self) -> dict[str, Any]:
+        """Every resolved flag.
+
+        Raises:
+            RunRecordError: there is none, or it is damaged.
+        """
+        try:
+            config = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RunRecordError(f"{self.config_path}: {error.strerror}; give the --run-dir of a run") from None
+        except yaml.YAMLError as error:
+            raise RunRecordError(f"{self.config_path}: not YAML ({' '.join(str(error).split())})") from None
+        if not isinstance(config, dict):
+            raise RunRecordError(f"{self.config_path}: holds {type(config).__name__}, not flags; it was damaged")
+        return config
+
     def summary(self) -> dict[str, Any]:
         """The summary of a run that came to its end.
 

@@ -165,6 +165,8 @@ class RunFigures:
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     """Events of the kind ``failure``, the oldest first."""
     iterations: int = 0
+    world_size: int | None = None
+    """Ranks that the job has when all are there; None before it has started."""
     _began_at: float | None = None
     _timed: int = 0
     """Iterations whose duration is known: not those that a recovery wrote down for a rank that was lost."""
@@ -199,6 +201,7 @@ class RunFigures:
     def take_event(self, event: Mapping[str, Any]) -> None:
         """A line of ``events.jsonl``."""
         kind = event["event"]
+        self.world_size = event.get("world_size", self.world_size)
         if kind == "failure":
             self.recoveries.append(dict(event))
             self._sums[RECOVERIES.name] += 1

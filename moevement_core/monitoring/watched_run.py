@@ -25,6 +25,7 @@ class WatchedRun:
         self.figures = RunFigures()
         self.processes: list[dict[str, Any]] = []
         """Who takes part, as ``ranks.json`` has it."""
+        self._train_iterations: int | None = None
         self._start_over()
 
     def _start_over(self) -> None:
@@ -51,6 +52,15 @@ class WatchedRun:
     def has_ended(self) -> bool:
         """Whether it came to its end."""
         return self.record.summary_path.exists()
+
+    @property
+    def train_iterations(self) -> int | None:
+        """How many the run is to have, as its configuration says; None where it does not."""
+        if self._train_iterations is None and self.record.config_path.exists():
+            config = self.record.config()
+            given = config.get("train_iters", config.get("iterations"))
+            self._train_iterations = given if isinstance(given, int) else None
+        return self._train_iterations
 
     def samples(self) -> Iterator[Sample]:
         """Every figure that is known."""
