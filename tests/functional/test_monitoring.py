@@ -71,3 +71,17 @@ def test_tensorboard_has_the_same_figures(watched: tuple[Path, list[dict[str, fl
     assert all(losses[iteration] == pytest.approx(lines[iteration], rel=1e-6) for iteration in losses)
     assert written.Scalars("moevement/recoveries")[-1].value == 1
     assert "lm loss" in tags, "and what Megatron writes"
+
+
+def test_what_was_planned_is_not_exceeded_while_nothing_fails(watched: tuple[Path, list[dict[str, float]]]) -> None:
+    run_dir, _ = watched
+    record = RunRecord(run_dir)
+    (plan,) = [event for event in record.events() if event["event"] == "plan"]
+    assert (plan["iteration"], plan["window"], plan["strategy"]) == (0, 3, "moevement")
+    lines = [line for line in record.metrics() if 3 < line["iteration"] < KILLED_IN]
+    copied = [line["copied_bytes"] for line in lines]
+    assert 0 < sum(copied[:6]) / 6 <= plan["copied_bytes"], "two windows"
+    memory = max(line["snapshot_memory_bytes"] + line["log_memory_bytes"] for line in lines)
+    assert 0.8 * plan["memory_bytes"] < memory <= plan["memory_bytes"]
+    replayed = [event["replayed"] for event in record.events() if event["event"] == "recovery"]
+    assert all(count <= plan["most_replayed"] + 2 for count in replayed), "and two more where copies lag"
