@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from moevement_cli.main import main
 from moevement_core.monitoring.figures import FIGURES
 from moevement_core.run_record import RunRecord
 from tests.launching import finished, launch, logs
@@ -85,3 +86,18 @@ def test_what_was_planned_is_not_exceeded_while_nothing_fails(watched: tuple[Pat
     assert 0.8 * plan["memory_bytes"] < memory <= plan["memory_bytes"]
     replayed = [event["replayed"] for event in record.events() if event["event"] == "recovery"]
     assert all(count <= plan["most_replayed"] + 2 for count in replayed), "and two more where copies lag"
+
+
+def test_terminal_and_page_show_it(
+    watched: tuple[Path, list[dict[str, float]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, _ = watched
+    assert main(["top", str(run_dir), "--once"]) == 0
+    frame = capsys.readouterr().out
+    assert f"{ITERATIONS}/{ITERATIONS}" in frame
+    assert "rank 1 (pid" in frame
+    assert main(["report", str(run_dir), "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "rank 1 (pid" in page
+    assert "Plan against measured" in page
+    assert page.count("<polyline") >= 7

@@ -37,15 +37,14 @@ RECOVERY = Recovery(
 
 def failure(generation: int = 1, at: float = BEGAN_AT + 5.5, **fields: Any) -> Account:
     """Of a rank, with parts of 0.5, 0.25, 0.25, 1, 0.5 and 1.5 seconds."""
-    times = {
+    given: dict[str, Any] = {
+        "generation": generation, "failures": ["rank 2 (pid 12) was killed by signal 9"], "noticed_by": "by supervisor",
+        "scope": "stage 1 of 2 lost its state; only it rolled back", "recovery": RECOVERY.as_dict(), "effective": 0.9,
+        "kept": "2 ranks kept their state", "spares": 0, "copies": "all are there",
         "failed_at": at, "interrupted_at": at + 0.5, "left_at": at + 0.75, "formed_at": at + 0.8,
         "usable_at": at + 1.0, "prepared_at": at + 2.0, "replay_at": at + 2.5, "resumed_at": at + 4.0,
     }  # fmt: skip
-    return Account(
-        generation=generation, failures=["rank 2 (pid 12) was killed by signal 9"], noticed_by="by supervisor",
-        scope="stage 1 of 2 lost its state; only it rolled back", recovery=RECOVERY.as_dict(), effective=0.9,
-        kept="2 ranks kept their state", spares=0, copies="all are there", **times | fields,
-    )  # fmt: skip
+    return Account(**given | fields)
 
 
 def recovered_run(folder: Path, *, has_ended: bool = True) -> RunRecord:
