@@ -7,14 +7,14 @@ from typing import Any
 
 from moevement_cli.elements import Element, element
 from moevement_cli.line_chart import FONT_PX, tick_step
+from moevement_core.recovery.account import PARTS
 
 WIDTH, LEFT, RIGHT = 960.0, 10.0, 70.0
 ROW, BAR = 46.0, 16.0
 """Height of a recovery, and of its bar below the words."""
-COLORS = {
-    "interrupted recoveries": "#8c8c8c", "detect": "#e69f00", "abort": "#d55e00", "regroup": "#cc79a7",
-    "set up and fetch": "#0072b2", "enter the loop": "#56b4e9", "replay": "#009e73",
-}  # fmt: skip
+COLORS = dict(
+    zip(PARTS, ("#8c8c8c", "#e69f00", "#d55e00", "#cc79a7", "#0072b2", "#56b4e9", "#009e73"), strict=True)
+)  # fmt: skip
 """By part; told apart also by those who see few colors (Okabe and Ito)."""
 
 
@@ -49,7 +49,7 @@ def _row(recovery: Mapping[str, Any], top: float, scale: float) -> list[Element]
     bars, x = [element("text", words, x=LEFT, y=top + FONT_PX + 4, class_="who")], LEFT
     for part, seconds in recovery["parts"].items():
         width = seconds * scale
-        bar = element("rect", x=x, y=top + 21, width=width, height=BAR, fill=COLORS.get(part, "#8c8c8c"))
+        bar = element("rect", x=x, y=top + 21, width=width, height=BAR, fill=COLORS[part])
         bars.append(element("g", element("title", f"{part}: {seconds:.3f} s"), bar, class_="part"))
         x += width
     bars.append(element("text", f"{recovery['total_s']:.2f} s", x=x + 6, y=top + 33, class_="total"))
@@ -62,7 +62,7 @@ def _legend(recoveries: Sequence[Mapping[str, Any]]) -> Element:
         "ul",
         *(
             element(
-                "li", element("span", style=f"border-top: 10px solid {COLORS.get(part, '#8c8c8c')}", class_="swatch"),
+                "li", element("span", style=f"border-top: 10px solid {COLORS[part]}", class_="swatch"),
                 f" {part}",
             )
             for part in parts

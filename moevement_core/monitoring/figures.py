@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from moevement_core.recovery.account import PARTS
+
 
 class Kind(StrEnum):
     """How a figure moves."""
@@ -246,10 +248,9 @@ class RunFigures:
 
     def _counted(self, figure: Figure) -> Iterator[Sample]:
         if figure.label is not None:
-            begin = f"{figure.name}/"
-            for name, value in self._sums.items():
-                if name.startswith(begin):
-                    yield Sample(figure, value, name.removeprefix(begin))
+            # Those that there was nothing of yet, too: Prometheus sees no increase of what appears.
+            for part in PARTS:
+                yield Sample(figure, self._sums.get(f"{figure.name}/{part}", 0.0), part)
         elif figure.name in self._sums or not figure.field:
             yield Sample(figure, self._sums.get(figure.name, 0.0))
 

@@ -11,6 +11,7 @@ from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.figures import FIGURES, Kind, RunFigures
 from moevement_core.monitoring.tail import Tail
 from moevement_core.monitoring.watched_run import WatchedRun
+from moevement_core.recovery.account import PARTS
 from moevement_core.run_record import RunRecord
 from scripts import metrics_table
 from tests.unit.monitoring.runs import append, failure, line, recovered_run
@@ -50,7 +51,8 @@ def test_figures_are_those_of_the_record(tmp_path: Path) -> None:
     assert has.keys() == {
         *(figure.name for figure in FIGURES if figure.label is None and figure.name != "expert_imbalance"),
         "processes/active", "processes/spare",
-        *(f"{name}recovery_seconds/{part}" for name in ("", "last_") for part in failure().parts()),
+        *(f"last_recovery_seconds/{part}" for part in failure().parts()),
+        *(f"recovery_seconds/{part}" for part in PARTS),
     }  # fmt: skip
 
 
