@@ -26,6 +26,7 @@ STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --soft: #59636e; --line: #d1d9e0; --back: #ffffff; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e6edf3; --soft: #9198a1; --line: #3d444d; --back: #0d1117; }
+  .line, .mark, rect, .swatch { filter: brightness(1.4); }
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
@@ -40,6 +41,7 @@ th { font-weight: 600; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem 2rem; }
 figure { margin: 0; min-width: 0; }
 svg { display: block; width: 100%; height: auto; }
+figure.recoveries { overflow-x: auto; } figure.recoveries svg { min-width: 44rem; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
 svg .who { fill: var(--text); }
 .y.tick { text-anchor: end; } .x.tick { text-anchor: middle; } .x.label { text-anchor: end; }

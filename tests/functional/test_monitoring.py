@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,7 +20,7 @@ from moevement_cli.main import main
 from moevement_core.monitoring.figures import FIGURES
 from moevement_core.run_record import RunRecord
 from tests.launching import finished, launch, logs
-from tests.training import SCRIPT, flags
+from tests.training import ROOT, SCRIPT, flags
 from tests.unit.monitoring.scraping import free_port, scraped
 
 ITERATIONS, KILLED_IN = 30, 10
@@ -101,3 +108,48 @@ def test_terminal_and_page_show_it(
     assert "rank 1 (pid" in page
     assert "Plan against measured" in page
     assert page.count("<polyline") >= 7
+
+
+def coordinated(run_dir: Path, port: int, iterations: int) -> subprocess.Popen[str]:
+    """A job of one rank whose task Slurm would have started."""
+    command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main"]
+    task = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
+    words = [
+        *command, "coordinate", "--ranks", "1", "--nodes", "n1", "--", *command, "launch", "--trainer", "torch",
+        "--spares", "0", str(ROOT / "examples" / "plain_torch" / "train.py"), "--iterations", str(iterations),
+        "--moevement-replicas", "0", "--run-dir", str(run_dir), "--moevement-metrics-port", str(port),
+    ]  # fmt: skip
+    return subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env={**os.environ, **task}
+    )
+
+
+def test_over_several_hosts_the_coordinator_has_it_served(tmp_path: Path) -> None:
+    port = free_port()
+    process, seen = coordinated(tmp_path / "run", port, 100_000), 0.0
+    try:
+        while seen < 3:
+            assert process.poll() is None, process.communicate()[0]
+            with suppress(OSError):
+                seen = scraped(f"http://127.0.0.1:{port}/metrics").get("moevement_iteration", 0.0)
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)  # the job ends at a boundary
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, out
+    assert f"figures of the run are served at http://127.0.0.1:{port}/metrics" in out
+
+
+@pytest.mark.full
+def test_a_port_that_the_coordinator_cannot_have_stops_the_job_before_it_begins(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = coordinated(tmp_path / "run", port, 100_000)
+        try:
+            out, _ = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert process.returncode == 2
+    assert f"the job is stopped: --moevement-metrics-port {port}" in out
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

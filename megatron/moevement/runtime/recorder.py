@@ -159,7 +159,7 @@ def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iter
     """The run's figures in TensorBoard, where Megatron has a writer: on the last rank, which keeps the record."""
     from megatron.training.global_vars import get_tensorboard_writer
 
-    if (writer := get_tensorboard_writer()) is None:
+    if (writer := get_tensorboard_writer()) is None or (record is None and not checkpointing):
         return
     figures = RunFigures.of([checkpointing], []) if record is None else record.figures
     for tag, value in figures.scalars():

@@ -7,18 +7,22 @@ import signal
 import socket
 import time
 import urllib.error
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megatron.moevement.preflight.files import metrics_endpoint
 from moevement_core.errors import ConfigError
 from moevement_core.launching.launch import value_of
 from moevement_core.monitoring import endpoint as endpoints
+from moevement_core.monitoring.config import unserved
 from moevement_core.monitoring.endpoint import Endpoint, Served, served_by
 from moevement_core.monitoring.exporter import families
 from moevement_core.monitoring.figures import FIGURES, Kind
 from moevement_core.monitoring.watched_run import WatchedRun
+from moevement_core.restart.environment import STORE_ENV
 from tests.unit.monitoring.runs import append, line, recovered_run
 from tests.unit.monitoring.scraping import free_port, scraped
 
@@ -111,6 +115,18 @@ def test_what_is_no_port_is_refused(port: str) -> None:
 def test_figures_need_a_record() -> None:
     with pytest.raises(ConfigError, match="--moevement-metrics-port 9400 without --run-dir"):
         served_by(None, {"--moevement-metrics-port": "9400"}.get)
+
+
+def test_where_nothing_outlives_the_ranks_the_flag_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under srun without spares, or where a script is started by something else."""
+    monkeypatch.setenv(STORE_ENV, "127.0.0.1:1")
+    assert unserved("9400") is None
+    monkeypatch.delenv(STORE_ENV)
+    assert unserved(None) is None
+    complaint = unserved("9400")
+    assert complaint is not None
+    assert complaint.startswith("--moevement-metrics-port 9400: nothing here outlives the ranks")
+    assert complaint in list(metrics_endpoint(Namespace(moevement_metrics_port="9400")))
 
 
 def test_a_port_that_somebody_has_is_refused() -> None:
