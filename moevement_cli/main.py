@@ -25,6 +25,7 @@ COMMANDS = {
     "profile": "measure what an iteration of a real run is made of, for moevement simulate",
     "bench": "measure on this machine",
     "verify": "whether two runs are the same, bit for bit",
+    "top": "what a run does now, in the terminal",
     "report": "summary and plot of finished or running runs",
 }
 

@@ -1,4 +1,4 @@
-"""``moevement report``: what runs came to, as a table and as a plot."""
+"""``moevement report``: what runs came to, as a table, as a plot and as a page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moevement_cli.html_report import write_page
 from moevement_cli.plotting import figure
 from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.events import Resized
@@ -28,17 +29,24 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", metavar="FILE", type=Path, help="write failures and recoveries as a timeline for ui.perfetto.dev"
     )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        type=Path,
+        help="write one page that needs nothing else: loss, times, recoveries by part, memory, traffic, plan against "
+        "measured",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
-    return report(arguments.runs, arguments.plot, arguments.trace, as_json=arguments.json)
+    return report(arguments.runs, arguments.plot, arguments.trace, arguments.html, as_json=arguments.json)
 
 
-def report(runs: list[Path], plot: Path | None, trace: Path | None, *, as_json: bool) -> int:
-    """Print a table of ``runs``, draw them to ``plot`` if given; returns the exit code."""
+def report(runs: list[Path], plot: Path | None, trace: Path | None, html: Path | None, *, as_json: bool) -> int:
+    """Print a table of ``runs``, draw them to ``plot``, and so on, if given; returns the exit code."""
     rows = [_row(RunRecord(folder)) for folder in runs]
     table = Table("run", "iterations", "loss", "validation", "test", "tokens/s", "state digest")
     for row in rows:
@@ -60,6 +68,9 @@ def report(runs: list[Path], plot: Path | None, trace: Path | None, *, as_json: 
     if trace is not None:
         write_trace([RunRecord(folder) for folder in runs], trace)
         print(f"trace: {trace} (open it in ui.perfetto.dev)")
+    if html is not None:
+        write_page([RunRecord(folder) for folder in runs], html)
+        print(f"page: {html}")
     if as_json:
         print(json.dumps({"runs": rows}))
     return 0

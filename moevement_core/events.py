@@ -139,6 +139,32 @@ class WindowPersisted(_Plain):
 
 
 @dataclass(frozen=True)
+class Planned(_Plain):
+    """What checkpoints of the rank that writes the record are to cost, from a start or a change of the window on."""
+
+    kind: ClassVar[str] = "plan"
+    iteration: int
+    """From which on."""
+    window: int
+    """Iterations of a window."""
+    strategy: str
+    """What ``--moevement-strategy`` says."""
+    copied_bytes: float
+    """From the device to its host, in an iteration, on average over a window."""
+    replicated_bytes: float
+    """To all peers together, likewise."""
+    memory_bytes: int | None
+    """Host memory for its snapshots, for what it keeps for others and for the boundary log; None where there is no cap
+    that it had to be compared with."""
+    memory_limit_bytes: float | None
+    """Host memory that it may use; None: without a cap."""
+    expected_rollback: float
+    """Iterations that a failure at a random moment costs on average, with replication that does not lag."""
+    most_replayed: int
+    """Committed iterations that a recovery runs again at most, likewise."""
+
+
+@dataclass(frozen=True)
 class NothingPersisted(_Plain):
     """A warning: no newer window has come to all peers for long, and a failure costs more than it should."""
 
@@ -185,6 +211,6 @@ class RecoveredFromDisk(_Plain):
 
 
 PLAIN = (
-    Started, Restarted, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, NothingPersisted,
+    Started, Restarted, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned, NothingPersisted,
     WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk,
 )  # fmt: skip

@@ -28,6 +28,7 @@ import yaml
 
 from moevement_core.errors import RunRecordError
 from moevement_core.events import Event
+from moevement_core.monitoring.figures import RunFigures
 from moevement_core.persistence.lock import FolderLock
 
 _TAIL_BYTES = 16 << 10
@@ -51,6 +52,8 @@ class RunRecord:
         self.events_path = folder / "events.jsonl"
         self.ranks_path = folder / "ranks.json"
         self.summary_path = folder / "summary.json"
+        self.figures = RunFigures()
+        """Of what this process has written, and of what was there when it began to."""
 
     def begin(self, config: dict[str, Any], first_iteration: int) -> None:
         """Make the folder ready for a run whose next iteration is ``first_iteration``.
@@ -62,19 +65,24 @@ class RunRecord:
         self.summary_path.unlink(missing_ok=True)
         kept = [line for line in self.metrics() if line["iteration"] < first_iteration]
         _replace(self.metrics_path, "".join(_line(line) for line in kept))
+        events = self.events()
         if self.events_path.exists():
-            _replace(self.events_path, "".join(_line(line) for line in self.events()))
+            _replace(self.events_path, "".join(_line(line) for line in events))
+        self.figures = RunFigures.of(kept, events)
         _replace(self.config_path, yaml.safe_dump(config, sort_keys=True))
 
     def metric(self, **fields: Any) -> None:
         """Append the line of one committed iteration."""
         if not self._is_lost:
             _append(self.metrics_path, fields)
+            self.figures.take_line(fields)
 
     def event(self, event: Event) -> None:
         """Append an event; ``time`` is seconds since the epoch."""
         if not self._is_lost:
-            _append(self.events_path, {"event": event.kind, "time": time.time(), **event.as_dict()})
+            fields = {"event": event.kind, "time": time.time(), **event.as_dict()}
+            _append(self.events_path, fields)
+            self.figures.take_event(fields)
 
     def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Replace ``ranks.json``."""
@@ -124,6 +132,22 @@ class RunRecord:
     def events(self) -> list[dict[str, Any]]:
         """The lines of ``events.jsonl``, in the order written."""
         return list(_read_lines(self.events_path))
+
+    def config(self) -> dict[str, Any]:
+        """Every resolved flag.
+
+        Raises:
+            RunRecordError: there is none, or it is damaged.
+        """
+        try:
+            config = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RunRecordError(f"{self.config_path}: {error.strerror}; give the --run-dir of a run") from None
+        except yaml.YAMLError as error:
+            raise RunRecordError(f"{self.config_path}: not YAML ({' '.join(str(error).split())})") from None
+        if not isinstance(config, dict):
+            raise RunRecordError(f"{self.config_path}: holds {type(config).__name__}, not flags; it was damaged")
+        return config
 
     def summary(self) -> dict[str, Any]:
         """The summary of a run that came to its end.

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import ConfigError
+from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
+from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease_server import ADDRESS, LeaseServer
 from moevement_core.rendezvous.roster import RANKS, STOP
@@ -93,6 +95,7 @@ class _Coordination:
             self._store, what.ranks, what.spare_timeout_s, _report, interrupt=interrupt_in(self._store)
         )
         self._server = LeaseServer(leases, self._coordinator, self._take_request)
+        self._endpoint: Endpoint | None = None
         self._wind_down = False
         self._code = 1
         """The exit code of a job that is stopped."""
@@ -113,6 +116,7 @@ class _Coordination:
                 self._begin_to_wind_down(signal.Signals(signals.asked_by).name)
                 signals.asked_by = None
             self._look_after_tasks()
+            self._look_after_endpoint()
         self._end()
         if coordinator.state is State.STOPPED:
             reason = self._store.get(STOP).decode()
@@ -129,6 +133,18 @@ class _Coordination:
             self._coordinator.stop(f"{self._tasks.how_they_ended} before the job did; their output says why")
         elif self._tasks.failed is not None:
             self._coordinator.stop(f"{self._tasks.failed}; their output says why")
+
+    def _look_after_endpoint(self) -> None:
+        """Serve figures, where the tasks' flags say so; the job does not begin where they cannot be."""
+        if self._endpoint is None and self._generation < 0 and self._store.check([SERVED]):
+            try:
+                self._endpoint = Endpoint(Served.decode(self._store.get(SERVED)))
+            except ConfigError as error:
+                self._take_request("stop", str(error), USAGE_ERROR)
+                return
+            _report(f"figures of the run are served at {self._endpoint.url}")
+        if self._endpoint is not None:
+            self._endpoint.step(_report)
 
     def _answer(self) -> dict[str, Any]:
         answer: dict[str, Any] = {"generation": self._generation, "wind_down": self._wind_down}
@@ -181,9 +197,11 @@ class _Coordination:
             self._tasks.wait_and_kill(TASKS_GRACE_S)
 
     def end_tasks(self) -> None:
-        """End the commands that started the tasks, where they still run."""
+        """End the commands that started the tasks, where they still run, and what serves figures."""
         if self._tasks is not None:
             self._tasks.end(GRACE_S)
+        if self._endpoint is not None:
+            self._endpoint.close()
 
 
 def _listen(what: Coordination, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,6 +27,7 @@ from moevement_core.launching.children import Child, end_all, nothing_left_behin
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.launching.worker import Trainer
+from moevement_core.monitoring.endpoint import Endpoint, served_by
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
@@ -101,9 +102,15 @@ def launch_on_this_host(launch: Launch) -> int:
     """
     _check(launch)
     run_dir = run_dir_of(launch.argv)
+    served = served_by(run_dir, lambda flag: value_of(launch.argv, flag))
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
     port = int(listener.getsockname()[1])
-    with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, nothing_left_behind(), Signals() as signals:
+    with (
+        Endpoint(served) if served is not None else nullcontext() as endpoint,
+        tempfile.TemporaryDirectory(prefix="moevement-") as scratch,
+        nothing_left_behind(),
+        Signals() as signals,
+    ):
         logs = None if launch.show_logs or run_dir is None else _make_logs(run_dir)
         starter = _Starter(launch, port, logs, Path(scratch))
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
@@ -116,6 +123,8 @@ def launch_on_this_host(launch: Launch) -> int:
             # later do without it.
             store = _store(listener)
             with Progress(*followed) as progress:
+                if endpoint is not None:
+                    progress.say(f"figures of the run are served at {endpoint.url}")
                 if launch.spares is None:
                     watch = UntilOneFails(children)
                 else:
@@ -131,6 +140,8 @@ def launch_on_this_host(launch: Launch) -> int:
                     signals.check()
                     if signals.asked_by is not None:
                         _wind_down(watch, signals, progress)
+                    if endpoint is not None:
+                        endpoint.step(progress.say)
                     progress.update()
                     time.sleep(POLL_S)
                 progress.update()

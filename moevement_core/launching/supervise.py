@@ -25,6 +25,7 @@ from moevement_core.launching.children import Child, nothing_left_behind
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.supervisor import Supervisor, is_mistake
 from moevement_core.launching.worker import Trainer
+from moevement_core.monitoring.endpoint import SERVED, served_by
 from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import ADDRESS
 from moevement_core.rendezvous.roster import LATE_TASKS, RANKS, TASK
@@ -119,7 +120,10 @@ def supervise(
         ConfigError: there is no coordinator.
     """
     lease_s = launch.lease_of(argv)
+    served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
     store = _store()
+    if served is not None:  # the coordinator's host outlives all others
+        store.set(SERVED, served.encode())
     ranks, processes, task = int(store.get(RANKS)), task.tasks * task.processes, claim(store, task)
     if task.late is None and ranks != processes - spares:
         raise ConfigError(

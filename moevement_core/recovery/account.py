@@ -9,6 +9,9 @@ from typing import Any, ClassVar
 
 from moevement_core.recovery.outcome import Recovery
 
+PARTS = ("interrupted recoveries", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "replay")
+"""Of a recovery, in their order; the first where it was begun more than once."""
+
 
 @dataclass(frozen=True)
 class Account:
@@ -55,13 +58,15 @@ class Account:
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, in order."""
-        before = () if self.first_failed_at is None else (("interrupted recoveries", self.first_failed_at),)
         times = (
-            *before, ("detect", self.failed_at), ("abort", self.interrupted_at), ("regroup", self.left_at),
-            ("set up and fetch", self.usable_at), ("enter the loop", self.prepared_at), ("replay", self.replay_at),
-            ("", self.resumed_at),
+            self.first_failed_at, self.failed_at, self.interrupted_at, self.left_at, self.usable_at, self.prepared_at,
+            self.replay_at, self.resumed_at,
         )  # fmt: skip
-        return {name: max(0.0, end - begin) for (name, begin), (_, end) in pairwise(times)}
+        return {
+            name: max(0.0, end - begin)
+            for name, (begin, end) in zip(PARTS, pairwise(times), strict=True)
+            if begin is not None and end is not None
+        }
 
     @property
     def total_s(self) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 from moevement_core.engine.config import BudgetConfig, KeepOwn, Verify, VerifyConfig
 from moevement_core.errors import ConfigError
 from moevement_core.flags import add_flags, from_args
+from moevement_core.monitoring.config import MetricsConfig, unserved
 from moevement_core.persistence.config import DiskConfig
 from moevement_core.rendezvous.config import TimeoutsConfig
 from moevement_core.replication.config import CopiesConfig
@@ -42,6 +43,8 @@ class SessionConfig:
         """
         if args.moevement_strategy == NO_STRATEGY:
             raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
+        if (complaint := unserved(args.moevement_metrics_port)) is not None:
+            raise ConfigError(complaint)
         strategy, disk = from_args(StrategyConfig, args, has_experts=has_experts), from_args(DiskConfig, args)
         budget = from_args(BudgetConfig, args)
         if strategy.selects and budget.host_memory_bytes is not None:
@@ -125,4 +128,7 @@ def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
             action="store_true",
             help="keep a slice of the training state in host memory, and on peers, every iteration",
         )
-    add_flags(group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, DrillConfig)
+    add_flags(
+        group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, MetricsConfig,
+        DrillConfig,
+    )  # fmt: skip

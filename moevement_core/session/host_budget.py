@@ -103,14 +103,18 @@ class Total:
         )
 
 
-def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> Total:
-    """The rank that is nearest to what it may use, or farthest beyond it; of several the first."""
+def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> list[Total]:
+    """Of every rank."""
     at_peer = [its.at_peer for its in needs]
-    totals = [
+    return [
         Total(rank, its.own(keeps_own=keeps_own), kept(rank, at_peer), its.log, its.allowed)
         for rank, its in enumerate(needs)
     ]
-    return max(totals, key=lambda total: (total.beyond, -total.rank))
+
+
+def worst(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> Total:
+    """The rank that is nearest to what it may use, or farthest beyond it; of several the first."""
+    return max(totals(needs, kept, keeps_own=keeps_own), key=lambda total: (total.beyond, -total.rank))
 
 
 def decide_keep_own(

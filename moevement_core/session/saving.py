@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.config import KeepOwn, Verify
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
+from moevement_core.events import Planned
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.replication.allowance import LOG, Allowance
 from moevement_core.replication.interface import bytes_moved
@@ -117,6 +119,7 @@ class Saving:
         if joining is None:
             self.peers.refuse_without_copies(self.topology, config.timeouts.peer_s, config.copies.replicas)
             self.disk.start()
+            self._record_plan()
 
     # Once
 
@@ -213,10 +216,27 @@ class Saving:
         # Iterations may be left out (--iterations-to-skip), the first of a window among them.
         window_start = self.checkpointer.history.at(committed).decided_at(committed)
         if window_start > self._settled.window_start:
+            size = self.checkpointer.history.newest.size
             self.windows.decide(committed, self.checkpointer, self.peers.senders)
+            if self.checkpointer.history.newest.size != size:
+                self._record_plan()
             self._settled = self._policy(window_start)
             self.disk.try_again()
         self.windows.give_room()
+
+    def _record_plan(self) -> None:
+        """What checkpoints are to cost from now on, for whoever compares it with what they do."""
+        schedule, memory = self.checkpointer.history.newest, self.checkpointer.memory
+        slots, _ = memory.slots_at_peer(schedule)
+        copied = sum(slots) / schedule.size
+        limit = self.allowed.nbytes
+        self.reports.event(
+            Planned(
+                max(schedule.start, self.began_at), schedule.size, self._config.strategy.name, copied,
+                copied * len(self.topology.peers[self.topology.rank]), self.windows.planned_bytes,
+                limit if math.isfinite(limit) else None, schedule.expected_rollback(0), schedule.most_replayed(0),
+            )
+        )  # fmt: skip
 
     def capture(self, committed: int, record: Mapping[str, Any], *, is_first: bool) -> None:
         """``SS_committed``.

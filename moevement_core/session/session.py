@@ -182,6 +182,7 @@ class Session:
             "copied_bytes": progress.copied_bytes,
             "replicated_bytes": progress.replicated_bytes,
             "replication_lag": progress.lag,
+            "copies_under_way": self.saving.copies_missing,
             "persisted_from": None if progress.persisted == NONE else progress.persisted,
             "window": checkpointer.history.newest.size,
             "windows_abandoned": progress.abandoned,
@@ -189,6 +190,7 @@ class Session:
             "log_bytes": log.bytes_of_last if log is not None else 0,
             "log_memory_bytes": log.memory_bytes if log is not None else 0,
             "on_disk": self.saving.disk.newest,
+            "disk_written_bytes": self.saving.disk.written_bytes,
             "tokens_owed": self.saving.windows.tokens_owed,
         }
 

@@ -28,7 +28,7 @@ from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
 from moevement_core.session.binding import Counts, ExpertRoom
 from moevement_core.session.exchange import all_gather_objects
-from moevement_core.session.host_budget import Allowed, AtPeer, Kept, Needs, decide_keep_own, worst
+from moevement_core.session.host_budget import Allowed, AtPeer, Kept, Needs, Total, decide_keep_own, totals
 from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
 from moevement_core.snapshot.agreement import NONE
@@ -99,6 +99,8 @@ class WindowDecisions:
         self._counts_again = False
         """Whether what is run again has not been counted, for the job went back behind it."""
         self.windows = self.reorders = 0
+        self.planned_bytes: int | None = None
+        """Host memory that this rank was to need when its window was chosen; None where nobody asked."""
 
     def adopt(self, policy: Policy) -> None:
         """Go on from what a stage has decided."""
@@ -233,10 +235,12 @@ class WindowDecisions:
             AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule), memory.staging),
             self.log_bytes(schedule), self.allowed,
         )  # fmt: skip
+        needs = all_gather_objects(mine)
         memory.keeps_own, total = decide_keep_own(
-            all_gather_objects(mine), self.topology.kept_bytes, self._budget, schedule.size, self._instead(),
-            may_drop=self._may_drop,
-        )  # fmt: skip
+            needs, self.topology.kept_bytes, self._budget, schedule.size, self._instead(), may_drop=self._may_drop
+        )
+        everyones = totals(needs, self.topology.kept_bytes, keeps_own=memory.keeps_own)
+        self.planned_bytes = everyones[self.topology.rank].nbytes
         if self.topology.rank == 0:
             also = "" if memory.keeps_own else "; own snapshots go when all peers have them"
             log.info(f"host memory: {total}, of {total.allowed.nbytes / 1e9:.3f} GB ({total.allowed.why}){also}")
@@ -273,7 +277,8 @@ class WindowDecisions:
             strategy.settled = strategy.settled or (measured and not strategy.is_tuned)
             self._say_why(proposal)
             return
-        beyond = self._beyond_cap(proposal.schedules, checkpointer)
+        needed = self._needed(proposal.schedules, checkpointer)
+        beyond = [any(total.beyond > 0 for total in everyones) for everyones in needed]
         fitting = [one for one, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
         if any(beyond) and self.topology.rank == 0:
             self._report(
@@ -292,6 +297,9 @@ class WindowDecisions:
         is_other = chosen.size != old.size or type(chosen) is not type(old)
         if not proposal.reorders and not is_other:
             return
+        if is_other:
+            everyones = needed[proposal.schedules.index(chosen)]
+            self.planned_bytes = everyones[self.topology.rank].nbytes if everyones else None
         schedule = history.change(boundary - 1, chosen)
         checkpointer.make_room(schedule)
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
@@ -313,19 +321,16 @@ class WindowDecisions:
             for one in counts.numpy():
                 (self.strategy.let_in if counter is self._room else self.strategy.observe)(np.asarray(one))
 
-    def _beyond_cap(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[bool]:
-        """For each of ``schedules`` whether any rank would need more host memory than it may use.
+    def _needed(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[list[Total]]:
+        """For each of ``schedules`` the host memory that every rank would need.
 
-        Without a cap nobody asks: all ranks have the same flags.
+        Without a cap nobody asks, and there are none: all ranks have the same flags.
         """
         if math.isinf(self.allowed.nbytes):
-            return [False] * len(schedules)
+            return [[] for _ in schedules]
         everyones = all_gather_objects([self._needs(schedule, checkpointer) for schedule in schedules])
         keeps_own = checkpointer.memory.keeps_own
-        return [
-            worst(needs, self.topology.kept_bytes, keeps_own=keeps_own).beyond > 0
-            for needs in zip(*everyones, strict=True)
-        ]
+        return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*everyones, strict=True)]
 
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
         """While it follows what is in force; nothing that is allocated is given back."""

@@ -78,6 +78,11 @@ class WindowsOnDisk:
         """The iteration whose state the newest window on disk gives."""
         return None if self._writer is None or self._writer.newest == NONE else self._writer.newest
 
+    @property
+    def written_bytes(self) -> int:
+        """Written since this rank has written to the folder without a break."""
+        return self._writer.written_bytes if self._writer is not None else 0
+
     def start(self) -> None:
         """Write windows that begin with the next iteration or later, where that is wanted.
 

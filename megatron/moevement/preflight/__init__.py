@@ -25,7 +25,7 @@ CHECKS: tuple[Check, ...] = (
     files.empty_paths, sizes.positive_sizes, sizes.world_size, sizes.experts, sizes.initialization, sizes.layers,
     sizes.widths, sizes.lengths_and_batches, sizes.learning_rate, machine.without_gpu, machine.attention,
     machine.reruns, machine.optimizer, machine.fp8,
-    files.data, files.run_directory, files.checkpoints, sparse.sparse_checkpoints,
+    files.data, files.run_directory, files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints,
     elastic.elastic,
 )  # fmt: skip
 """In the order in which they are made."""

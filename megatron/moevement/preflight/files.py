@@ -6,6 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from moevement_core.monitoring.config import unserved
+
 
 def empty_paths(args: Namespace) -> Iterator[str]:
     """A path that is empty comes from a variable that was not set; as a path it would mean the current folder."""
@@ -89,6 +91,12 @@ def run_directory(args: Namespace) -> Iterator[str]:
             Path(args.run_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             yield f"--run-dir {args.run_dir}: {error.strerror}; give a folder that can be made"
+
+
+def metrics_endpoint(args: Namespace) -> Iterator[str]:
+    """Somebody serves the figures of the run who outlives its ranks."""
+    if (complaint := unserved(args.moevement_metrics_port)) is not None:
+        yield complaint
 
 
 def checkpoints(args: Namespace) -> Iterator[str]:

@@ -21,8 +21,10 @@ from megatron.moevement.state_digest import job_digest
 from moevement_core import log
 from moevement_core.events import Ended, Evaluated
 from moevement_core.injection import Phase
+from moevement_core.monitoring.figures import RunFigures
 from moevement_core.persistence.lock import FolderLock
 from moevement_core.restart import injection
+from moevement_core.run_record import RunRecord
 from moevement_core.session.run_directory import begin_record, go_on_with_record, number, plain_config
 from moevement_core.snapshot.cost import cost_line
 
@@ -94,7 +96,7 @@ def record_iteration(process: Process) -> Wrapper:
                 iteration, loss_dict, checkpointing, learning_rate=learning_rate, loss_scale=loss_scale,
                 skipped=bool(skipped_iter), grad_norm=grad_norm,
             )  # fmt: skip
-            _write_scalars(checkpointing, iteration)
+            _write_scalars(job.live.record, checkpointing, iteration)
             return original(
                 loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
                 grad_norm, *args, **kwargs,
@@ -153,15 +155,15 @@ def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
         live.record = begin_record(run_dir, lock, plain_config(vars(args)), live.iteration)
 
 
-def _write_scalars(metrics: dict[str, Any], iteration: int) -> None:
-    """Checkpointing of this rank in TensorBoard, where Megatron has a writer: on the last rank."""
+def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iteration: int) -> None:
+    """The run's figures in TensorBoard, where Megatron has a writer: on the last rank, which keeps the record."""
     from megatron.training.global_vars import get_tensorboard_writer
 
-    if metrics and (writer := get_tensorboard_writer()):
-        for name, value in metrics.items():
-            if value is None:
-                continue
-            writer.add_scalar(f"moevement/{name}", value, iteration)
+    if (writer := get_tensorboard_writer()) is None or (record is None and not checkpointing):
+        return
+    figures = RunFigures.of([checkpointing], []) if record is None else record.figures
+    for tag, value in figures.scalars():
+        writer.add_scalar(tag, value, iteration)
 
 
 def _write_summary(job: Job, started_s: float) -> None:

@@ -1,0 +1,69 @@
+"""Elements of a page, put together as a tree, so that whatever a run calls itself is text and never markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from xml.etree import ElementTree
+
+Element = ElementTree.Element
+Child = Element | str
+
+
+def element(tag: str, *children: Child, **attributes: str | float) -> Element:
+    """An element of HTML or SVG.
+
+    Args:
+        tag: its name.
+        children: elements and text, in their order.
+        attributes: ``_`` in a name stands for ``-``, and at its end for nothing (``class_``); numbers are rounded to
+            hundredths, which is finer than a pixel.
+    """
+    built = Element(tag, {name.rstrip("_").replace("_", "-"): _value(value) for name, value in attributes.items()})
+    last: Element | None = None
+    for child in children:
+        if isinstance(child, Element):
+            built.append(last := child)
+        elif last is None:
+            built.text = (built.text or "") + child
+        else:
+            last.tail = (last.tail or "") + child
+    return built
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Child]], caption: str = "") -> Element:
+    """One with a row of names at its top, in a box that scrolls where the page is too narrow for it."""
+    body = [element("tr", *(element("td", cell) for cell in row)) for row in rows]
+    parts = [
+        *([element("caption", caption)] if caption else ()),
+        element("thead", element("tr", *(element("th", name, scope="col") for name in head))),
+        element("tbody", *body),
+    ]
+    return element("div", element("table", *parts), class_="scrolls")
+
+
+def document(title: str, style: str, *body: Child) -> str:
+    """A whole page, which asks for nothing else: a browser is told to refuse it."""
+    page = element(
+        "html",
+        element(
+            "head",
+            element("meta", charset="utf-8"),
+            _policy(),
+            element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+            element("title", title),
+            element("style", style),
+        ),
+        element("body", element("main", *body)),
+        lang="en",
+    )
+    return "<!DOCTYPE html>\n" + ElementTree.tostring(page, encoding="unicode", method="html") + "\n"
+
+
+def _policy() -> Element:
+    policy = element("meta", content="default-src 'none'; style-src 'unsafe-inline'")
+    policy.set("http-equiv", "Content-Security-Policy")
+    return policy
+
+
+def _value(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")

@@ -1,0 +1,78 @@
+"""What checkpoints of a run were planned to cost, beside what they did."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Record = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One plan, in force until the next one."""
+
+    first: int
+    """The iteration that it was made after."""
+    last: int
+    """The last one under it."""
+    window: int
+    strategy: str
+    rows: Sequence[Row]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity."""
+
+    what: str
+    planned: float | None
+    """None: nobody had to know it."""
+    measured: float | None
+    """None: there is nothing that it could be measured by."""
+    unit: str = "bytes"
+
+
+def compare(lines: Record, events: Record) -> Iterator[Compared]:
+    """Compare each plan of a run with the iterations under it.
+
+    Args:
+        lines: of its metrics.
+        events: of it; those of the kind ``plan`` are what is compared, and without any nothing is.
+    """
+    plans = [event for event in events if event["event"] == "plan"]
+    ends = [*(plan["iteration"] for plan in plans), math.inf][1:]
+    for plan, end in zip(plans, ends, strict=True):
+        under = [line for line in lines if plan["iteration"] < line["iteration"] <= end and "copied_bytes" in line]
+        if not under:
+            continue
+        replayed = [
+            event["replayed"] for event in events
+            if event["event"] == "recovery" and plan["iteration"] <= event["until"] < end
+        ]  # fmt: skip
+        yield Compared(
+            plan["iteration"], under[-1]["iteration"], plan["window"], plan["strategy"],
+            [
+                Row("copied to the host in an iteration", plan["copied_bytes"], _mean(under, "copied_bytes")),
+                Row("sent to peers in an iteration", plan["replicated_bytes"], _mean(under, "replicated_bytes")),
+                Row(
+                    "host memory, the most", plan["memory_bytes"],
+                    max(line["snapshot_memory_bytes"] + line["log_memory_bytes"] for line in under),
+                ),
+                Row(
+                    "iterations that a failure repeats, on average", plan["expected_rollback"],
+                    statistics.fmean(replayed) if replayed else None, "iterations",
+                ),
+                Row(
+                    "iterations that a recovery runs again, the most", plan["most_replayed"],
+                    max(replayed, default=None), "iterations",
+                ),
+            ],
+        )  # fmt: skip
+
+
+def _mean(lines: Record, name: str) -> float:
+    return statistics.fmean(line[name] for line in lines)

@@ -1,0 +1,86 @@
+"""``moevement top``: what a run does now, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from moevement_cli.frame import frame, nodes_of, state_of
+from moevement_core.errors import ConfigError, RunRecordError
+from moevement_core.monitoring.watched_run import WatchedRun
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Its description and arguments."""
+    parser.description = (
+        "Show ranks, progress, checkpoints, host memory and recoveries of a run, from its run directory, until it has "
+        "ended or Ctrl-C. It may be a run of another host, or one that has ended."
+    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser.add_argument("--once", action="store_true", help="print one frame, as where the output is no terminal")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="seconds from one look to the next (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one frame as one JSON object, as the last line")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the subcommand; returns the exit code."""
+    if not arguments.interval > 0:
+        raise ConfigError(f"--interval {arguments.interval:g}; needs seconds, more than 0")
+    watched, console = WatchedRun(_checked(arguments.run_dir)), Console()
+    watched.update()
+    if not (arguments.once or arguments.json) and console.is_terminal and not watched.has_ended:
+        _watch(watched, console, arguments.interval)
+    console.print(frame(watched, time.time()))
+    if arguments.json:
+        print(json.dumps(_as_json(watched)))
+    return 0
+
+
+def _watch(watched: WatchedRun, console: Console, interval_s: float) -> None:
+    """Until the run has ended, or the user has seen enough."""
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while not watched.has_ended:
+                live.update(frame(watched, time.time()), refresh=True)
+                time.sleep(interval_s)
+                watched.update()
+    except KeyboardInterrupt:
+        pass
+
+
+def _checked(folder: Path) -> Path:
+    """One that is a run directory.
+
+    Raises:
+        RunRecordError: it is none.
+    """
+    if not folder.is_dir():
+        raise RunRecordError(f"{folder}: no such run directory; give the --run-dir of a run")
+    if not any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "ranks.json", "logs")):
+        raise RunRecordError(f"{folder}: no run was recorded here; give the --run-dir of a run")
+    return folder
+
+
+def _as_json(watched: WatchedRun) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for sample in watched.samples():
+        if sample.label is None:
+            figures[sample.figure.exported_name] = sample.value
+        else:
+            figures.setdefault(sample.figure.exported_name, {})[sample.label] = sample.value
+    return {
+        "run": str(watched.record.folder),
+        "state": state_of(watched, time.time()),
+        "figures": figures,
+        "nodes": [{"node": node.name, "ranks": node.ranks, "spares": node.spares} for node in nodes_of(watched)],
+        "recoveries": watched.figures.recoveries,
+    }

@@ -1,0 +1,59 @@
+"""The flags of the metrics endpoint."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from moevement_core.errors import ConfigError
+from moevement_core.flags import flag
+from moevement_core.restart.environment import STORE_ENV
+
+PORT_FLAG, ADDRESS_FLAG = "--moevement-metrics-port", "--moevement-metrics-address"
+LOOPBACK = "127.0.0.1"
+MOST_PORT = 65535
+
+
+def port_number(name: str, text: str | None) -> int | None:
+    """The value of ``--moevement-metrics-port``; None where it is not given.
+
+    Raises:
+        ConfigError: it is no port.
+    """
+    if text is None:
+        return None
+    if not (text.isdecimal() and 1 <= int(text) <= MOST_PORT):
+        raise ConfigError(f"{name} {text}; needs a port, 1 to {MOST_PORT}")
+    return int(text)
+
+
+def _address(name: str, text: str) -> Any:
+    if not text.strip():
+        raise ConfigError(f"{name} {text!r}; needs an address of this host, such as {LOOPBACK}")
+    return text
+
+
+def unserved(port: str | None) -> str | None:
+    """Why nobody would serve figures at ``port``, on a rank that was given it; None where somebody does."""
+    if port is None or STORE_ENV in os.environ:
+        return None
+    return (
+        f"{PORT_FLAG} {port}: nothing here outlives the ranks, and could serve it; start them by moevement launch "
+        "--nproc, give --spares 0 under srun, or leave the flag out"
+    )
+
+
+@dataclass(frozen=True)
+class MetricsConfig:
+    """Where figures of the run are served."""
+
+    port: int | None = flag(
+        PORT_FLAG, metavar="PORT", check=port_number,
+        help="serve figures of the run in Prometheus's text format at this port of the host of the launcher, or of the "
+        "coordinator, from what is in --run-dir (default: off)",
+    )  # fmt: skip
+    address: str = flag(
+        ADDRESS_FLAG, metavar="ADDRESS", default=LOOPBACK, check=_address,
+        help=f"address that they are served at; whoever reaches it can read them (default: {LOOPBACK})",
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""The process that serves a run's figures to Prometheus; ``endpoint.py`` starts it beside a job.
+
+It knows the run directory alone, so ranks may come and go, and nothing that asks it can hold up whoever started it.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from moevement_core.launching.children import end_with_parent
+from moevement_core.monitoring.figures import Figure, Kind, Sample
+from moevement_core.monitoring.watched_run import WatchedRun
+
+REQUEST_TIMEOUT_S = 10.0
+"""How long a client may take with what it asks; a thread waits for it."""
+
+
+class RunCollector(Collector):
+    """Reads what is new in the record whenever it is asked; safe to use from several threads."""
+
+    def __init__(self, run: WatchedRun) -> None:
+        self._run = run
+        self._lock = threading.Lock()
+
+    def collect(self) -> Iterable[Metric]:
+        """Every figure that is known."""
+        with self._lock:
+            self._run.update()
+            return list(families(self._run.samples()))
+
+
+def families(samples: Iterable[Sample]) -> Iterator[Metric]:
+    """Figures as ``prometheus_client`` has them; values of a figure come in a row."""
+    for figure, values in groupby(samples, key=lambda sample: sample.figure):
+        family = _family(figure)
+        for sample in values:
+            family.add_metric([] if sample.label is None else [sample.label], sample.value)
+        yield family
+
+
+def _family(figure: Figure) -> CounterMetricFamily | GaugeMetricFamily:
+    kind = CounterMetricFamily if figure.kind is Kind.COUNTER else GaugeMetricFamily
+    return kind(f"moevement_{figure.name}", figure.help, labels=[figure.label] if figure.label else None)
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = REQUEST_TIMEOUT_S
+
+    def log_message(self, format: str, *args: object) -> None:
+        """One every few seconds is of no interest."""
+
+
+def serve(folder: Path, listener: socket.socket) -> None:
+    """Answer until this process ends.
+
+    Args:
+        folder: the run directory.
+        listener: a bound socket that listens.
+    """
+    registry = CollectorRegistry()
+    registry.register(RunCollector(WatchedRun(folder)))
+    host, port = listener.getsockname()[:2]
+    with _Server((host, port), _Handler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listener
+        server.server_name, server.server_port = host, port
+        server.setup_environ()
+        server.set_app(make_wsgi_app(registry))
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))

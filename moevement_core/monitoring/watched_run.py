@@ -1,0 +1,80 @@
+"""A run as its directory shows it to others, while it goes on or afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moevement_core.errors import RunRecordError
+from moevement_core.monitoring.figures import RunFigures, Sample, samples_of_processes
+from moevement_core.monitoring.tail import Tail
+from moevement_core.run_record import RunRecord
+
+
+class WatchedRun:
+    """Reads what is new in a run directory each time it is asked to; for one thread.
+
+    Args:
+        folder: the run directory, which need not be there yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.record = RunRecord(folder)
+        self.figures = RunFigures()
+        self.processes: list[dict[str, Any]] = []
+        """Who takes part, as ``ranks.json`` has it."""
+        self._train_iterations: int | None = None
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.figures = RunFigures()
+        self._lines, self._events = Tail(self.record.metrics_path), Tail(self.record.events_path)
+
+    def update(self) -> None:
+        """Take in what is new.
+
+        Raises:
+            RunRecordError: the record is damaged.
+        """
+        lines, events = self._lines.read(), self._events.read()
+        if lines.is_rewritten or events.is_rewritten:
+            self._start_over()
+            lines, events = self._lines.read(), self._events.read()
+        for line in lines.lines:
+            self.figures.take_line(line)
+        for event in events.lines:
+            self.figures.take_event(event)
+        self.processes = self._read_processes()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it came to its end."""
+        return self.record.summary_path.exists()
+
+    @property
+    def train_iterations(self) -> int | None:
+        """How many the run is to have, as its configuration says; None where it does not."""
+        if self._train_iterations is None and self.record.config_path.exists():
+            config = self.record.config()
+            given = config.get("train_iters", config.get("iterations"))
+            self._train_iterations = given if isinstance(given, int) else None
+        return self._train_iterations
+
+    def samples(self) -> Iterator[Sample]:
+        """Every figure that is known."""
+        yield from self.figures.samples()
+        yield from samples_of_processes(self.processes)
+
+    def _read_processes(self) -> list[dict[str, Any]]:
+        path = self.record.ranks_path
+        try:
+            processes = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            raise RunRecordError(f"{path}: cannot be read ({error}); the file was damaged after writing") from None
+        if not isinstance(processes, list):
+            raise RunRecordError(f"{path}: holds {type(processes).__name__}, not a list; it was damaged after writing")
+        return processes

@@ -1,0 +1,75 @@
+"""A run directory as a job leaves it, without a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from moevement_core.events import Ended, NothingPersisted, Started
+from moevement_core.recovery.account import Account
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.run_record import RunRecord
+
+BEGAN_AT = 1_000_000.0
+"""Seconds since the epoch."""
+CHECKPOINTING = {
+    "stall_s": 0.25, "copied_bytes": 1000, "replicated_bytes": 2000, "replication_lag": 1, "copies_under_way": 2,
+    "persisted_from": 3, "window": 3, "windows_abandoned": 1, "snapshot_memory_bytes": 4_000_000, "log_bytes": 500,
+    "log_memory_bytes": 1_000_000, "on_disk": 5, "disk_written_bytes": 7000, "tokens_owed": 0,
+}  # fmt: skip
+
+
+def line(iteration: int, loss: Any = 2.0, **fields: Any) -> dict[str, Any]:
+    """Of an iteration of one second, one after the other without a gap."""
+    return {
+        "iteration": iteration, "loss": loss, "grad_norm": 1.5, "learning_rate": 0.01, "tokens_per_s": 512.0,
+        "iteration_s": 1.0, "time": BEGAN_AT + iteration, **CHECKPOINTING, **fields,
+    }  # fmt: skip
+
+
+RECOVERY = Recovery(
+    first=3, until=5, replayed=2, verified_until=5, restored_until=5, recomputed=4, restored=4, losses_until=5, sends=2,
+    sources={"memory": 2, "peer": 1}, replayed_by_stage={"0": 0, "1": 2}, redone=0, lost_tokens={}, proportion_lost=0.0,
+    ranks=[2, 3], fed_bytes=4096, fetch_s=0.1, replay_s=1.0, replay_cpu_s=1.5,
+)  # fmt: skip
+
+
+def failure(generation: int = 1, at: float = BEGAN_AT + 5.5, **fields: Any) -> Account:
+    """Of a rank, with parts of 0.5, 0.25, 0.25, 1, 0.5 and 1.5 seconds."""
+    given: dict[str, Any] = {
+        "generation": generation, "failures": ["rank 2 (pid 12) was killed by signal 9"], "noticed_by": "by supervisor",
+        "scope": "stage 1 of 2 lost its state; only it rolled back", "recovery": RECOVERY.as_dict(), "effective": 0.9,
+        "kept": "2 ranks kept their state", "spares": 0, "copies": "all are there",
+        "failed_at": at, "interrupted_at": at + 0.5, "left_at": at + 0.75, "formed_at": at + 0.8,
+        "usable_at": at + 1.0, "prepared_at": at + 2.0, "replay_at": at + 2.5, "resumed_at": at + 4.0,
+    }  # fmt: skip
+    return Account(**given | fields)
+
+
+def recovered_run(folder: Path, *, has_ended: bool = True) -> RunRecord:
+    """Ten iterations of two nodes; a failure after the fifth, which took four seconds and repeated two."""
+    run = RunRecord(folder)
+    run.begin({"train_iters": 10, "seed": 1}, first_iteration=1)
+    processes = [
+        {"rank": rank, "pid": 10 + rank, "host": f"host{rank // 2}", "node": f"n{rank // 2}", "role": "active"}
+        for rank in range(4)
+    ]
+    run.write_ranks([*processes, {"rank": None, "pid": 99, "host": "host1", "node": "n1", "role": "spare"}])
+    run.event(Started(0, 4))
+    for iteration in range(1, 11):
+        late_s = 4.0 + 2.0 if iteration > 5 else 0.0
+        run.metric(**line(iteration, 3.0 - 0.1 * iteration, time=BEGAN_AT + iteration + late_s))
+        if iteration == 5:
+            run.event(RECOVERY)
+            run.event(failure())
+            run.event(NothingPersisted("no newer window has come to all peers for 9 iterations", 9, 3))
+    if has_ended:
+        run.event(Ended(10))
+        run.write_summary({"state_digest": {"all": "ab", "parts": {"weights": "c"}, "ranks": []}})
+    return run
+
+
+def append(path: Path, fields: dict[str, Any]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(fields) + "\n")

@@ -1,0 +1,245 @@
+"""The page of ``moevement report --html``: what stands in it, and what is seen of it in a browser without a window."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moevement_cli import recovery_chart
+from moevement_cli.html_report import COLORS, UNKNOWN, page
+from moevement_cli.line_chart import Chart, Line, thinned, tick_step
+from moevement_cli.main import main
+from moevement_cli.plan_measured import compare
+from moevement_core.events import Planned
+from moevement_core.run_record import RunRecord
+from tests.unit.monitoring import browser
+from tests.unit.monitoring.runs import BEGAN_AT, failure, recovered_run
+
+VOID = {"meta"}
+PARTS = failure().parts()
+
+
+class Page(HTMLParser):
+    """Every element is closed in order; keeps texts and tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.rows: list[list[str]] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"not closed: {self.open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self.open and self.open[-1] in ("td", "th", "code"):
+            self.rows[-1].append(data)
+
+
+def planned(run: RunRecord, **fields: float) -> None:
+    given: dict[str, float | int | None] = {
+        "iteration": 0, "window": 3, "copied_bytes": 900.0, "replicated_bytes": 1800.0, "memory_bytes": 6_000_000,
+        "memory_limit_bytes": None, "expected_rollback": 4.5, "most_replayed": 5,
+    }  # fmt: skip
+    run.event(Planned(strategy="moevement", **given | fields))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunRecord:
+    run = recovered_run(tmp_path / "run")
+    planned(run)
+    return run
+
+
+def test_a_page_has_the_figures_of_its_run(run: RunRecord) -> None:
+    rows = Page(page([run])).rows
+    head, values = rows[:2]
+    assert dict(zip(head, values, strict=True)) == {
+        "run": str(run.folder), "state": "ended", "iterations": "10", "loss": "2.0000", "validation": UNKNOWN,
+        "iteration time": "1.000 s", "tokens/s": "512", "effective time": "62.5%", "recoveries": "1",
+        "state digest": "ab",
+    }  # fmt: skip
+    assert ["copied to the host in an iteration", "0.00 MB", "0.00 MB"] in rows
+    assert ["host memory, the most", "6.00 MB", "5.00 MB"] in rows
+    assert ["iterations that a recovery runs again, the most", "5", "2"] in rows
+    assert ["nothing persisted", "no newer window has come to all peers for 9 iterations"] in rows
+    assert "only it rolled back" in " ".join(cell for row in rows for cell in row)
+
+
+def test_a_page_asks_for_nothing_else(run: RunRecord) -> None:
+    text = page([run, run])
+    assert not re.search(r"https?:|url\(|@import|<script|<link|<img|<iframe|<object", text)
+    names = {name for _, name, _ in Page(text).attributes}
+    assert not names & {"src", "href", "srcset", "data", "xlink:href", "action", "poster"}
+    policy = [value for tag, _, value in Page(text).attributes if tag == "meta" and value and "default-src" in value]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_what_a_run_calls_itself_is_text(tmp_path: Path) -> None:
+    run = recovered_run(tmp_path / "<script>alert(1);&amp;")
+    run.event(failure(2, failures=['rank 0: KeyError: "</title><b>"']))
+    parsed = Page(page([run]))
+    assert not any(tag in ("script", "b") for tag, _, _ in parsed.attributes)
+    assert any("<script>alert(1);&amp;" in text for text in parsed.texts)
+    assert any('KeyError: "</title><b>"' in text for text in parsed.texts)
+
+
+def test_of_several_runs_each_has_its_color_and_sections(tmp_path: Path) -> None:
+    runs = [recovered_run(tmp_path / name) for name in ("first", "second")]
+    planned(runs[1])
+    text = page(runs)
+    assert text.count(f'stroke="{COLORS[0]}"') >= 6
+    assert text.count(f'stroke="{COLORS[1]}"') >= 6
+    texts = Page(text).texts
+    assert [each for each in texts if each.startswith(("Recoveries", "Plan"))] == [
+        "Recoveries of first", "Recoveries of second", "Plan against measured of second",
+    ]  # fmt: skip
+
+
+def test_a_run_without_checkpoints_has_a_page(tmp_path: Path) -> None:
+    run = RunRecord(tmp_path)
+    run.begin({}, first_iteration=1)
+    run.metric(iteration=1, loss="nan", time=BEGAN_AT)
+    texts = Page(page([run])).texts
+    assert "did not come to its end yet" in texts
+    assert texts.count("nothing was recorded") == 6
+
+
+def test_each_plan_is_compared_with_the_iterations_under_it(tmp_path: Path) -> None:
+    run = recovered_run(tmp_path)
+    planned(run)
+    planned(run, iteration=5, window=1, most_replayed=1)
+    first, second = compare(run.metrics(), run.events())
+    assert [(one.first, one.last, one.window) for one in (first, second)] == [(0, 5, 3), (5, 10, 1)]
+    assert [row.measured for row in second.rows] == [1000, 2000, 5_000_000, 2, 2]
+    assert [row.measured for row in first.rows] == [1000, 2000, 5_000_000, None, None]
+    assert list(compare(run.metrics(), [])) == []
+
+
+def test_the_command_writes_it(run: RunRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "folder" / "page.html"
+    assert main(["report", str(run.folder), str(run.folder), "--html", str(path)]) == 0
+    assert f"page: {path}" in capsys.readouterr().out
+    assert path.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{}/run", "--html", "/proc/none/page.html"], "--html /proc/none/page.html: No such file or directory; give"),
+        (["{}/none", "--html", "{}/page.html"], "{}/none: no metrics; give the --run-dir of a run"),
+    ],
+)
+def test_what_cannot_be_written_is_one_line_and_two(
+    words: list[str], message: str, run: RunRecord, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["report", *(word.format(tmp_path) for word in words)])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"moevement: {message.format(tmp_path)}")
+    assert error.count("\n") == 1
+
+
+# Charts
+
+
+def test_a_long_line_keeps_its_peaks() -> None:
+    points = [(float(x), math.sin(x)) for x in range(100_000)]
+    points[54_321] = (54_321.0, 50.0)
+    points[77_777] = (77_777.0, -50.0)
+    kept = thinned(points)
+    assert len(kept) <= 1200
+    assert kept == sorted(kept)
+    assert {points[54_321], points[77_777]} <= set(kept)
+    assert thinned(points[:1200]) == points[:1200]
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "step"), [(0, 1, 0.2), (0, 10, 2), (0, 11, 5), (1, 150, 50), (2.0, 2.001, 0.0002)]
+)
+def test_ticks_are_at_round_numbers(least: float, most: float, step: float) -> None:
+    assert tick_step(least, most) == pytest.approx(step)
+
+
+def test_what_is_no_number_is_a_gap() -> None:
+    points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, math.inf), (5, 1.0), (6, 3.0)]
+    drawn = Chart("loss", [Line("run", "#000", points)]).draw()
+    assert len(drawn.findall(".//polyline")) == 2
+
+
+def test_a_line_that_stays_where_it_is_is_drawn() -> None:
+    for value in (0.0, 7.0):
+        drawn = Chart("stall", [Line("run", "#000", [(5, value)])], from_zero=False).draw()
+        (polyline,) = drawn.findall(".//polyline")
+        assert "nan" not in polyline.attrib["points"]
+
+
+# In a browser
+
+PLACES = """
+const box = element => { const b = element.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; };
+return {
+  window: [window.innerWidth, document.documentElement.scrollWidth],
+  requests: performance.getEntriesByType("resource").length,
+  charts: [...document.querySelectorAll("figure svg")].map(svg => ({
+    frame: box(svg),
+    texts: [...svg.querySelectorAll("text")].map(text => [text.textContent, ...box(text)]),
+    lines: [...svg.querySelectorAll("polyline")].map(box),
+    bars: [...svg.querySelectorAll("rect")].map(bar => [bar.getAttribute("fill"), ...box(bar)]),
+  })),
+};
+"""
+
+
+@pytest.fixture
+def shown(run: RunRecord, tmp_path: Path) -> Path:
+    path = tmp_path / "page.html"
+    main(["report", str(run.folder), str(recovered_run(tmp_path / "other").folder), "--html", str(path)])
+    return path
+
+
+@pytest.mark.parametrize("width", [1280, 520])
+def test_everything_has_its_place_at_any_width(shown: Path, tmp_path: Path, width: int) -> None:
+    seen = browser.find(tmp_path).measured(shown, PLACES, width)
+    inner, scrolled = seen["window"]
+    assert scrolled <= inner, "the page itself never scrolls sideways"
+    assert seen["requests"] == 0
+    assert len(seen["charts"]) == 6 + 2
+    for chart in seen["charts"]:
+        left, top, right, bottom = chart["frame"]
+        assert right - left > 300
+        boxes = [*chart["lines"], *(its[1:] for its in (*chart["texts"], *chart["bars"]))]
+        assert boxes
+        for a, b, c, d in boxes:
+            assert left - 1 <= a <= c <= right + 1, chart
+            assert top - 1 <= b <= d <= bottom + 1, chart
+        assert all(text for text, *_ in chart["texts"])
+    recovery = seen["charts"][-1]
+    assert [color for color, *_ in recovery["bars"]] == [recovery_chart.COLORS[part] for part in PARTS]
+    widths = [right - left for _, left, _, right, _ in recovery["bars"]]
+    assert np.allclose(np.array(widths) / sum(widths), np.array([*PARTS.values()]) / 4.0, atol=0.01)
+
+
+def test_lines_and_bars_are_seen_in_their_colors(shown: Path, tmp_path: Path) -> None:
+    picture = browser.find(tmp_path).picture(shown, 1280, 2200)
+    for color in {*COLORS[:2], *(recovery_chart.COLORS[part] for part in PARTS)}:
+        wanted = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)])
+        assert (np.abs(picture.astype(int) - wanted).max(axis=-1) <= 3).sum() > 50, color
