@@ -19,6 +19,7 @@ from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.engine.memory import IN_FLIGHT
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorKind, OperatorTable
+from moevement_core.parity.staging import AT_ONCE
 from moevement_core.policy.holding import Kept, kept_of_table, most_held
 from moevement_core.policy.popularity import Order, Ordering, order_operators
 from moevement_core.policy.schedule import LAG_ALLOWANCE
@@ -246,12 +247,12 @@ class CheckpointPlan:
         return min(self.snapshot_memory(stage), in_flight)
 
     def parity_memory(self, stage: StagePlan) -> int:
-        """Host bytes of one sum over the snapshots of a group, as long as the longest, and of what comes of each."""
+        """Host bytes of a sum over the snapshots of a group, as long as the longest, and of what comes at a time."""
         longest = np.max(self._kept(stage), axis=0)
         tensor = max(
             tensor.elements * _MASTER_BYTES // one.shards for one in stage.shape.operators for tensor in one.tensors
         )
-        return most_held(longest, self._slots(stage, 0)) + self.given.members * (BLOCK + tensor)
+        return most_held(longest, self._slots(stage, 0)) + AT_ONCE * (BLOCK + tensor)
 
     def _kept(self, stage: StagePlan) -> Sequence[Kept]:
         """No part of a sum is given back by itself."""

@@ -23,7 +23,6 @@ class ParityReceiver(Receiver):
         self, rank: int, store: MemberStore, transport: Transport, allowance: Allowance, report: Report
     ) -> None:
         self._member = store
-        self._staging = torch.empty(0, dtype=torch.uint8)
         super().__init__(rank, store, transport, allowance, report)
 
     @override
@@ -60,19 +59,19 @@ class ParityReceiver(Receiver):
         self._transport.send(source, TO_SOURCE, go.encode())
         self._transport.send(source, TO_SOURCE, flags)
         for number in wanted:
-            block, at, data = blocks[number], 0, []
-            if self._staging.numel() < block_bytes(block):
-                self._staging = torch.empty(block_bytes(block), dtype=torch.uint8)
-            for entry in block:
-                values = self._staging[at : at + entry.nbytes]
-                self._transport.receive(source, TO_PEER, values)
-                data.append((entry, values))
-                at += entry.nbytes
-            damaged = next((entry for entry, values in data if digest_of(values) != entry.digest), None)
-            if damaged is None:
-                group.add(stripe, source, number, data)
-            else:
-                self._report_damaged(iteration, damaged)
+            block = blocks[number]
+            with group.staging.of(block_bytes(block)) as memory:
+                at, data = 0, []
+                for entry in block:
+                    values = memory[at : at + entry.nbytes]
+                    self._transport.receive(source, TO_PEER, values)
+                    data.append((entry, values))
+                    at += entry.nbytes
+                damaged = next((entry for entry, values in data if digest_of(values) != entry.digest), None)
+                if damaged is None:
+                    group.add(stripe, source, number, data)
+                else:
+                    self._report_damaged(iteration, damaged)
         return not stripe.missing.get(source)
 
     def _grow(self, nbytes: int) -> bool:

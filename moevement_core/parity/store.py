@@ -17,6 +17,7 @@ from moevement_core.device import Device
 from moevement_core.parity.code import coefficients
 from moevement_core.parity.field import add_product
 from moevement_core.parity.groups import Group
+from moevement_core.parity.staging import Staging
 from moevement_core.replication.allowance import Who
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.snapshot.agreement import NONE
@@ -60,7 +61,7 @@ class GroupStore:
     def __init__(self, group: Group, number: int, device: Device) -> None:
         self.group, self.number = group, number
         self.floor = NONE
-        self.arena = Arena(device)
+        self.arena, self.staging = Arena(device), Staging()
         self._coefficients = dict(zip(group.members, coefficients(*group.size)[number], strict=False))
         self._stripes: dict[int, Stripe] = {}
         self._lock = threading.Lock()

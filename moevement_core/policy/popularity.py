@@ -109,6 +109,8 @@ class Popularity:
 def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = Ordering.HARD_COUNT) -> Order:
     """``OrderOperators()`` of the paper's Algorithm 1: experts by ascending score, then what serves every token.
 
+    Of several ranks, each has its own in this order, and all have as much in the first so many as each other.
+
     Args:
         table: the operators.
         scores: popularity, float64 ``[operators]``; what stands at other operators than experts is ignored.
@@ -124,7 +126,20 @@ def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = O
     if ordering is Ordering.BACK_TO_FRONT:
         return np.argsort(-table.depth, kind="stable")
     # A stable sort keeps the order of the table among equals.
-    return np.argsort(np.where(table.is_expert, scores, np.inf), kind="stable")
+    return _evened(np.argsort(np.where(table.is_expert, scores, np.inf), kind="stable"), table)
+
+
+def _evened(order: Order, table: OperatorTable) -> Order:
+    """An order in which every rank comes to the same part of its own bytes at the same time.
+
+    The experts of one rank may all be less popular than those of another, and before anything is counted their numbers
+    are all lower. In one order of all experts its slots would be full when those of the others are empty, and the copy
+    of an iteration takes as long as the fullest. On each rank the order stays what it was.
+    """
+    held = table.full[:, order]
+    reached = np.cumsum(held, axis=1) / np.maximum(held.sum(axis=1, keepdims=True), 1)
+    latest = np.where(held > 0, reached, 0.0).max(axis=0)
+    return order[np.argsort(latest, kind="stable")]
 
 
 def counts_of(table: OperatorTable, counts: Mapping[str, float], what: str = "count") -> Scores:

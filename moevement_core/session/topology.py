@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moevement_core.operators import Operator, OperatorKind, OperatorTable
 from moevement_core.parity.groups import WIDEST, Groups, make_groups, narrowed, still_do
+from moevement_core.parity.staging import AT_ONCE
 from moevement_core.policy.holding import most_held
 from moevement_core.recovery.feed import Neighbour, Neighbours
 from moevement_core.recovery.scope import Pipeline
@@ -122,7 +123,8 @@ class Topology:
             return sum(at_peer[source].nbytes for source in sources_of(self.peers, rank))
         groups = [group for group in self.groups if rank in group.holders]
         return sum(
-            _of_sums([at_peer[one] for one in group.members]) + sum(at_peer[one].staging for one in group.members)
+            _of_sums([at_peer[one] for one in group.members])
+            + AT_ONCE * max(at_peer[one].staging for one in group.members)
             for group in groups
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_core.errors import ConfigError, PopularityError
-from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes
+from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.popularity import Ordering, OrderingConfig, Popularity, counts_of, order_operators
 from tests.unit.policy.tables import equal_experts
 
@@ -129,3 +130,23 @@ def test_settings_that_cannot_be_are_refused() -> None:
             OrderingConfig(alpha=alpha)
     with pytest.raises(ConfigError, match="ordering 'random'; needs one of hard, soft"):
         OrderingConfig(ordering="random")  # type: ignore[arg-type]
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_ranks_are_saved_evenly_and_each_by_popularity(ranks: int, experts: int, random: Random) -> None:
+    """Of any two ranks neither is more than an expert ahead, and the order of a rank's own experts is its own."""
+    rows = [
+        [Operator(expert_name(0, rank * experts + number), OperatorKind.EXPERT, SOME) for number in range(experts)]
+        for rank in range(ranks)
+    ]
+    table = OperatorTable(ranks=rows)
+    scores = np.array([random.randrange(100) for _ in range(len(table))], dtype=np.float64)
+    order = order_operators(table, scores)
+    assert sorted(order) == list(range(len(table)))
+    saved = np.zeros(ranks, dtype=int)
+    for place in order:
+        saved[int(np.flatnonzero(table.full[:, place])[0])] += 1
+        assert saved.max() - saved.min() <= 1
+    for rank in range(ranks):
+        own = [scores[place] for place in order if table.full[rank, place]]
+        assert own == sorted(own)
