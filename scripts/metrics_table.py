@@ -29,7 +29,7 @@ directory has to be on a file system that this host sees, too. Under `srun` with
 and the flag is refused. One endpoint serves the whole job. Where a port cannot be had, the job does not begin, and one
 line says so.
 
-[examples/monitoring](../examples/monitoring/prometheus.yaml) has a scrape configuration and a Grafana dashboard of these names.
+[examples/monitoring](../examples/monitoring/prometheus.yaml) has a scrape configuration and a dashboard of them.
 
 ## TensorBoard
 
