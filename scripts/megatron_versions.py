@@ -1,0 +1,129 @@
+"""Writes docs/megatron_versions.md: what of other versions of Megatron-Core differs where we replace or read it.
+
+    python scripts/megatron_versions.py        (installs each wheel into a folder of its own; a minute)
+
+Each version is looked at in a process of its own, which has its wheel before the installed one on its path.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[1]
+OUTPUT = ROOT / "docs" / "megatron_versions.md"
+PINNED = ROOT / "tests" / "unit" / "replaced_signatures.yaml"
+VERSIONS = ("0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
+"""Of those that the package index has: the newest of each series, and all of the series that is supported."""
+INTRODUCTION = """\
+# Versions of Megatron-Core
+
+Functions of Megatron that are replaced, and names of its objects that are read, by version of its wheel: what is not
+as in the one that this project is written for, which is pinned. `python scripts/megatron_versions.py` writes this page,
+and `tests/packaging/test_megatron_versions.py` compares it with the wheels. Of a version without differences it is
+known that it has the same names; only the pinned one is trained with.
+
+| megatron-core | differences |
+| --- | --- |
+"""
+Differences = dict[str, str]
+"""By the name of what is replaced or read, in words."""
+
+
+def differences_of(version: str) -> Differences:
+    """What differs in a version that is installed for it.
+
+    Raises:
+        subprocess.CalledProcessError: it cannot be installed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # No byte code: it would take longer than to look.
+        install = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--target", folder]
+        subprocess.run([*install, f"megatron-core=={version}"], check=True, capture_output=True)
+        environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+        looked = subprocess.run(
+            [sys.executable, "-W", "ignore", __file__, "--look"],
+            env=environment, cwd=folder, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+        return dict(json.loads(looked.stdout.splitlines()[-1]))
+
+
+def look() -> Differences:
+    """What differs in the version that this process imports."""
+    from megatron.moevement import platform
+    from megatron.moevement.patches import LOOKED_UP
+
+    found: Differences = {}
+    try:
+        platform.install()
+    except ImportError as error:
+        found["megatron.moevement.platform"] = f"cannot be installed: {error.msg.partition(' (')[0]}"
+    for name, pinned in yaml.safe_load(PINNED.read_text()).items():
+        try:
+            parameters = inspect.signature(inspect.unwrap(_resolve(name))).parameters.values()
+        except (ImportError, AttributeError):
+            found[name] = "is not there"
+            continue
+        here = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
+        if ", ".join(here) != pinned:
+            found[name] = _changed(pinned, here)
+    for module, names in LOOKED_UP.items():
+        try:
+            words = set(re.findall(r"\w+", inspect.getsource(import_module(module))))
+        except ImportError:
+            found[module] = "is not there"
+            continue
+        found |= {f"{module}: {name}": "is not there" for name in names if name not in words}
+    return found
+
+
+def _changed(pinned: str, here: list[str]) -> str:
+    """How parameters differ from pinned ones."""
+    more = [parameter for parameter in here if parameter not in pinned]
+    fewer = [name for name in re.findall(r"(?<![=\w])\w+(?=[=,]|$)", pinned) if not any(name in one for one in here)]
+    parts = [f"takes `{', '.join(more)}`"] * bool(more) + [f"does not take `{', '.join(fewer)}`"] * bool(fewer)
+    return " and ".join(parts) or f"takes its parameters in another order: `{', '.join(here)}`"
+
+
+def _resolve(name: str) -> Any:
+    """``module:Class.attribute``, or ``module.attribute``."""
+    module, _, path = name.partition(":")
+    if not path:
+        module, _, path = name.rpartition(".")
+    owner = import_module(module)
+    for part in path.split("."):
+        owner = getattr(owner, part)
+    return owner
+
+
+def page(found: dict[str, Differences]) -> str:
+    """The whole file."""
+    rows = [f"| {version} | {len(differences) or 'nothing'} |" for version, differences in found.items()]
+    details = [
+        f"## {version}\n\n" + "\n".join(f"- `{name}` {what}" for name, what in sorted(differences.items())) + "\n"
+        for version, differences in found.items()
+        if differences
+    ]
+    return INTRODUCTION + "\n".join([*rows, "", *details])
+
+
+def main() -> None:
+    """Look at all of them, and write."""
+    if sys.argv[1:] == ["--look"]:
+        print(json.dumps(look()))
+        return
+    OUTPUT.write_text(page({version: differences_of(version) for version in VERSIONS}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
