@@ -223,6 +223,12 @@ def describe_filled_in(args: argparse.Namespace) -> list[str]:
             "without --deterministic-mode some kernels add in no fixed order: a replay may differ in the last bits "
             "from what was lost, and then ends with an error where it is verified"
         )
+    in_rank_order = args.ddp_reduce_scatter_with_fp32_accumulation or not args.use_distributed_optimizer
+    if args.moevement_sparse_ckpt and MEMBER_ENV in os.environ and not platform.is_cpu() and not in_rank_order:
+        lines.append(
+            "without --ddp-reduce-scatter-with-fp32-accumulation NCCL sums gradients by its rings, which a "
+            "spare on another node may change: later iterations may differ in the last bits from a failure-free run"
+        )
     if args.load and args.ckpt_step is None and not (Path(args.load) / "latest_checkpointed_iteration.txt").exists():
         lines.append(f"no checkpoint in --load {args.load}: starting from fresh weights")
     return lines
