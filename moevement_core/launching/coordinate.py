@@ -28,6 +28,7 @@ from moevement_core.restart.environment import STORE_ENV
 from moevement_core.run_record import RunRecord
 
 POLL_S = 0.05
+MOST_PORT = 65535
 GRACE_S = 60.0
 """How long tasks have to end by themselves at the end of the job, and the store is there for them."""
 
@@ -64,6 +65,12 @@ def coordinate(what: Coordination) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if what.ranks < 1:
         raise ConfigError(f"--ranks {what.ranks}: needs 1 or more")
+    if not what.host.strip():  # which would listen at every address
+        raise ConfigError(f"--host {what.host!r}: is empty; give the address of this host that the nodes reach")
+    if not 0 <= what.port <= MOST_PORT:
+        raise ConfigError(f"--port {what.port}: needs 0 to {MOST_PORT}")
+    if not what.spare_timeout_s >= 0:
+        raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
     with Signals() as signals:
         signals.may_wind_down = True
         running = _Coordination(what)
@@ -112,6 +119,8 @@ class _Coordination:
             coordinator.step()
             self._report_changes()
             signals.check()
+            if signals.asked_by is not None and self._generation < 0:
+                raise Stopped(signals.asked_by)  # nobody trains who could come to a boundary
             if signals.asked_by is not None:
                 self._begin_to_wind_down(signal.Signals(signals.asked_by).name)
                 signals.asked_by = None

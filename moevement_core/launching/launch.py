@@ -182,6 +182,8 @@ def _check(launch: Launch) -> None:
             raise ConfigError(f"{flag} {value}: needs {least} or more")
     if not launch.respawn_after_s >= 0:
         raise ConfigError(f"--respawn-after {launch.respawn_after_s:g}: needs seconds, 0 or more, or inf")
+    if not launch.spare_timeout_s >= 0:
+        raise ConfigError(f"--spare-timeout {launch.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
     switch = launch.trainer.switch
     if launch.spares is not None and switch and switch not in config_file.expand(launch.argv[1:]):
         raise ConfigError(

@@ -130,7 +130,16 @@ def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path:
     scratch = Path(tempfile.mkdtemp(prefix="mt-", dir="/tmp"))  # short: it holds the paths of Unix sockets
     environment = {**os.environ, "TMPDIR": str(scratch)}
     process = command(
-        "--nproc", "2", str(SCRIPT), *words, "--run-dir", str(tmp_path), env=environment, start_new_session=True
+        "--nproc",
+        "2",
+        str(SCRIPT),
+        *words,
+        "--run-dir",
+        str(tmp_path),
+        env=environment,
+        start_new_session=True,
+        # Ignored, as a shell starts what runs in the background, it would stay ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     pids = _pids_when_training(process, tmp_path)
     family = psutil.Process(process.pid).children(recursive=True)

@@ -166,6 +166,21 @@ def test_the_coordinator_refuses_an_empty_run_directory_too(capsys: pytest.Captu
     assert "--run-dir: '' is an empty path; give a folder" in line
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--port", "70000"], "--port 70000: needs 0 to 65535"),
+        (["--host", ""], "--host '': is empty; give the address of this host that the nodes reach"),
+        (["--spare-timeout", "nan"], "--spare-timeout nan: needs seconds, 0 or more, or inf"),
+    ],
+)
+def test_what_cannot_be_coordinated_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["coordinate", "--ranks", "2", *words])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == f"moevement: {message}\n"
+
+
 def test_help_of_the_whole_parser_still_works(
     parse: Callable[..., Namespace], capsys: pytest.CaptureFixture[str]
 ) -> None:
