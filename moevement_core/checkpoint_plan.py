@@ -82,10 +82,10 @@ class StagePlan:
     """Its slots in the window of the job."""
     log_bytes: int
     """Boundary log of an iteration."""
-    is_redone: bool = False
+    is_redone: bool
     """Whether slots hold gradients where they would hold compute weights."""
-    ranks: OperatorTable | None = None
-    """With a row for each rank, which have whole experts and unequal parts of layers; left out ``table`` is all."""
+    ranks: OperatorTable
+    """With a row for each rank, which have whole experts and unequal parts of layers."""
 
     @property
     def weighed(self) -> OperatorTable:
@@ -107,7 +107,7 @@ class StagePlan:
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
         """Bytes of each snapshot of a window on each of its ranks, in the window of the job."""
-        ranks = self.ranks or self.table
+        ranks = self.ranks
         order = np.arange(len(ranks)) if self.is_redone else _first_order(ranks, self.ordering)
         weighed = ranks.with_gradients_for_compute() if self.is_redone else ranks
         window = impose_window(weighed, order, self.window.size, self.window.kind, self.budget.bytes)

@@ -188,7 +188,7 @@ class MegatronBinding(Binding):
             vote,
             lambda: self.on_step(),
             Scales(self.live.model or []),
-            lambda: self.live.num_tokens,
+            lambda: None if self.live.num_tokens is None else int(self.live.num_tokens),
         )
         self._commit = commit
         places.watch(self.live)

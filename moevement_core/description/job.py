@@ -68,11 +68,11 @@ class StageShape:
             layer = shape.name.rpartition(".")[0]
             local[layer] = local.get(layer, 0) + (shape.kind is OperatorKind.EXPERT)
         replicas = next((shape.shards for shape in shapes if shape.kind is OperatorKind.EXPERT), 1)
-        tensor = max(1, len(parts) // (expert_parallel * replicas))
+        expert_tensor_parallel = max(1, len(parts) // (expert_parallel * replicas))
         rows = []
         for rank in range(len(parts) or expert_parallel):
             own = {(part.operator, part.tensor): part.elements for part in parts[rank]} if parts else {}
-            first = (rank // tensor) % expert_parallel
+            first = (rank // expert_tensor_parallel) % expert_parallel
             row = []
             for place, shape in enumerate(shapes):
                 name, (layer, _, number) = shape.name, shape.name.rpartition(".")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import yaml
 from moevement_core.errors import ConfigError
 
 CONFIG_FLAG = "--config"
+_RECIPE = "MODEL_ARGS"
+"""What a file in the layout of Megatron's functional tests has its flags under."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
@@ -49,7 +51,7 @@ def flags_of(path: Path) -> list[str]:
     """The flags that the YAML file at ``path`` stands for."""
     flags: list[str] = []
     content = _load(path)
-    variables = {**os.environ, **_environment(path, content)}
+    variables, is_recipe = {**os.environ, **_environment(path, content)}, _RECIPE in content
     for key, value in _model_args(path, content).items():
         flag = "--" + str(key).lstrip("-").replace("_", "-")
         if value is True:
@@ -57,7 +59,9 @@ def flags_of(path: Path) -> list[str]:
         elif value is False or value is None:
             continue
         elif isinstance(value, list):
-            flags += [flag, *(word for item in value for word in _words(path, flag, item, variables))]
+            words = [_word(path, flag, item, variables) for item in value]
+            # In Megatron's recipes brackets are for the shell: [a b] is one item to YAML, and two words.
+            flags += [flag, *(part for word in words for part in (word.split() if is_recipe else [word]))]
         else:
             flags += [flag, _word(path, flag, value, variables)]
     return flags
@@ -84,11 +88,6 @@ def _environment(path: Path, content: Mapping[str, Any]) -> dict[str, str]:
     return {str(key): str(value) for key, value in variables.items()}
 
 
-def _words(path: Path, flag: str, value: Any, variables: Mapping[str, str]) -> Iterator[str]:
-    """An item of a list, which is several words in Megatron's own recipes."""
-    yield from _word(path, flag, value, variables).split() or [""]
-
-
 def _word(path: Path, flag: str, value: Any, variables: Mapping[str, str]) -> str:
     if isinstance(value, dict):
         raise ConfigError(f"{path}: {flag} is a mapping; needs a number, a string, true, false or a list")
@@ -103,7 +102,7 @@ def _word(path: Path, flag: str, value: Any, variables: Mapping[str, str]) -> st
 
 
 def _model_args(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = content.get("MODEL_ARGS", content)
+    arguments = content.get(_RECIPE, content)
     if not isinstance(arguments, dict):
         raise ConfigError(f"{path}: MODEL_ARGS is {type(arguments).__name__}; needs a mapping of flags to values")
     return arguments

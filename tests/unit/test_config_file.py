@@ -17,11 +17,11 @@ def test_a_file_becomes_flags_before_those_of_the_command_line(tmp_path: Path) -
     path = tmp_path / "a.yaml"
     path.write_text(
         "num_layers: 4\nswiglu: true\nbf16: false\nload: null\nsplit: 1,2\n"
-        "--recompute-modules: [moe, mlp]\nlr: 1.0e-3\n"
+        '--recompute-modules: [moe, mlp]\nlr: 1.0e-3\ndata-path: ["a b"]\n'
     )
     assert config_file.expand(["--num-layers", "8", "--config", str(path)]) == [
         "--num-layers", "4", "--swiglu", "--split", "1,2", "--recompute-modules", "moe", "mlp", "--lr", "0.001",
-        "--num-layers", "8",
+        "--data-path", "a b", "--num-layers", "8",
     ]  # fmt: skip
 
 

@@ -219,10 +219,10 @@ def test_the_recorded_verdict_and_norms_win() -> None:
     assert optimizer.step()[1] == 0.1 + 0.2
     assert optimizer.grad_norms_by_group == {"g": 3.0}
     reduced = Reduced()
-    reduced.take("prepare_grads", False, optimizer, lambda: None)
+    reduced.take("prepare_grads", False, optimizer)
     result = optimizer.step()
-    reduced.take("get_grad_norm", result[1], optimizer, lambda: None)
-    reduced.take("_compute_grad_norms_by_group", optimizer.grad_norms_by_group, optimizer, lambda: None)
+    reduced.take("get_grad_norm", result[1], optimizer)
+    reduced.take("_compute_grad_norms_by_group", optimizer.grad_norms_by_group, optimizer)
     assert outcome_of(result, reduced) == step.outcome
     step.outcome = None
     assert optimizer.step()[1] == 1.0

@@ -63,7 +63,8 @@ class CommittedOptimizer(Commit):
         vote: returns when every rank of the job has come here, if no reduction of the step has made sure of that.
         step: what the trainer's ``optimizer.step()`` is to be in training; it calls :meth:`step`.
         scales: of FP8 on this rank, where weights are kept in it.
-        num_tokens: gives the number that gradients were divided by, a tensor; None without per-token loss.
+        num_tokens: gives the number that gradients were divided by, and waits for the device; None without per-token
+            loss.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class CommittedOptimizer(Commit):
         vote: Vote,
         step: Callable[[], Any],
         scales: Scales | None = None,
-        num_tokens: Callable[[], Any] = lambda: None,
+        num_tokens: Callable[[], int | None] = lambda: None,
     ) -> None:
         super().__init__()
         self._num_tokens = num_tokens
@@ -129,7 +130,9 @@ class CommittedOptimizer(Commit):
         @functools.wraps(original)
         def reduction() -> Any:
             result = getattr(self.mode, name)(original)
-            self._reduced.take(name, result, self._optimizer, self._num_tokens)
+            self._reduced.take(name, result, self._optimizer)
+            if name == REDUCTIONS[0]:
+                self._reduced.num_tokens = self.mode.num_tokens(self._num_tokens)
             if is_last and self._section is not None:
                 if self._optimizer.config.log_num_zeros_in_grad:
                     self._reduced.zeros = self._optimizer.count_zeros()

@@ -46,6 +46,10 @@ class Train:
         """The norms of groups of parameters."""
         return original()
 
+    def num_tokens(self, original: Callable[[], int | None]) -> int | None:
+        """By what gradients were divided."""
+        return original()
+
     def count_zeros(self, original: Callable[[], int]) -> int:
         """Elements of all gradients that are zero; asked for where the job logs them."""
         return original()
@@ -91,6 +95,10 @@ class Follow(Train):
         return self._norms_by_group(self._outcome)
 
     @override
+    def num_tokens(self, original: Callable[[], int | None]) -> int | None:
+        return self._outcome.get("num_tokens")
+
+    @override
     def count_zeros(self, original: Callable[[], int]) -> int:
         return int(self._outcome.get("zeros") or 0)  # of a record that an older version wrote it is not known
 
@@ -130,6 +138,10 @@ class Replay(Train):
 
     def _compute_grad_norms_by_group(self, original: Callable[[], Any]) -> Any:
         return original() if self.outcome is None else self._norms_by_group(self.outcome)
+
+    @override
+    def num_tokens(self, original: Callable[[], int | None]) -> int | None:
+        return original() if self.outcome is None else self.outcome.get("num_tokens")
 
     @override
     def verdict(self, original: Callable[[], bool], number: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ class Reduced:
     zeros: int | None = None
     """Elements of gradients that are zero, where they are counted."""
 
-    def take(self, name: str, result: Any, optimizer: Any, num_tokens: Callable[[], Any]) -> None:
+    def take(self, name: str, result: Any, optimizer: Any) -> None:
         """The reduction ``name`` of ``optimizer`` has given ``result``; waits for the device."""
         match name:
             case "prepare_grads":
@@ -38,8 +38,6 @@ class Reduced:
                     for member in members(optimizer)
                 ]
                 self.clip_norm, self.clip_norms_by_group, self.zeros = None, {}, None
-                counted = num_tokens()
-                self.num_tokens = int(counted) if counted is not None else None
             case "get_grad_norm":
                 self.clip_norm = recorded(result)
             case _:

@@ -323,8 +323,7 @@ class MegatronTrainer(Trainer):
                 # The last stage, which would be asked for the count, does not run.
                 result = finalize(model, None, *args, **kwargs)
                 assert self._step.outcome is not None
-                divide_gradients(model, counted := self._step.outcome["num_tokens"], num_tokens)
-                self._live.num_tokens = torch.full_like(num_tokens, counted)
+                divide_gradients(model, self._step.outcome["num_tokens"], num_tokens)
                 return result
 
         for chunk in self._chunks:
