@@ -62,6 +62,7 @@ class Optimizer:
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
+        self.config = SimpleNamespace(log_num_zeros_in_grad=False)
         self.chained_optimizers: list[Any] = [SimpleNamespace(config=SimpleNamespace(clip_grad=1.0), optimizer=None)]
         self.grad_norms_by_group: dict[str, Any] = {}
         self.coefficients: list[torch.Tensor] = []
@@ -83,12 +84,17 @@ class Optimizer:
         self.grad_norms_by_group = {"g": self._norm(7.0000005)}
         return self.grad_norms_by_group
 
-    def step(self) -> tuple[bool, Any, None]:
+    def count_zeros(self) -> int:
+        self.events.append("zeros")
+        return 5
+
+    def step(self) -> tuple[bool, Any, int | None]:
         self.prepare_grads()
         norm = self.get_grad_norm()
         self._compute_grad_norms_by_group()
         self.coefficients = [coefficient(one) for one in (norm, *self.grad_norms_by_group.values())]
-        return self.step_with_ready_grads(), norm, None
+        zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
+        return self.step_with_ready_grads(), norm, zeros
 
     def step_with_ready_grads(self) -> bool:
         self.events.append("update")
@@ -134,6 +140,34 @@ def test_norms_are_on_the_host_before_nothing_may_wait_any_more_and_followers_cl
     assert [event for event in EVENTS if event != "to the host"] == ["atomic", "update", "over"]
     assert behind.mark is not None
     assert as_logged(behind.mark.outcome["clip_norm"]) == as_logged(point.mark.outcome["clip_norm"])
+
+
+def test_zeros_are_counted_before_the_section_and_once() -> None:
+    optimizer, point = commit_point()
+    optimizer.config.log_num_zeros_in_grad = True
+    assert optimizer.step()[2] == 5
+    assert [event for event in EVENTS if event in ("zeros", "vote", "atomic", "update")] == [
+        "zeros", "vote", "atomic", "update",
+    ]  # fmt: skip
+    assert point.mark is not None
+    follower, behind = commit_point()
+    follower.config.log_num_zeros_in_grad = True
+    behind.follow(4, point.mark.outcome, {"loss_scalers": [None]})
+    assert "zeros" not in EVENTS, "a rank that follows asks nobody"
+    assert behind.mark is not None
+    assert behind.mark.outcome["zeros"] == 5
+
+
+def test_the_token_count_of_a_step_that_is_followed_is_that_of_the_record() -> None:
+    _, point = commit_point()
+    point._num_tokens = lambda: 96
+    point.step(4)
+    assert point.mark is not None
+    assert point.mark.outcome["num_tokens"] == 96
+    _, behind = commit_point()  # it has counted nothing, or another batch
+    behind.follow(4, point.mark.outcome, {"loss_scalers": [None]})
+    assert behind.mark is not None
+    assert behind.mark.outcome["num_tokens"] == 96
 
 
 def test_an_interrupted_step_leaves_no_section_open() -> None:
