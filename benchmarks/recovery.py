@@ -17,6 +17,7 @@ from benchmarks.environment import measured_on
 
 OUTPUT = Path(__file__).with_suffix(".md")
 COMMAND = ["bench", "recovery", "--rounds", "4", "--kills", "5", "--json"]
+NAMES = {"stage": "one stage alone", "all": "all stages"}
 Row = tuple[str, Callable[[dict[str, float], dict[str, float]], str]]
 ROWS: tuple[Row, ...] = (
     ("seconds an iteration", lambda one, normal: f"{one['wall_s']:.2f}"),
@@ -63,13 +64,14 @@ ratio of wall seconds flatters it, and the one of processor seconds (those of th
 number. Frozen operators save their weight gradients, and a normal iteration also takes its snapshot. Memory is lost and
 processes stay: detection, restart and regrouping are not in these numbers.
 
-**With processes killed**: in three jobs a rank of stage {told["stages"] // 2} is killed {told["kills"]} times by SIGKILL, in turns in forward, backward,
+**With processes killed**: in four jobs a rank of stage {told["stages"] // 2} is killed {told["kills"]} times by SIGKILL, in turns in forward, backward,
 reduction and gather, with one spare. In the first it is restored by redo, in the second its stage replays, in the third
-logs have no room, so that all stages roll back. Medians, seconds; Megatron's `--inprocess-*` timeouts as they are by
+logs have no room, so that all stages roll back, and in the fourth they do so from what peers hold of each
+(`--moevement-keep-own never`). Medians, seconds; Megatron's `--inprocess-*` timeouts as they are by
 default here. Memory and traffic are those of the last rank.
 
-| | redo | one stage alone | all stages |
-|---|---|---|---|
+| | {" | ".join(NAMES.get(way, way) for way in ways)} |
+|---|{"---|" * len(ways)}
 {killed}
 
 {measured_on("torch", "megatron-core")}, gloo; nothing was measured on a GPU.

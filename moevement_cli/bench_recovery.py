@@ -20,8 +20,10 @@ WAYS = {
     "redo": ("--moevement-recovery", "redo"),
     "stage": (),
     "all": ("--moevement-log-memory-gb", "1e-9"),  # what a stage would need to replay alone does not fit
+    "all, own copies dropped": ("--moevement-log-memory-gb", "1e-9", "--moevement-keep-own", "never"),
 }
-"""By name, the flags of a job that recovers so: the lost rank alone, the stage that lost it, all stages."""
+"""By name, the flags of a job that recovers so: the lost rank alone, the stage that lost it, all stages, and all of
+them by what peers hold of each."""
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
 """In which ranks are killed, in turns."""
 
@@ -31,8 +33,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train an MoE on a pipeline whose ranks lose their memory: those of one stage and those of all "
         "stages in turns, in one run. Times are for each replayed iteration, against a normal one. Then kill a rank "
-        "again and again in three jobs, by the same kills: in one it is restored by redo, in one its stage replays "
-        "alone, and in one all stages do."
+        "again and again in four jobs, by the same kills: in one it is restored by redo, in one its stage replays "
+        "alone, in one all stages do, and in one all stages do from the copies of peers."
     )
     parser.add_argument("--stages", type=int, default=4, metavar="N", help="pipeline stages, a rank each (default: 4)")
     parser.add_argument("--micro-batches", type=int, default=8, metavar="M", help="of an iteration (default: 8)")

@@ -37,6 +37,7 @@ from moevement_core.precision import TABLE_7, Regime
 from moevement_core.snapshot.blocks import BLOCK
 from moevement_core.strategies import MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
 from moevement_core.strategies.config import Recovery
+from moevement_core.strategies.redo import order_of
 
 DEVICE_BYTES_PER_S = 1e12
 """Of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
@@ -108,7 +109,7 @@ class StagePlan:
     def kept(self) -> tuple[Kept, ...]:
         """Bytes of each snapshot of a window on each of its ranks, in the window of the job."""
         ranks = self.ranks
-        order = np.arange(len(ranks)) if self.is_redone else _first_order(ranks, self.ordering)
+        order = order_of(ranks) if self.is_redone else _first_order(ranks, self.ordering)
         weighed = ranks.with_gradients_for_compute() if self.is_redone else ranks
         window = impose_window(weighed, order, self.window.size, self.window.kind, self.budget.bytes)
         schedule = (RedoSchedule if self.is_redone else SparseSchedule)(ranks, order, window)
@@ -183,7 +184,7 @@ class CheckpointPlan:
             reserved_d2h_bytes=log_bytes,
         )
         if is_redone := given.recovery is Recovery.REDO:
-            order = np.arange(len(table))
+            order = order_of(table)
             own = choose_window(table.with_gradients_for_compute(), order, budget, WindowKind.ROLLING)
         else:
             own = choose_window(table, order, budget, given.kind)

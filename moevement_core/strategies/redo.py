@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moevement_core.operators import OperatorTable
-from moevement_core.policy.popularity import Scores
+from moevement_core.policy.popularity import Order, Scores, evened
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.window import Budget, Window, WindowKind, choose_window, impose_window
 from moevement_core.strategies.moevement import FIRST_WINDOW, MoEvement
@@ -31,6 +31,11 @@ NOT_CARRIED = 1 << 20
 """In the place of a window: a slot of none is copied and sent while an iteration runs."""
 
 
+def order_of(table: OperatorTable) -> Order:
+    """The order of the table, but for the turns that experts of different ranks take."""
+    return evened(np.arange(len(table)), table)
+
+
 @dataclass(frozen=True, eq=False)
 class RedoSchedule(SparseSchedule):
     """Full state of a slice of the operators in every iteration, gradients of all others."""
@@ -39,22 +44,22 @@ class RedoSchedule(SparseSchedule):
 
     @classmethod
     def of(cls, table: OperatorTable, size: int, start: int = 0) -> RedoSchedule:
-        """Slots about equally heavy, in the order of the table: all operators are restored alike, so none comes first.
+        """Slots about equally heavy on every rank: all operators are restored alike, so none comes first by itself.
 
         Args:
             table: the operators of the stage.
             size: W, iterations.
             start: the iteration whose state the first snapshot holds.
         """
-        order = np.arange(len(table))
+        order = order_of(table)
         window = impose_window(table.with_gradients_for_compute(), order, size, WindowKind.ROLLING)
         return cls(table, order, window, start=start)
 
     @cached_property
     def id(self) -> str:
-        """Of start, window and operators."""
+        """Of start, window and order."""
         digest = hashlib.sha256(repr((self.start, "redo", self.window.ends)).encode())
-        digest.update("\n".join(self.table.names).encode())
+        digest.update("\n".join(self.table.names[place] for place in self.order).encode())
         return digest.hexdigest()[:16]
 
     @property
@@ -176,7 +181,7 @@ class Redo(Strategy):
         self.windows.adopt(learned)
 
     def _window(self, budget: Budget) -> Window:
-        table, order = self.table.with_gradients_for_compute(), np.arange(len(self.table))
+        table, order = self.table.with_gradients_for_compute(), order_of(self.table)
         if (size := self.windows.size) is not None:
             return impose_window(table, order, size, WindowKind.ROLLING, budget.bytes)
         return choose_window(table, order, budget, WindowKind.ROLLING)
