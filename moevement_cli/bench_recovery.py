@@ -16,14 +16,15 @@ from moevement_core.errors import ConfigError
 
 Samples = list[dict[str, Any]]
 KINDS = ("normal", "stage", "all")
+_NO_LOGS = ("--moevement-log-memory-gb", "1e-9")  # what a stage would need to replay alone does not fit
 WAYS = {
-    "redo": ("--moevement-recovery", "redo"),
-    "stage": (),
-    "all": ("--moevement-log-memory-gb", "1e-9"),  # what a stage would need to replay alone does not fit
-    "all, own copies dropped": ("--moevement-log-memory-gb", "1e-9", "--moevement-keep-own", "never"),
+    "redo": ("--moevement-recovery", "redo", "--moevement-replicas", "1"),
+    "stage": ("--moevement-replicas", "1"),
+    "all": (*_NO_LOGS, "--moevement-replicas", "2"),
+    "peers": (*_NO_LOGS, "--moevement-replicas", "2", "--moevement-keep-own", "never"),
 }
 """By name, the flags of a job that recovers so: the lost rank alone, the stage that lost it, all stages, and all of
-them by what peers hold of each."""
+them from what peers hold of each."""
 PHASES = ("forward", "backward", "reduce", "backward", "gather")
 """In which ranks are killed, in turns."""
 
@@ -41,6 +42,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, default=3, metavar="W", help="iterations of a window (default: 3)")
     parser.add_argument("--rounds", type=int, default=5, metavar="R", help="losses of each kind (default: 5)")
     parser.add_argument("--kills", type=int, default=5, metavar="K", help="in each of the jobs (default: 5)")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY",
+        help=f"how killed jobs recover: {', '.join(WAYS)} (peers: all stages, whose own copies were dropped; "
+        "default: each)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     parser.set_defaults(run=recovery)
 
@@ -59,7 +65,7 @@ def recovery(arguments: argparse.Namespace) -> int:
     _print(told, Console())
     killed = {}
     if arguments.kills:
-        killed = {name: _killed(arguments, name) for name in WAYS}
+        killed = {name: _killed(arguments, name) for name in arguments.ways}
         _print_parts(killed, Console())
     if arguments.json:
         shape = {name: getattr(arguments, name) for name in ("stages", "micro_batches", "window", "rounds", "kills")}
@@ -89,7 +95,7 @@ def _killed(arguments: argparse.Namespace, way: str) -> dict[str, float]:
     """A rank in the middle is killed again and again, and a spare takes its place: medians of what that took."""
     every = 2 * arguments.window + 1
     flags = [*_flags(arguments, (arguments.kills + 1) * every), *WAYS[way]]
-    flags += ["--moevement-replicas", "1", "--moevement-replicas-on-same-node"]
+    flags += ["--moevement-replicas-on-same-node"]
     for kill in range(1, arguments.kills + 1):
         phase = PHASES[(kill - 1) % len(PHASES)]
         flags += ["--moevement-inject", f"rank={arguments.stages // 2},iteration={kill * every},phase={phase}"]
@@ -120,7 +126,7 @@ def _parts(failures: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> dic
         "iterations repeated": median(lambda one: one["recovery"]["replayed"]),
         "kills without a repeated one": sum(one["replayed"] == 0 for one in recoveries),
         "ranks restored": median(lambda one: len(one["recovery"]["ranks"])),
-        "sent to the peer, MB an iteration of a rank": of_metrics("replicated_bytes"),
+        "sent to peers, MB an iteration of a rank": of_metrics("replicated_bytes"),
         "host memory of a rank, MB": of_metrics("snapshot_memory_bytes", "log_memory_bytes"),
         "kills": len(failures),
     }
@@ -162,6 +168,6 @@ def _print(told: dict[str, dict[str, float]], console: Console) -> None:
 
 def _print_parts(killed: dict[str, dict[str, float]], console: Console) -> None:
     table = Table("a rank killed; medians, seconds", *killed)
-    for name in killed["redo"]:
+    for name in next(iter(killed.values())):
         table.add_row(name, *(f"{parts[name]:.2f}" for parts in killed.values()))
     console.print(table)

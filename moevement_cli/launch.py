@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from moevement_core.elastic.config import SWITCH as ELASTIC
 from moevement_core.launching import config_file
@@ -69,6 +70,13 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="what SCRIPT trains with: Megatron, or a trainer of its own in torch, bound as in "
         "examples/plain_torch/train.py (default: megatron)",
     )
+    parser.add_argument(
+        "--megatron",
+        type=Path,
+        metavar="DIR",
+        help="train with megatron.core and megatron.training of this checkout of Megatron-LM (default: those that are "
+        "installed, wherever SCRIPT is)",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="a training script, ours or Megatron-LM's own pretrain_gpt.py")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(run=run)
@@ -81,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.spares = 0
     if arguments.spares is not None:  # torch reads it once, at import; else each look into the store is a warning
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from megatron.moevement import checkout
     from megatron.moevement import slurm as megatrons
     from megatron.moevement.worker import MEGATRON
     from moevement_core.launching import launch, slurm
@@ -89,6 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
     from moevement_core.restart.environment import STORE_ENV
 
     trainer = TORCH if arguments.trainer == "torch" else MEGATRON
+    if arguments.megatron is not None:
+        checkout.use(arguments.megatron)
+    if trainer is MEGATRON and (which := checkout.passed_over(arguments.script)) is not None:
+        print(f"moevement: {which}", flush=True)
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
     if arguments.nproc is None or in_cluster:
         found = (slurm if trainer is TORCH else megatrons).read_variables()

@@ -17,6 +17,7 @@ from moevement_cli.machines import add_machines, cluster_of
 from moevement_core import precision
 from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput, StagePlan
 from moevement_core.description.cluster import GB
+from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Regime
@@ -88,6 +89,10 @@ def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
     if asked.parity is not None:
         return {"replicas": asked.parity.blocks, "members": asked.parity.members}
     replicas = arguments.replicas if asked.replicas is None else asked.replicas
+    if arguments.keep_own == "never" and replicas < FEWEST_COPIES:
+        raise ConfigError(
+            f"--keep-own never with {replicas} copies of a snapshot; needs {FEWEST_COPIES} or more, or always"
+        )
     return {"replicas": replicas, "keeps_own": arguments.keep_own != "never"}
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from moevement_core.errors import ConfigError
 from moevement_core.undo import UndoStack
 
 
-class PatchError(Exception):
+class PatchError(ConfigError):
     """A name that is to be replaced is not declared, or does not exist in the installed version."""
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from moevement_core.device import Device
 from moevement_core.engine.capture import Capturer
+from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.engine.layout import OperatorState
 from moevement_core.engine.lifetime import Lifetime
 from moevement_core.engine.memory import SnapshotMemory
@@ -403,7 +404,8 @@ class Checkpointer:
 
     def _give_up_own(self) -> None:
         """Where host memory is used up, and that is allowed: own copies of what all peers have go first."""
-        if not self.may_give_up_own or not self.memory.keeps_own or not self.replicator.peers:
+        has_copies = len(self.replicator.peers) >= FEWEST_COPIES
+        if not self.may_give_up_own or not self.memory.keeps_own or not has_copies:
             return
         self.memory.keeps_own = False
         self._keep_where_said(self.replicator.peers)

@@ -25,6 +25,10 @@ class KeepOwn(StrEnum):
     """While host memory allows it."""
 
 
+FEWEST_COPIES = 2
+"""Of a snapshot that its rank does not keep: with one, who loses that peer has no state left to roll back to."""
+
+
 @dataclass(frozen=True)
 class BudgetConfig:
     """What checkpointing may use: host memory and bandwidth of a rank."""

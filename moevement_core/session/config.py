@@ -107,6 +107,7 @@ def _refuse_to_drop(budget: BudgetConfig, copies: CopiesConfig, disk: DiskConfig
         (f"--moevement-protection {copies.protection.parity}", copies.protection.parity is not None),
         (f"--moevement-persist-dir {disk.persist_dir}", disk.persist_dir is not None),
         ("--moevement-replicas 0", copies.replicas == 0),
+        ("--moevement-replicas 1", copies.replicas == 1),
     ):
         if needs:
             raise ConfigError(

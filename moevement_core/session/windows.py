@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.engine.checkpointer import Checkpointer
-from moevement_core.engine.config import BudgetConfig
+from moevement_core.engine.config import FEWEST_COPIES, BudgetConfig
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
@@ -247,10 +247,11 @@ class WindowDecisions:
 
     @property
     def _may_drop(self) -> bool:
-        """Whether own snapshots may go that all peers have: not what is written to disk from here, or what others'
-        follow from.
+        """Whether own snapshots may go that all peers have: not what is written to disk from here, what others' follow
+        from, or what a single peer would have.
         """
-        return not self._to_disk and not self.topology.groups and bool(self.topology.peers[self.topology.rank])
+        copies = min(map(len, self.topology.peers))
+        return not self._to_disk and not self.topology.groups and copies >= FEWEST_COPIES
 
     def _instead(self) -> list[tuple[str, Kept]]:
         """Protections that need less, the stronger ones first."""

@@ -226,6 +226,7 @@ def test_copies_are_where_the_strategy_has_them() -> None:
             "--moevement-protection parity:4+1",
         ),
         (["--moevement-keep-own", "never", "--moevement-replicas", "0"], "--moevement-replicas 0, which needs"),
+        (["--moevement-keep-own", "never", "--moevement-replicas", "1"], "--moevement-replicas 1, which needs"),
         (["--moevement-replicas", "2", "--moevement-protection", "parity:4+1"], "--moevement-replicas 2 with"),
         (["--moevement-replicas", "2", "--moevement-protection", "copies:1"], "--moevement-replicas 2 with"),
         (["--moevement-protection", "parity:1+1"], "needs copies:R, or parity:G+M"),

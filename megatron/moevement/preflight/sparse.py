@@ -10,6 +10,7 @@ from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, complaints, given
 from moevement_core.injection import Fault
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
+from moevement_core.strategies.config import Recovery
 
 _ELSEWHERE = "the optimizer's state is not where snapshots look for it"
 _WGRAD = "it computes weight gradients apart from backward, where a replay cannot leave out those of frozen weights"
@@ -47,6 +48,10 @@ REFUSED = (
 )  # fmt: skip
 
 
+OPTIMIZERS = ("adam", "muon", "adaptive_muon")
+"""Adam, and those whose update of a matrix needs all of it."""
+
+
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     """What sparse snapshots cannot see or cannot keep apart."""
     if session_config(args) is None:
@@ -57,8 +62,7 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
             if getattr(args, f"moevement_{flag}"):
                 yield f"--moevement-{flag.replace('_', '-')} {why}"
         return
-    if args.optimizer != "adam":
-        yield f"--moevement-sparse-ckpt with --optimizer {args.optimizer}: its state is not known here; use adam"
+    yield from _optimizer(args)
     yield from _with_spares(args)
     yield from _copies(args)
     yield from _room(args)
@@ -66,6 +70,22 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
     if beyond := [stage for stage in args.moevement_wipe_stages or () if not 0 <= stage < pp]:
         yield f"--moevement-wipe-stages {beyond[0]}: --pipeline-model-parallel-size {pp} has stages 0 to {pp - 1}"
     yield from complaints(REFUSED, args, "--moevement-sparse-ckpt with {flag}: {reason}; leave one of them out")
+
+
+def _optimizer(args: Namespace) -> Iterator[str]:
+    """Optimizers whose state is known, and whose updates can be made again for some operators alone."""
+    asked = f"--moevement-sparse-ckpt with --optimizer {args.optimizer}"
+    if args.optimizer not in OPTIMIZERS:
+        yield f"{asked}: its state is not known here; use one of {', '.join(OPTIMIZERS)}"
+    if args.optimizer not in OPTIMIZERS[1:]:
+        return
+    if args.use_distributed_optimizer:
+        yield f"{asked} --use-distributed-optimizer: whole layers are on one rank or another; leave the latter out"
+    if args.moevement_recovery != Recovery.REPLAY:
+        yield (
+            f"{asked} --moevement-recovery {args.moevement_recovery}: an update is of a whole matrix, and ranks log parts "
+            f"of its gradient; give {Recovery.REPLAY}"
+        )
 
 
 def _with_spares(args: Namespace) -> Iterator[str]:

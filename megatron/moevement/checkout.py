@@ -1,0 +1,62 @@
+"""Which Megatron a script trains with: the one that is installed, or a checkout of Megatron-LM.
+
+``megatron`` is a namespace package, so a checkout that comes first on the path lends its ``megatron.core`` and
+``megatron.training``, and ``megatron.moevement`` stays ours.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from moevement_core.errors import ConfigError
+
+_CORE = "megatron.core"
+
+
+def use(checkout: Path) -> None:
+    """Take Megatron from a checkout, in this process and in those that it starts; before anything is imported of it.
+
+    Raises:
+        ConfigError: it is no checkout, or one whose ``megatron`` is no namespace package.
+    """
+    core = checkout / "megatron" / "core"
+    if not (core / "__init__.py").is_file():
+        raise ConfigError(f"--megatron {checkout}: has no {core.relative_to(checkout)}; give a checkout of Megatron-LM")
+    if (checkout / "megatron" / "__init__.py").exists():
+        raise ConfigError(
+            f"--megatron {checkout}: its megatron/ has an __init__.py, as before Megatron-Core 0.6, and hides "
+            "megatron.moevement; give a newer checkout"
+        )
+    if _CORE in sys.modules:
+        raise ConfigError(f"--megatron {checkout}: {_CORE} is imported already, from {folder()}; put it on PYTHONPATH")
+    path = str(checkout.resolve())
+    sys.path.insert(0, path)
+    os.environ["PYTHONPATH"] = os.pathsep.join([path, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def folder() -> Path | None:
+    """Where ``megatron.core`` is, or will be, imported from: the folder with ``megatron/`` in it; None: nowhere."""
+    spec = importlib.util.find_spec(_CORE)
+    return Path(spec.origin).resolve().parents[2] if spec is not None and spec.origin is not None else None
+
+
+def passed_over(script: str) -> str | None:
+    """What to say of a script that has a Megatron beside it, and trains with another one; nothing if it has none."""
+    beside = Path(script).resolve().parent
+    if not (beside / "megatron" / "core" / "__init__.py").is_file() or folder() == beside:
+        return None
+    return (
+        f"{script} trains with megatron.core from {_named()}, not with the one beside it; "
+        f"add --megatron {os.path.dirname(script) or '.'} for that"
+    )
+
+
+def _named() -> str:
+    where = folder()
+    if where is not None and where == Path(str(metadata.distribution("megatron-core").locate_file(""))).resolve():
+        return f"the installed megatron-core {metadata.version('megatron-core')}"
+    return str(where)
