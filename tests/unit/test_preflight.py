@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,13 @@ def test_variables_of_attention_kernels_agree_with_the_backend(
     assert complaint.startswith("NVTE_FUSED_ATTN=1 with --attention-backend unfused, for which Megatron sets it to 0;")
 
 
+def test_muon_needs_its_package(parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse(1, optimizer="muon").optimizer == "muon"
+    monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
+    with pytest.raises(ConfigError, match="--optimizer muon: needs the package emerging_optimizers; install it"):
+        parse(1, optimizer="muon")
+
+
 BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "mode of reruns": (1, {"rerun_mode": "report_stats"}, "--rerun-mode report_stats: Megatron's parser takes it .*; give validate_results or disabled"),
     "experts by EP": (4, {"expert_model_parallel_size": 4, "num_experts": 6}, r"--num-experts 6: .*--expert-model-parallel-size 4; use 4 or 8"),
@@ -104,7 +112,6 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "split of words": (1, {"split": "abc"}, "--split abc: needs the shares"),
     "split without validation": (1, {"split": "100,0,0", "eval_iters": 1}, "--split 100,0,0: no share for validation"),
     "sgd": (1, {"optimizer": "sgd", "use_distributed_optimizer": True}, "--optimizer sgd: the distributed optimizer has only Adam"),
-    "muon": (1, {"optimizer": "muon"}, "needs the package emerging_optimizers"),
     "sinkhorn": (1, {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn: takes no auxiliary loss"),
     "log interval": (1, {"log_interval": 0}, "--log-interval 0: needs a positive number"),
     "load a file": (1, {"load": __file__}, "--load .*: a file; needs the folder"),

@@ -83,8 +83,8 @@ def _optimizer(args: Namespace) -> Iterator[str]:
         yield f"{asked} --use-distributed-optimizer: whole layers are on one rank or another; leave the latter out"
     if args.moevement_recovery != Recovery.REPLAY:
         yield (
-            f"{asked} --moevement-recovery {args.moevement_recovery}: an update is of a whole matrix, and ranks log parts "
-            f"of its gradient; give {Recovery.REPLAY}"
+            f"{asked} --moevement-recovery {args.moevement_recovery}: an update is of a whole matrix, and "
+            f"ranks log parts of its gradient; give {Recovery.REPLAY}"
         )
 
 

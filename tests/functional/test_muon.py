@@ -1,0 +1,40 @@
+"""Muon: the update of a matrix needs all of it, and a replay makes that of active operators alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional.test_kills import SPARSE, assert_alone, reference
+from tests.launching import survive
+
+FULL = pytest.mark.full
+PP2 = {"pipeline_model_parallel_size": 2}
+FAULTS = (
+    "rank=1,iteration=5,phase=forward", "rank=3,iteration=9,phase=backward", "rank=2,iteration=13,phase=step",
+    "rank=0,iteration=16,phase=snapshot",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout"),
+    [
+        pytest.param("muon", PP2 | {"expert_model_parallel_size": 2, "bf16": True}, id="muon-PP2xEP2-BF16"),
+        pytest.param("muon", PP2 | {"muon_nesterov": True}, id="muon-PP2xDP2-FP32", marks=FULL),
+        pytest.param(
+            "muon", PP2 | {"tensor_model_parallel_size": 2, "sequence_parallel": True, "bf16": True},
+            id="muon-TP2xPP2-BF16", marks=FULL,
+        ),
+        pytest.param("adaptive_muon", PP2 | {"bf16": True}, id="adaptive-PP2xDP2-BF16", marks=FULL),
+    ],
+)  # fmt: skip
+def test_matrices_are_updated_again_as_they_were(optimizer: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    flags = SPARSE | layout | {"optimizer": optimizer}
+    wanted = reference(4, tmp_path / "failure_free", **flags)
+    survived = survive(4, 1, tmp_path / "recovered", inject=FAULTS, **flags)
+    assert survived.digest == wanted
+    survived.check_metrics(20)
+    assert len(survived.failures()) == len(FAULTS)
+    assert_alone(survived, 2)
