@@ -48,8 +48,8 @@ REFUSED = (
 )  # fmt: skip
 
 
-OPTIMIZERS = ("adam", "muon", "adaptive_muon")
-"""Adam, and those whose update of a matrix needs all of it."""
+OPTIMIZERS = ("adam", "muon")
+"""Adam, and one whose update of a matrix needs all of it."""
 
 
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
