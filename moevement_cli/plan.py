@@ -41,6 +41,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--iteration-time", type=float, required=True, metavar="S", help="seconds that an iteration takes; measure one"
     )
     add_machines(parser)
+    parser.add_argument(
+        "--windows-on-disk", action="store_true", help="as with --moevement-persist-dir, for which a window more is kept"
+    )
     parser.set_defaults(run=plan, flags=[])
 
 
@@ -80,6 +83,7 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
         kind=WindowKind(arguments.window_kind),
         **protection_of_plan(arguments),
         window=arguments.window,
+        to_disk=arguments.windows_on_disk,
     )
 
 
@@ -311,6 +315,7 @@ def _as_json(made: CheckpointPlan) -> dict[str, Any]:
         "replicas": given.replicas,
         "parity_members": given.members,
         "keeps_own": given.keeps_own,
+        "windows_on_disk": given.to_disk,
         "window": made.size,
         "window_kind": str(given.kind),
         "recovery": str(given.recovery),

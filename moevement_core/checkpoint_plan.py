@@ -66,6 +66,8 @@ class PlanInput:
     """Of a group of whose snapshots parity is kept; 0: copies are."""
     keeps_own: bool = True
     """Whether ranks keep their own snapshots when all peers have them."""
+    to_disk: bool = False
+    """Whether windows are written to disk, too."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,8 @@ class CheckpointPlan:
 
     def own_memory(self, stage: StagePlan) -> int:
         """Of those, host bytes of what a rank keeps itself."""
-        if self.given.keeps_own or self.given.members or not self.given.replicas:
+        keeps_own = self.given.keeps_own or self.given.to_disk  # it writes its own to disk
+        if keeps_own or self.given.members or not self.given.replicas:
             return self.snapshot_memory(stage)
         in_flight = math.ceil(np.mean([most_held(kept[:, :1], IN_FLIGHT) for kept in stage.kept]))
         return min(self.snapshot_memory(stage), in_flight)
@@ -256,15 +259,17 @@ class CheckpointPlan:
         return most_held(longest, self._slots(stage, 0)) + AT_ONCE * (BLOCK + tensor)
 
     def _kept(self, stage: StagePlan) -> Sequence[Kept]:
-        """No part of a sum is given back by itself."""
-        return [kept[:, :1] for kept in stage.kept] if self.given.members else stage.kept
+        """No part of a sum is given back by itself, nor of what is written to disk."""
+        is_whole = self.given.members or self.given.to_disk
+        return [kept[:, :1] for kept in stage.kept] if is_whole else stage.kept
 
     def _slots(self, stage: StagePlan, lag: int | None) -> int:
-        return stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag)
+        return stage.schedule.slots_at_first(self._lag_allowed if lag is None else lag, to_disk=self.given.to_disk)
 
     def log_memory(self, stage: StagePlan) -> int:
         """Host bytes for the boundary log: as many iterations as a recovery may begin with, and the one under way."""
-        return stage.schedule.iterations_logged_at_first(self._lag_allowed) * stage.log_bytes
+        reach = stage.schedule.iterations_logged_at_first(self._lag_allowed, to_disk=self.given.to_disk)
+        return reach * stage.log_bytes
 
     @property
     def _lag_allowed(self) -> int:

@@ -74,6 +74,14 @@ def test_time_memory_and_rollback_follow_from_the_window() -> None:
     assert plan.host_memory_of_node == 8 * (snapshots + replicas + logs)
 
 
+def test_of_windows_on_disk_one_more_is_kept_whole_on_each_rank() -> None:
+    plan = planned(to_disk=True, keeps_own=False)
+    stage = plan.stages[0]
+    slots = stage.window.slot_bytes[0]
+    assert plan.own_memory(stage) == 3 * slots.sum() + max(np.roll(slots, n)[:3].sum() for n in range(5))
+    assert plan.log_memory(stage) == (3 * 5 + 3) * 4 * 100
+
+
 def test_rolling_windows_roll_back_less_and_weigh_more() -> None:
     aligned, rolling = planned(), planned(kind=WindowKind.ROLLING)
     assert (
@@ -191,6 +199,7 @@ ENOUGH = ["--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100
         (["gpt_moe", *ENOUGH, "--d2h-bandwidth", "0"], "bandwidth from device to host of 0.0"),
         (["gpt_moe", *ENOUGH, "--network-bandwidth", "0"], "bandwidth to the peers of 0.0"),
         (["gpt_moe", *ENOUGH, "--replicas", "-1"], "-1 replicas; needs 0 or more"),
+        (["gpt_moe", *ENOUGH, "--keep-own", "never", "--replicas", "1"], "--keep-own never with 1 copies"),
         (["gpt_moe", *ENOUGH, "--gpus-per-node", "0"], "0 GPUs per node"),
         (["gpt_moe", *ENOUGH, "--no-such-flag", "1"], "unknown flag --no-such-flag"),
         (["gpt_moe", "--num-layers", "13", *ENOUGH], "Megatron refuses these flags"),
