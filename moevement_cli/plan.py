@@ -42,7 +42,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     add_machines(parser)
     parser.add_argument(
-        "--windows-on-disk", action="store_true", help="as with --moevement-persist-dir, for which a window more is kept"
+        "--windows-on-disk",
+        action="store_true",
+        help="as with --moevement-persist-dir, for which a window more is kept",
     )
     parser.set_defaults(run=plan, flags=[])
 

@@ -112,6 +112,8 @@ BAD: dict[str, tuple[int, dict[str, Any], str]] = {
     "split of words": (1, {"split": "abc"}, "--split abc: needs the shares"),
     "split without validation": (1, {"split": "100,0,0", "eval_iters": 1}, "--split 100,0,0: no share for validation"),
     "sgd": (1, {"optimizer": "sgd", "use_distributed_optimizer": True}, "--optimizer sgd: the distributed optimizer has only Adam"),
+    "muon by layers": (1, {"optimizer": "muon", "use_distributed_optimizer": True}, "gloo cannot gather uneven numbers of weights"),
+    "muon by layers, as it was": (1, {"optimizer": "dist_muon"}, "give --optimizer muon without"),
     "sinkhorn": (1, {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn: takes no auxiliary loss"),
     "log interval": (1, {"log_interval": 0}, "--log-interval 0: needs a positive number"),
     "load a file": (1, {"load": __file__}, "--load .*: a file; needs the folder"),

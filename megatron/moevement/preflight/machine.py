@@ -135,6 +135,11 @@ def without_gpu(args: Namespace) -> Iterator[str]:
         yield f"--distributed-backend {args.distributed_backend}: no GPU here; leave the flag out or give gloo"
     if args.transformer_impl != "local":
         yield f"--transformer-impl {args.transformer_impl}: no GPU here; leave the flag out or give local"
+    if args.optimizer == "dist_muon" or (args.optimizer == "muon" and args.use_distributed_optimizer):
+        yield (
+            f"--optimizer {args.optimizer} with whole layers on one rank or another: gloo cannot gather uneven numbers of "
+            "weights; give --optimizer muon without --use-distributed-optimizer"
+        )
     text = "{flag}: needs a GPU ({reason}); leave it out on this machine"
     yield from complaints(NEEDS_GPU, args, text)
     expert_tp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
