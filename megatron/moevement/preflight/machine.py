@@ -137,8 +137,8 @@ def without_gpu(args: Namespace) -> Iterator[str]:
         yield f"--transformer-impl {args.transformer_impl}: no GPU here; leave the flag out or give local"
     if args.optimizer == "dist_muon" or (args.optimizer == "muon" and args.use_distributed_optimizer):
         yield (
-            f"--optimizer {args.optimizer} with whole layers on one rank or another: gloo cannot gather uneven numbers of "
-            "weights; give --optimizer muon without --use-distributed-optimizer"
+            f"--optimizer {args.optimizer} with whole layers on one rank or another: gloo cannot gather uneven numbers "
+            "of weights; give --optimizer muon without --use-distributed-optimizer"
         )
     text = "{flag}: needs a GPU ({reason}); leave it out on this machine"
     yield from complaints(NEEDS_GPU, args, text)
