@@ -101,7 +101,7 @@ def _tell_or_refuse(mine: tuple[str | None, str]) -> list[tuple[str | None, str]
     Raises:
         ConfigError: the first complaint. On every rank.
     """
-    everyones = all_gather_objects(mine)
+    everyones = all_gather_objects(mine, tuple[str | None, str])
     if complaint := next((text for text, _ in everyones if text), None):
         raise ConfigError(complaint)
     return everyones
@@ -139,8 +139,10 @@ def lock_place(
         complaint = error
     except OSError as error:
         complaint = ConfigError(f"{flag} {place.path}: {error.strerror}; give a folder that every rank can write")
-    if refused := next((error for error in all_gather_objects(complaint) if error), None):
-        raise refused
+    told = (isinstance(complaint, FolderInUse), str(complaint)) if complaint is not None else None
+    if refused := next((its for its in all_gather_objects(told, tuple[bool, str] | None) if its), None):
+        is_in_use, text = refused
+        raise (FolderInUse if is_in_use else ConfigError)(text)
     return lock
 
 
@@ -157,7 +159,7 @@ def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> 
     """
     same = load is not None and _folder(load, node) == place.path
     found = None if same else next(iter(manifests(place.path)), None)
-    told = [name for name in all_gather_objects(f"{place.path}/{found.name}" if found else None) if name]
+    told = [name for name in all_gather_objects(f"{place.path}/{found.name}" if found else None, str | None) if name]
     if told:
         raise ConfigError(
             f"--moevement-persist-dir: {told[0]} is of another run; go on from it with --moevement-load and the same "

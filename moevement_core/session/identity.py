@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from moevement_core.restart.store import connect, store_address
+from moevement_core.session.exchange import broadcast_object
 
 _NAME = "job/name"
 _STARTS = "job/starts"
@@ -35,9 +36,8 @@ class JobNames:
 
 def agree_on_names() -> JobNames:
     """Returns the names of the job and of this start of it; every rank calls it at the same point, once a start."""
-    names = [_names() if dist.get_rank() == 0 else JobNames()]
-    dist.broadcast_object_list(names)
-    return names[0]
+    names: JobNames = broadcast_object(_names() if dist.get_rank() == 0 else JobNames(), JobNames)
+    return names
 
 
 def _names() -> JobNames:

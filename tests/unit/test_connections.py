@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moevement_core.errors import ConfigError
-from moevement_core.replication.connections import Connections
+from moevement_core.replication.connections import Address, Connections
 from moevement_core.session.address import own_address
 from moevement_core.session.exchange import all_gather_objects
 from tests.harness import run_ranks
@@ -80,7 +80,7 @@ def test_what_is_sent_before_the_end_arrives(two: tuple[Connections, Connections
 def _receive_from_one_that_dies() -> str:
     rank = dist.get_rank()
     connections = Connections(own_address())
-    connections.open(rank, all_gather_objects(connections.address))
+    connections.open(rank, all_gather_objects(connections.address, Address))
     channel = connections.channel("a")
     if rank == 0:
         channel.send(1, 1, torch.zeros(1 << 20, dtype=torch.uint8))
