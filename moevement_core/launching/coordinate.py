@@ -24,6 +24,8 @@ from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease_server import ADDRESS, LeaseServer
 from moevement_core.rendezvous.roster import RANKS, STOP
+from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.token import HOW, Token, given_token
 from moevement_core.restart.environment import STORE_ENV
 from moevement_core.run_record import RunRecord
 
@@ -91,11 +93,14 @@ class _Coordination:
 
         self._what = what
         listener, leases = _listen(what, what.port), _listen(what, 0)
+        token = _token_for(what)
         address = (what.host, int(listener.getsockname()[1]))
-        self._store = torch.distributed.TCPStore(
+        base = torch.distributed.TCPStore(
             *address, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
             master_listen_fd=listener.detach(), use_libuv=True,
         )  # fmt: skip
+        self._store = SignedStore(base, token)
+        self._store.announce()
         self._store.set(RANKS, str(what.ranks))
         self._store.set(ADDRESS, f"{what.host}:{leases.getsockname()[1]}")
         self._coordinator = Coordinator(
@@ -109,7 +114,9 @@ class _Coordination:
         self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
         where = f"{address[0]}:{address[1]}"
         _report(f"{STORE_ENV}={where} is the store of a job of {what.ranks} ranks")
-        self._tasks = NodeTasks(what.tasks, {STORE_ENV: where}, _report) if what.tasks is not None else None
+        self._tasks = (
+            NodeTasks(what.tasks, {STORE_ENV: where, **token.environment}, _report) if what.tasks is not None else None
+        )
 
     def run(self, signals: Signals) -> int:
         """To the end of the job."""
@@ -128,7 +135,7 @@ class _Coordination:
             self._look_after_endpoint()
         self._end()
         if coordinator.state is State.STOPPED:
-            reason = self._store.get(STOP).decode()
+            reason = (self._store.read(STOP) or b"").decode()
             print(f"moevement: the job is stopped: {reason}", file=sys.stderr, flush=True)
             return self._code
         return 0
@@ -145,9 +152,9 @@ class _Coordination:
 
     def _look_after_endpoint(self) -> None:
         """Serve figures, where the tasks' flags say so; the job does not begin where they cannot be."""
-        if self._endpoint is None and self._generation < 0 and self._store.check([SERVED]):
+        if self._endpoint is None and self._generation < 0 and (served := self._store.read(SERVED)):
             try:
-                self._endpoint = Endpoint(Served.decode(self._store.get(SERVED)))
+                self._endpoint = Endpoint(Served.decode(served))
             except ConfigError as error:
                 self._take_request("stop", str(error), USAGE_ERROR)
                 return
@@ -160,7 +167,7 @@ class _Coordination:
         if self._coordinator.state is State.DONE:
             answer["stop"] = {"reason": "", "code": 0}
         elif self._coordinator.state is State.STOPPED:
-            answer["stop"] = {"reason": self._store.get(STOP).decode(), "code": self._code}
+            answer["stop"] = {"reason": (self._store.read(STOP) or b"").decode(), "code": self._code}
         return answer
 
     def _take_request(self, kind: str, why: str, code: int) -> None:
@@ -200,6 +207,7 @@ class _Coordination:
         deadline = time.monotonic() + GRACE_S
         while self._server.supervisors and time.monotonic() < deadline:
             self._server.poll(POLL_S, self._answer())
+            self._store.keep_written()
         self._server.close()
         if self._tasks is not None:
             # srun waits for tasks of nodes that are lost until Slurm has noticed, which may take minutes.
@@ -211,6 +219,19 @@ class _Coordination:
             self._tasks.end(GRACE_S)
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+def _token_for(what: Coordination) -> Token:
+    """The token that was given, or a new one, where this process starts all others itself.
+
+    Raises:
+        ConfigError: there is none that others could have.
+    """
+    if (token := given_token()) is not None:
+        return token
+    if what.tasks is None:
+        raise ConfigError(f"no job token, and the tasks are started by somebody else; {HOW}")
+    return Token.new()
 
 
 def _listen(what: Coordination, port: int) -> socket.socket:

@@ -16,13 +16,20 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # What was to be written, with which a later save compares itself.
+    ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+    ("torch.distributed.checkpoint.planner", "SavePlan"),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    ("torch.distributed.checkpoint.planner", "WriteItem"),
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
     ("collections", "OrderedDict"),
     ("pathlib", "Path"),
     ("pathlib", "PosixPath"),
-    # What Megatron adds for tensors of every rank: numbers and names alone.
+    # Empty classes of earlier releases of Megatron.
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
 }
 """What such a list is made of; none of them does anything but hold data. ``torch.<dtype>`` is allowed beside them."""
 
