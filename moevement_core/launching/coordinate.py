@@ -106,7 +106,7 @@ class _Coordination:
         self._coordinator = Coordinator(
             self._store, what.ranks, what.spare_timeout_s, _report, interrupt=interrupt_in(self._store)
         )
-        self._server = LeaseServer(leases, self._coordinator, self._take_request)
+        self._server = LeaseServer(leases, self._coordinator, token, self._take_request)
         self._endpoint: Endpoint | None = None
         self._wind_down = False
         self._code = 1

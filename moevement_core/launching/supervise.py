@@ -148,7 +148,7 @@ def supervise(
         with launch.temporary_files_in(scratch):
             program = trainer.program(argv, fresh_interpreters=fresh_interpreters)
         host, port = store.get(ADDRESS).decode().rsplit(":", 1)
-        client = LeaseClient(task.name, (host, int(port)), lease_s, os.environ.get(START_ENV, ""))
+        client = LeaseClient(task.name, (host, int(port)), lease_s, own_token(), os.environ.get(START_ENV, ""))
         pages = Path(scratch) / "status"
         pages.mkdir()
         first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes

@@ -32,7 +32,8 @@ class Shell:
             (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
             (commands / name).chmod(0o755)
         self.environment = {
-            "PATH": f"{commands}:/usr/bin:/bin", "CALLS": str(self.calls), "TOKENS": str(folder / "tokens"), "SLURM_JOB_NAME": "moe", "SLURM_JOB_ID": "7",
+            "PATH": f"{commands}:/usr/bin:/bin", "CALLS": str(self.calls), "TOKENS": str(folder / "tokens"),
+            "SLURM_JOB_NAME": "moe", "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NTASKS": "4", "SPARES": "1", "HOME": str(folder),
             "SCRIPT": str(SCRIPT),
         }  # fmt: skip

@@ -8,8 +8,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.moevement.patches import replace_for_a_while
-from moevement_core.session.codec import Plain
-from moevement_core.session.exchange import all_gather_objects
 from moevement_core.undo import UndoStack
 
 
@@ -34,13 +32,13 @@ def sharing_parameter_keys(undo: UndoStack, record: list[Any], given: Sequence[A
 
     They are the same on every rank. A rank that is new in a running job would ask alone.
     """
-    answers = iter(given)
+    original, answers = dist.all_gather_object, iter(given)
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         if given:
             object_list[:] = next(answers)
         else:
-            object_list[:] = [its.value for its in all_gather_objects(Plain(obj), Plain, group)]
+            original(object_list, obj, group)
         record.append(list(object_list))
 
     replace_for_a_while(undo, dist, "all_gather_object", all_gather_object)

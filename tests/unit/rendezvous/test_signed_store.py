@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,21 +20,21 @@ KEY = f"{prefix_of(TOKEN)}/key"
 
 
 @pytest.fixture
-def stranger() -> dist.TCPStore:
+def stranger() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
 @pytest.fixture
-def store(stranger: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
+def store(stranger: Any, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
     monkeypatch.setattr(signed_store, "KEEP_S", 0.0)
     return client(stranger)
 
 
-def client(stranger: dist.TCPStore, token: Token = TOKEN, timeout_s: float = 5.0) -> SignedStore:
+def client(stranger: Any, token: Token = TOKEN, timeout_s: float = 5.0) -> SignedStore:
     return SignedStore(dist.TCPStore("127.0.0.1", stranger.port, is_master=False), token, timeout_s)
 
 
-def test_what_is_written_is_read_by_others_of_the_job_alone(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_what_is_written_is_read_by_others_of_the_job_alone(stranger: Any, store: SignedStore) -> None:
     store.set("key", "valué")
     assert client(stranger).read("key") == "valué".encode()
     assert client(stranger, Token.new()).read("key") is None
@@ -42,7 +43,7 @@ def test_what_is_written_is_read_by_others_of_the_job_alone(stranger: dist.TCPSt
     assert client(stranger).read("empty") == b""
 
 
-def test_values_of_strangers_are_not_there(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_values_of_strangers_are_not_there(stranger: Any, store: SignedStore) -> None:
     store.set("key", "value")
     whole, seeded = stranger.get(KEY), random.Random(3)
     reader = client(stranger)
@@ -65,14 +66,14 @@ def test_values_of_strangers_are_not_there(stranger: dist.TCPStore, store: Signe
     assert reader.read("key") == b"value"
 
 
-def test_one_bad_value_counts_once_however_often_it_is_seen(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_one_bad_value_counts_once_however_often_it_is_seen(stranger: Any, store: SignedStore) -> None:
     stranger.set(KEY, "x")
     for _ in range(5):
         assert store.read("key") is None
     assert store.rejected == 1
 
 
-def test_what_was_taken_away_is_written_again(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_what_was_taken_away_is_written_again(stranger: Any, store: SignedStore) -> None:
     store.set("key", "value")
     stranger.set(KEY, "x")
     store.keep_written()
@@ -87,7 +88,7 @@ def test_what_was_taken_away_is_written_again(stranger: dist.TCPStore, store: Si
     assert client(stranger).read("key") is None
 
 
-def test_what_others_wrote_once_is_kept_by_who_has_adopted_it(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_what_others_wrote_once_is_kept_by_who_has_adopted_it(stranger: Any, store: SignedStore) -> None:
     client(stranger).set("job/name", "n")
     stranger.set(f"{prefix_of(TOKEN)}/job/x", "none of ours")
     store.adopt("job/")
@@ -97,7 +98,7 @@ def test_what_others_wrote_once_is_kept_by_who_has_adopted_it(stranger: dist.TCP
     assert client(stranger).read("job/x") is None
 
 
-def test_waiting_goes_on_over_values_that_do_not_count(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_waiting_goes_on_over_values_that_do_not_count(stranger: Any, store: SignedStore) -> None:
     stranger.set(KEY, "x")
     began = time.monotonic()
     with pytest.raises(dist.DistStoreError):
@@ -109,13 +110,13 @@ def test_waiting_goes_on_over_values_that_do_not_count(stranger: dist.TCPStore, 
         client(stranger, timeout_s=0.2).get("never")
 
 
-def test_the_first_to_claim_has_it_whatever_a_stranger_puts_there(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_the_first_to_claim_has_it_whatever_a_stranger_puts_there(stranger: Any, store: SignedStore) -> None:
     stranger.set(KEY, b"\xff\x00 none of ours")
     assert store.claim("key", "mine") == "mine"
     assert client(stranger).claim("key", "theirs") == "mine"
 
 
-def test_a_bell_is_heard_once(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_a_bell_is_heard_once(stranger: Any, store: SignedStore) -> None:
     listener = client(stranger)
     assert not listener.has_rung("bell")
     store.ring("bell")
@@ -125,7 +126,7 @@ def test_a_bell_is_heard_once(stranger: dist.TCPStore, store: SignedStore) -> No
     assert listener.has_rung("bell")
 
 
-def test_a_process_with_another_token_finds_out(stranger: dist.TCPStore, store: SignedStore) -> None:
+def test_a_process_with_another_token_finds_out(stranger: Any, store: SignedStore) -> None:
     store.announce()
     assert client(stranger).is_of_this_job(0.0)
     assert not client(stranger, Token.new()).is_of_this_job(0.1)

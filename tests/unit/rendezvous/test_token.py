@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,10 @@ TEXT = "a" * 40
 
 
 @pytest.fixture(autouse=True)
-def _nothing_given(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_own", None)
     for name in (TOKEN_ENV, TOKEN_FILE_ENV):
         monkeypatch.delenv(name, raising=False)
-    return
 
 
 def test_the_variable_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
