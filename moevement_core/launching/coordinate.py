@@ -18,6 +18,7 @@ from typing import Any
 
 from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.file_modes import file_mode, make_folder
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
@@ -71,6 +72,7 @@ def coordinate(what: Coordination) -> int:
         raise ConfigError(f"--host {what.host!r}: is empty; give the address of this host that the nodes reach")
     if not 0 <= what.port <= MOST_PORT:
         raise ConfigError(f"--port {what.port}: needs 0 to {MOST_PORT}")
+    file_mode()  # complains about what it cannot be
     if not what.spare_timeout_s >= 0:
         raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
     with Signals() as signals:
@@ -199,7 +201,7 @@ class _Coordination:
         run_dir = self._what.run_dir
         if run_dir is not None and self._generation >= 0 and (who_ := coordinator.who()) != self._written:
             self._written = who_
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(run_dir)
             RunRecord(run_dir).write_ranks(who_)
 
     def _end(self) -> None:

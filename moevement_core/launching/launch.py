@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import ConfigError
+from moevement_core.file_modes import FLAG, make_folder, use_file_mode
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
 from moevement_core.launching.signals import Signals, Stopped
@@ -104,6 +105,7 @@ def launch_on_this_host(launch: Launch) -> int:
     """
     _check(launch)
     run_dir = run_dir_of(launch.argv)
+    use_file_mode(value_of(launch.argv, FLAG))
     served = served_by(run_dir, lambda flag: value_of(launch.argv, flag))
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
     port = int(listener.getsockname()[1])
@@ -295,7 +297,8 @@ def _store(listener: socket.socket) -> Any:
 def _make_logs(run_dir: Path) -> Path:
     logs = run_dir / "logs"
     try:
-        logs.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
+        make_folder(logs)
     except OSError as error:
         raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
     return logs

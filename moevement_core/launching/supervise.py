@@ -20,6 +20,7 @@ from typing import Any
 
 from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.file_modes import FLAG, use_file_mode
 from moevement_core.launching import config_file, launch
 from moevement_core.launching.children import Child, nothing_left_behind
 from moevement_core.launching.signals import Signals, Stopped
@@ -125,6 +126,7 @@ def supervise(
         ConfigError: there is no coordinator.
     """
     lease_s = launch.lease_of(argv)
+    use_file_mode(launch.value_of(argv, FLAG))
     served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
     store = _store()
     if served is not None:  # the coordinator's host outlives all others

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.errors import ConfigError, FolderInUse
+from moevement_core.file_modes import make_folder
 from moevement_core.persistence.bounded import within
 from moevement_core.persistence.lock import STALE_S, FolderLock, acquire
 from moevement_core.persistence.manifest import manifests
@@ -90,7 +91,7 @@ def _which_are_there(folder: Path, names: Sequence[str]) -> list[int]:
 
 def _make_folder(template: str, node: str, mark: str) -> Path:
     folder = _folder(template, node)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / mark).touch()
     return folder
 
