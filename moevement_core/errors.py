@@ -33,6 +33,10 @@ class ScheduleError(MoEvementError):
     """A question that a schedule has no answer to: an iteration before it begins, snapshots that recover nothing."""
 
 
+class ExchangeError(MoEvementError):
+    """What another process sent is not what was expected."""
+
+
 class SnapshotError(MoEvementError):
     """A snapshot that cannot be used: damaged, torn, stale, of another schedule or of another version."""
 

@@ -189,6 +189,27 @@ class OperatorTable:
         matrix.setflags(write=False)
         return matrix
 
+    @classmethod
+    def of_matrices(
+        cls, names: tuple[str, ...], kinds: tuple[OperatorKind, ...], full: Bytes, compute: Bytes, gradient: Bytes
+    ) -> OperatorTable:
+        """The table that has these.
+
+        Raises:
+            OperatorError: they do not fit together.
+        """
+        shape = full.shape
+        if not names or len(set(names)) < len(names) or len(kinds) != len(names) or shape[1:] != (len(names),):
+            raise OperatorError(f"{len(names)} names, {len(kinds)} kinds and {shape} bytes make no table of operators")
+        if not shape == compute.shape == gradient.shape:
+            raise OperatorError(f"bytes of {shape}, {compute.shape} and {gradient.shape}; a table has one shape")
+        table = cls.__new__(cls)
+        table.names, table.kinds = names, kinds
+        table.full, table.compute, table.gradient = full, compute, gradient
+        for matrix in (full, compute, gradient):
+            matrix.setflags(write=False)
+        return table
+
     def with_gradients_for_compute(self) -> OperatorTable:
         """A table that has the bytes of gradients where this one has those of compute weights.
 

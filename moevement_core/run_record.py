@@ -28,6 +28,7 @@ import yaml
 
 from moevement_core.errors import RunRecordError
 from moevement_core.events import Event
+from moevement_core.file_modes import make_folder, opener
 from moevement_core.monitoring.figures import RunFigures
 from moevement_core.persistence.lock import FolderLock
 
@@ -61,7 +62,7 @@ class RunRecord:
         Lines of later iterations, left by a run that this one resumes from an earlier checkpoint, are dropped: those
         iterations will be committed again.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         self.summary_path.unlink(missing_ok=True)
         kept = [line for line in self.metrics() if line["iteration"] < first_iteration]
         _replace(self.metrics_path, "".join(_line(line) for line in kept))
@@ -91,7 +92,7 @@ class RunRecord:
     def write_placement(self, iteration: int, placement: dict[str, Any]) -> None:
         """Write where experts are from the iteration after ``iteration`` on."""
         folder = self.folder / "placements"
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         _replace(folder / f"iteration_{iteration}.json", json.dumps(placement) + "\n")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -177,13 +178,14 @@ def _line(fields: dict[str, Any]) -> str:
 
 
 def _append(path: Path, fields: dict[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8", opener=opener) as file:
         file.write(_line(fields))
 
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
+    with open(partial, "w", encoding="utf-8", opener=opener) as file:
+        file.write(text)
     os.replace(partial, path)
 
 

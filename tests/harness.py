@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import ProcessGroupError
+from moevement_core.rendezvous.token import Token
 from moevement_core.restart.environment import STORE_ENV
 
 KILLED = "the process was killed"
@@ -77,7 +78,7 @@ def run_ranks(
     common = {
         "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        STORE_ENV: f"127.0.0.1:{port}", **(environment or {}),
+        STORE_ENV: f"127.0.0.1:{port}", **Token.new().environment, **(environment or {}),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         started = []

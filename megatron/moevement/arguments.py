@@ -20,6 +20,7 @@ from megatron.moevement import platform
 from megatron.moevement.transformer.kernel_choice import FrozenKernels
 from moevement_core.elastic.config import ElasticConfig
 from moevement_core.errors import ConfigError
+from moevement_core.file_modes import use_file_mode
 from moevement_core.flags import add_flags
 from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.restart.environment import MEMBER_ENV
@@ -41,6 +42,7 @@ class RunConfig:
     @staticmethod
     def from_args(args: argparse.Namespace) -> RunConfig:
         """The flags of :func:`add_arguments`, from the parsed namespace."""
+        use_file_mode(args.moevement_file_mode)  # without sparse checkpointing, too
         return RunConfig(Path(args.run_dir).absolute() if args.run_dir else None, session_config(args))
 
 

@@ -18,6 +18,7 @@ from megatron.moevement.optimizer.scales import fp8_scales
 from megatron.moevement.optimizer.torch_adam import make_adam_state
 from megatron.moevement.runtime.live import Live
 from moevement_core.digest import digest
+from moevement_core.session.exchange import all_gather_objects
 
 PARTS = (
     "weights", "master_weights", "optimizer_state", "router_buffers", "other_buffers", "loss_scalers", "scheduler",
@@ -47,8 +48,7 @@ def job_digest(live: Live) -> dict[str, Any]:
 
     Every rank calls it at the same point; every rank gets the same answer.
     """
-    ranks: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, rank_digests(live))
+    ranks = all_gather_objects(rank_digests(live), dict[str, str])
     parts = {part: digest([rank[part] for rank in ranks]) for part in PARTS}
     return {"all": digest(parts), "parts": parts, "ranks": ranks}
 

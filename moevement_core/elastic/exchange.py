@@ -95,7 +95,8 @@ def exchange(
         RecoveryError: replicas differ, or state is another after it. On every rank alike.
     """
     everyones: list[tuple[list[Range], list[Range], dict[str, str]]] = all_gather_objects(
-        ([one.range for one in held], [one.range for one in wanted], {one.name: one.operator for one in wanted})
+        ([one.range for one in held], [one.range for one in wanted], {one.name: one.operator for one in wanted}),
+        tuple[list[Range], list[Range], dict[str, str]],
     )
     before = {rank: its[0] for rank, its in enumerate(everyones)}
     after = {rank: its[1] for rank, its in enumerate(everyones)}
@@ -130,7 +131,7 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
     world = dist.get_world_size()
     room = max(ROUND_BYTES // world, 1 << 16)  # for each pair of ranks, the same on both
     most = max((_bytes(parts) for parts in (*outgoing.values(), *incoming.values())), default=0)
-    rounds = -(-max(all_gather_objects(most)) // room)
+    rounds = -(-max(all_gather_objects(most, int)) // room)
     moved = 0
     for sends, receives in _rounds(outgoing, incoming, rounds, room):
         moved += sum(map(_bytes, sends.values()))
@@ -144,7 +145,7 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
                     transport.receive(source, TAG, buffer)
                     _unpack(buffer, parts)
             sent.result()
-    return int(sum(all_gather_objects(moved)))
+    return int(sum(all_gather_objects(moved, int)))
 
 
 def _send(sends: Mapping[int, list[torch.Tensor]], mine: int, world: int, transport: Transport) -> None:
@@ -241,7 +242,7 @@ def _digests(
             whole = own.get(one)
             part = whole if whole is not None else _digest(one, pieces)
             counted[operators[one.name]] = digest.together((counted[operators[one.name]], part))
-    gathered = all_gather_objects((own, dict(counted)))
+    gathered = all_gather_objects((own, dict(counted)), tuple[dict[Range, int], dict[str, int]])
     _compare_replicas([its for its, _ in gathered], operators)
     every: dict[str, int] = defaultdict(int)
     for _, its in gathered:

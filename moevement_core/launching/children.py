@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from moevement_core.file_modes import opener
 from moevement_core.restart.environment import PARENT_ENV
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -68,7 +69,11 @@ class Child:
         """How it ended; negative: by which signal."""
         environment = {**environment, PARENT_ENV: str(os.getpid())}
         with ExitStack() as opened:
-            streams = [opened.enter_context((logs / f"{label}.{s}").open("w")) for s in ("out", "err")] if logs else []
+            streams = (
+                [opened.enter_context(open(logs / f"{label}.{s}", "w", opener=opener)) for s in ("out", "err")]
+                if logs
+                else []
+            )
             if program.function is not None:
                 forked = multiprocessing.get_context("fork").Process(
                     target=_run, args=(program, dict(environment), streams), name=label

@@ -18,12 +18,15 @@ from typing import Any
 
 from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.file_modes import file_mode, make_folder
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.lease_server import ADDRESS, LeaseServer
 from moevement_core.rendezvous.roster import RANKS, STOP
+from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.token import HOW, Token, given_token
 from moevement_core.restart.environment import STORE_ENV
 from moevement_core.run_record import RunRecord
 
@@ -69,6 +72,7 @@ def coordinate(what: Coordination) -> int:
         raise ConfigError(f"--host {what.host!r}: is empty; give the address of this host that the nodes reach")
     if not 0 <= what.port <= MOST_PORT:
         raise ConfigError(f"--port {what.port}: needs 0 to {MOST_PORT}")
+    file_mode()  # complains about what it cannot be
     if not what.spare_timeout_s >= 0:
         raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
     with Signals() as signals:
@@ -91,17 +95,20 @@ class _Coordination:
 
         self._what = what
         listener, leases = _listen(what, what.port), _listen(what, 0)
+        token = _token_for(what)
         address = (what.host, int(listener.getsockname()[1]))
-        self._store = torch.distributed.TCPStore(
+        base = torch.distributed.TCPStore(
             *address, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
             master_listen_fd=listener.detach(), use_libuv=True,
         )  # fmt: skip
+        self._store = SignedStore(base, token)
+        self._store.announce()
         self._store.set(RANKS, str(what.ranks))
         self._store.set(ADDRESS, f"{what.host}:{leases.getsockname()[1]}")
         self._coordinator = Coordinator(
             self._store, what.ranks, what.spare_timeout_s, _report, interrupt=interrupt_in(self._store)
         )
-        self._server = LeaseServer(leases, self._coordinator, self._take_request)
+        self._server = LeaseServer(leases, self._coordinator, token, self._take_request)
         self._endpoint: Endpoint | None = None
         self._wind_down = False
         self._code = 1
@@ -109,7 +116,9 @@ class _Coordination:
         self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
         where = f"{address[0]}:{address[1]}"
         _report(f"{STORE_ENV}={where} is the store of a job of {what.ranks} ranks")
-        self._tasks = NodeTasks(what.tasks, {STORE_ENV: where}, _report) if what.tasks is not None else None
+        self._tasks = (
+            NodeTasks(what.tasks, {STORE_ENV: where, **token.environment}, _report) if what.tasks is not None else None
+        )
 
     def run(self, signals: Signals) -> int:
         """To the end of the job."""
@@ -128,7 +137,7 @@ class _Coordination:
             self._look_after_endpoint()
         self._end()
         if coordinator.state is State.STOPPED:
-            reason = self._store.get(STOP).decode()
+            reason = (self._store.read(STOP) or b"").decode()
             print(f"moevement: the job is stopped: {reason}", file=sys.stderr, flush=True)
             return self._code
         return 0
@@ -145,9 +154,9 @@ class _Coordination:
 
     def _look_after_endpoint(self) -> None:
         """Serve figures, where the tasks' flags say so; the job does not begin where they cannot be."""
-        if self._endpoint is None and self._generation < 0 and self._store.check([SERVED]):
+        if self._endpoint is None and self._generation < 0 and (served := self._store.read(SERVED)):
             try:
-                self._endpoint = Endpoint(Served.decode(self._store.get(SERVED)))
+                self._endpoint = Endpoint(Served.decode(served))
             except ConfigError as error:
                 self._take_request("stop", str(error), USAGE_ERROR)
                 return
@@ -160,7 +169,7 @@ class _Coordination:
         if self._coordinator.state is State.DONE:
             answer["stop"] = {"reason": "", "code": 0}
         elif self._coordinator.state is State.STOPPED:
-            answer["stop"] = {"reason": self._store.get(STOP).decode(), "code": self._code}
+            answer["stop"] = {"reason": (self._store.read(STOP) or b"").decode(), "code": self._code}
         return answer
 
     def _take_request(self, kind: str, why: str, code: int) -> None:
@@ -192,7 +201,7 @@ class _Coordination:
         run_dir = self._what.run_dir
         if run_dir is not None and self._generation >= 0 and (who_ := coordinator.who()) != self._written:
             self._written = who_
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_folder(run_dir)
             RunRecord(run_dir).write_ranks(who_)
 
     def _end(self) -> None:
@@ -200,6 +209,7 @@ class _Coordination:
         deadline = time.monotonic() + GRACE_S
         while self._server.supervisors and time.monotonic() < deadline:
             self._server.poll(POLL_S, self._answer())
+            self._store.keep_written()
         self._server.close()
         if self._tasks is not None:
             # srun waits for tasks of nodes that are lost until Slurm has noticed, which may take minutes.
@@ -211,6 +221,19 @@ class _Coordination:
             self._tasks.end(GRACE_S)
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+def _token_for(what: Coordination) -> Token:
+    """The token that was given, or a new one, where this process starts all others itself.
+
+    Raises:
+        ConfigError: there is none that others could have.
+    """
+    if (token := given_token()) is not None:
+        return token
+    if what.tasks is None:
+        raise ConfigError(f"no job token, and the tasks are started by somebody else; {HOW}")
+    return Token.new()
 
 
 def _listen(what: Coordination, port: int) -> socket.socket:

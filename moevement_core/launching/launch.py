@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import ConfigError
+from moevement_core.file_modes import FLAG, make_folder, use_file_mode
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
 from moevement_core.launching.signals import Signals, Stopped
@@ -31,6 +32,8 @@ from moevement_core.monitoring.endpoint import Endpoint, served_by
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
+from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.token import Token, given_token
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
 from moevement_core.run_record import RunRecord
 
@@ -102,6 +105,7 @@ def launch_on_this_host(launch: Launch) -> int:
     """
     _check(launch)
     run_dir = run_dir_of(launch.argv)
+    use_file_mode(value_of(launch.argv, FLAG))
     served = served_by(run_dir, lambda flag: value_of(launch.argv, flag))
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
     port = int(listener.getsockname()[1])
@@ -112,7 +116,8 @@ def launch_on_this_host(launch: Launch) -> int:
         Signals() as signals,
     ):
         logs = None if launch.show_logs or run_dir is None else _make_logs(run_dir)
-        starter = _Starter(launch, port, logs, Path(scratch))
+        token = given_token() or Token.new()
+        starter = _Starter(launch, port, logs, Path(scratch), token)
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
         children: list[Child] = []
         watch: Watch
@@ -121,7 +126,8 @@ def launch_on_this_host(launch: Launch) -> int:
                 children = [starter.start(number) for number in range(launch.nproc)]
             # After the ranks are forked, so that none of them inherits the store's thread. Those that are started
             # later do without it.
-            store = _store(listener)
+            store = SignedStore(_store(listener), token)
+            store.announce()
             with Progress(*followed) as progress:
                 if endpoint is not None:
                     progress.say(f"figures of the run are served at {endpoint.url}")
@@ -195,11 +201,11 @@ def _check(launch: Launch) -> None:
 class _Starter:
     """Starts processes."""
 
-    def __init__(self, launch: Launch, store_port: int, logs: Path | None, scratch: Path) -> None:
+    def __init__(self, launch: Launch, store_port: int, logs: Path | None, scratch: Path, token: Token) -> None:
         self._launch, self._logs, self._scratch = launch, logs, scratch
         with temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
             self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
-        self._common = _environment(launch, store_port)
+        self._common = {**_environment(launch, store_port), **token.environment}
         # What an earlier job in this process has left in reference cycles has threads; a fork that disposed of it would
         # crash.
         gc.collect()
@@ -291,7 +297,8 @@ def _store(listener: socket.socket) -> Any:
 def _make_logs(run_dir: Path) -> Path:
     logs = run_dir / "logs"
     try:
-        logs.mkdir(parents=True, exist_ok=True)
+        make_folder(run_dir)
+        make_folder(logs)
     except OSError as error:
         raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
     return logs

@@ -20,6 +20,7 @@ from typing import Any
 
 from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.file_modes import FLAG, use_file_mode
 from moevement_core.launching import config_file, launch
 from moevement_core.launching.children import Child, nothing_left_behind
 from moevement_core.launching.signals import Signals, Stopped
@@ -28,8 +29,10 @@ from moevement_core.launching.worker import Trainer
 from moevement_core.monitoring.endpoint import SERVED, served_by
 from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import ADDRESS
-from moevement_core.rendezvous.roster import LATE_TASKS, RANKS, TASK
+from moevement_core.rendezvous.roster import LATE_TASK, RANKS, TASK
+from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import boot_time_s
+from moevement_core.rendezvous.token import HOW, own_token
 from moevement_core.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, START_ENV, STORE_ENV, TASKS_ENV
 
 POLL_S = 0.05
@@ -39,6 +42,8 @@ LEASES_WITHOUT = 6
 """For how many lease times a task goes on looking for a coordinator that it cannot reach."""
 
 
+TOKEN_PATIENCE_S = 5.0
+"""How long the coordinator has to say of which token the job is."""
 LATE = 1 << 32
 """Members of tasks that come later have numbers from here on, so many for each task."""
 
@@ -85,14 +90,15 @@ def task_of(environment: Mapping[str, str], processes: int) -> Task:
     return Task(number, tasks, processes)
 
 
-def claim(store: Any, task: Task) -> Task:
+def claim(store: SignedStore, task: Task) -> Task:
     """Take the place of ``task``; or be one that came later, where another process has it.
 
     So a node that was repaired, or added, takes part by the command that the first ones were started with.
     """
     mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
-    holder = store.compare_set(TASK.format(task.number), "", mine).decode()
-    return task if holder == mine else replace(task, late=int(store.add(LATE_TASKS, 1)) - 1)
+    if store.claim(TASK.format(task.number), mine) == mine:
+        return task
+    return replace(task, late=next(late for late in count() if store.claim(LATE_TASK.format(late), mine) == mine))
 
 
 def supervise(
@@ -120,6 +126,7 @@ def supervise(
         ConfigError: there is no coordinator.
     """
     lease_s = launch.lease_of(argv)
+    use_file_mode(launch.value_of(argv, FLAG))
     served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
     store = _store()
     if served is not None:  # the coordinator's host outlives all others
@@ -132,6 +139,7 @@ def supervise(
         )
     common = {
         **environment,
+        **own_token().environment,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", str(task.processes)),
         "OMP_NUM_THREADS": launch.threads(task.processes),
@@ -142,7 +150,7 @@ def supervise(
         with launch.temporary_files_in(scratch):
             program = trainer.program(argv, fresh_interpreters=fresh_interpreters)
         host, port = store.get(ADDRESS).decode().rsplit(":", 1)
-        client = LeaseClient(task.name, (host, int(port)), lease_s, os.environ.get(START_ENV, ""))
+        client = LeaseClient(task.name, (host, int(port)), lease_s, own_token(), os.environ.get(START_ENV, ""))
         pages = Path(scratch) / "status"
         pages.mkdir()
         first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
@@ -223,12 +231,19 @@ def _ask_slurm_to_requeue() -> None:
         subprocess.run([scontrol, "requeue", job], timeout=60, check=False)
 
 
-def _store() -> Any:
-    """A client of the job's store; waits for the coordinator to be there."""
+def _store() -> SignedStore:
+    """A client of the job's store; waits for the coordinator to be there.
+
+    Raises:
+        ConfigError: no store was named, or it is of a job with another token.
+    """
     from moevement_core.restart.store import connect, store_address
 
     if (address := store_address()) is None:
         raise ConfigError(
             f"--spares under srun needs {STORE_ENV}=HOST:PORT of a moevement coordinate (examples/pretrain_moe/slurm)"
         )
-    return connect(address)
+    store = connect(address)
+    if not store.is_of_this_job(TOKEN_PATIENCE_S):
+        raise ConfigError(f"the job at {STORE_ENV}={os.environ[STORE_ENV]} has another token than this process; {HOW}")
+    return store

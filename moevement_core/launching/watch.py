@@ -22,6 +22,7 @@ from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistak
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import STOP, Roster
+from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.run_record import RunRecord
 
 SAY_S = 5.0
@@ -115,7 +116,7 @@ class ReplaceWhoDies(Watch):
     def __init__(
         self,
         start: Callable[[int, dict[str, str]], Child],
-        store: Any,
+        store: SignedStore,
         ranks: int,
         spares: int,
         spare_timeout_s: float,
@@ -156,7 +157,7 @@ class ReplaceWhoDies(Watch):
         self._tell_roster()
         state = self._coordinator.state
         if state is State.STOPPED:
-            self._stopped = self._stopped or self._store.get(STOP).decode()
+            self._stopped = self._stopped or (self._store.read(STOP) or b"").decode()
             end_all(self._children)
             return False
         if self._failed is not None:

@@ -9,8 +9,6 @@ from itertools import pairwise
 
 from moevement_core.errors import ConfigError
 
-Groups = tuple["Group", ...]
-
 
 @dataclass(frozen=True)
 class Group:
@@ -30,6 +28,9 @@ class Group:
     def size(self) -> tuple[int, int]:
         """Members, and blocks of parity, that coefficients are made for."""
         return self.width, len(self.holders)
+
+
+Groups = tuple[Group, ...]
 
 
 def make_groups(nodes: Sequence[Hashable], members: int, parities: int) -> Groups:

@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from moevement_core.errors import SnapshotError
+from moevement_core.file_modes import opener
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import ALIGNMENT, READ, READ_TEXT, VERSION, Header, Snapshot, numpy_bytes
 
@@ -63,7 +64,7 @@ def write_snapshot(folder: Path, snapshot: Snapshot, is_wanted: Callable[[], boo
     # Of its own for every attempt: one that a stalled disk has held up may still be under way.
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_attempts)}")
     try:
-        with partial.open("wb", buffering=0) as file:
+        with open(partial, "wb", buffering=0, opener=opener) as file:
             _write_all(file.fileno(), memoryview(prefix + header + padding))
             for piece in pieces:
                 _write_all(file.fileno(), memoryview(numpy_bytes(piece).data))

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 from moevement_core.errors import FolderInUse
+from moevement_core.file_modes import file_mode, make_folder
 
 LOCK = ".moevement-lock"
 BEAT_S = 2.0
@@ -177,7 +178,7 @@ def acquire(
         FolderInUse: another job holds it.
         OSError: the folder cannot be made, read or written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     path, mine = folder / LOCK, Holder.of_this_process(job)
     watched, since = None, time.monotonic()
     while True:
@@ -216,7 +217,7 @@ def other_holder(folder: Path, job: str) -> str | None:
 def _create(path: Path, mine: Holder) -> int | None:
     """A descriptor of the new file; nothing if there is one already."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, file_mode().bits)
     except FileExistsError:
         return None
     _write(descriptor, mine)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import SnapshotError
+from moevement_core.file_modes import make_folder, opener
 from moevement_core.persistence.files import is_snapshot_file
 
 VERSION = 1
@@ -54,7 +55,7 @@ class Manifest:
         """Rename it into place; its files are durable by then."""
         path = directory / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
-        with partial.open("w", encoding="utf-8") as file:
+        with open(partial, "w", encoding="utf-8", opener=opener) as file:
             json.dump({"version": VERSION, **asdict(self)}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
@@ -95,10 +96,11 @@ def make_window_folder(directory: Path, name: str) -> Path:
         OSError: it cannot be made or written.
     """
     folder = directory / name
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     marker = folder / MARKER
     if not marker.exists():
-        marker.write_text(f"{name}: snapshots of moevement; docs/file_format.md\n", encoding="utf-8")
+        with open(marker, "w", encoding="utf-8", opener=opener) as file:
+            file.write(f"{name}: snapshots of moevement; docs/file_format.md\n")
     return folder
 
 

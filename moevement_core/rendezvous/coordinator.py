@@ -18,6 +18,7 @@ from moevement_core.rendezvous.attempts import Attempts
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
+from moevement_core.rendezvous.now_and_then import Now
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
@@ -33,9 +34,13 @@ from moevement_core.rendezvous.roster import (
     Roster,
     assign_devices,
 )
+from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASE_S = 10.0
 """The default of ``--moevement-lease-seconds``, from which every other timeout derives."""
+
+WRITTEN_ONCE = ("job/", "tasks/", "injected/")
+"""What processes write once in the life of the job, and may not be there to write again."""
 
 
 class State(Enum):
@@ -55,7 +60,7 @@ class Coordinator:
     """To be asked to :meth:`step` often, by one thread.
 
     Args:
-        store: the job's (any ``torch.distributed.Store``).
+        store: the job's.
         ranks: of the job.
         spare_timeout_s: how long to wait for a spare where none is left.
         report: called, in words, with what an operator should know.
@@ -66,7 +71,7 @@ class Coordinator:
 
     def __init__(
         self,
-        store: Any,
+        store: SignedStore,
         ranks: int,
         spare_timeout_s: float,
         report: Callable[[str], None],
@@ -94,6 +99,7 @@ class Coordinator:
         """Since when everyone else is there and only spares are missing."""
         self._grid: Grid | None = None
         """Of an elastic job, as soon as any of its ranks has said that it is one."""
+        self._adopts = Now()
         store.set(NEWEST, "-1")
 
     @property
@@ -150,6 +156,10 @@ class Coordinator:
 
     def step(self) -> None:
         """Look at the store and the leases and do what is to be done; never waits."""
+        self._store.keep_written()
+        if self._adopts.is_due(rung=False):
+            with self._adopts:
+                self._store.adopt(*WRITTEN_ONCE)
         self.membership.welcome()
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
@@ -202,6 +212,10 @@ class Coordinator:
             self._attempts.committed(left["committed"])
             if left["had_recovered"]:
                 self.losses.recovered()
+        if self._entered.left and self.state is State.RUNNING:
+            self._interrupt(
+                self.roster.generation, self.roster.rank_of(min(self._entered.left)) or 0
+            )  # it has said so, and may not be heard
         return bool(self._entered.left)
 
     def _all_finished(self) -> bool:
@@ -233,8 +247,8 @@ class Coordinator:
     # Elastic jobs
 
     def _elastic(self) -> Grid | None:
-        if self._grid is None and self._store.check([ELASTIC]):
-            self._grid = Grid.decode(self._store.get(ELASTIC))
+        if self._grid is None and (text := self._store.read(ELASTIC)) is not None:
+            self._grid = Grid.decode(text)
         return self._grid
 
     def _is_to_grow(self) -> bool:
@@ -330,6 +344,7 @@ class Coordinator:
             devices=assign_devices(members, kept),
         )
         generation = self.roster.generation
+        self._store.forget(f"generation/{generation - 2}/")  # who joins now begins with the newest
         self._store.set(ROSTER.format(generation), self.roster.encode())
         self._store.set(NEWEST, str(generation))
         self._proposed_at = self._clock()

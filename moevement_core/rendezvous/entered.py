@@ -6,7 +6,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from moevement_core.rendezvous.now_and_then import Now
 from moevement_core.rendezvous.roster import FINISHED, LEFT
+from moevement_core.rendezvous.signed_store import SignedStore
 
 
 class Entered:
@@ -16,37 +18,45 @@ class Entered:
         store: the job's.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: SignedStore) -> None:
         self.generation = -1
         """The newest whose ranks have entered training."""
         self.members: Collection[int] = ()
         self.left: dict[int, Mapping[str, Any]] = {}
         """What survivors of it wrote when they left it."""
         self._finished: set[int] = set()
-        self._counts: dict[str, int] = {}
-        """Counters in the store, so that a job of a thousand ranks is not asked a thousand questions at every step."""
+        self._found: dict[str, int] = {}
+        self._looks: dict[str, Now] = {}
+        """So that a job of a thousand ranks is not asked a thousand questions at every step."""
         self._store = store
 
     def begin(self, generation: int, members: Collection[int]) -> None:
         """These have entered it."""
         self.generation, self.members = generation, members
         self.left, self._finished = {}, set()
+        self._looks.clear()
+        self._found.clear()
 
     def written_by(self, key: str, generation: int, members: Collection[int]) -> set[int] | None:
         """Those of ``members`` that have written ``key``; None if that is nobody new since the last look."""
         name = key.format(generation)
-        count = int(self._store.add(name, 0))
-        if count == self._counts.get(name, 0):
+        look = self._looks.setdefault(name, Now())
+        if not look.is_due(rung=self._store.has_rung(name)):
             return None
-        self._counts[name] = count
-        return {member for member in members if self._store.check([f"{name}/{member}"])}
+        with look:
+            found = {member for member in members if self._store.check([f"{name}/{member}"])}
+        if len(found) == self._found.get(name, 0):
+            return None
+        self._found[name] = len(found)
+        return found
 
     def leaving(self) -> list[Mapping[str, Any]]:
         """What members wrote that have left since the last look."""
         newly = []
         for member in self.written_by(LEFT, self.generation, self.members) or ():
-            if member not in self.left:
-                self.left[member] = json.loads(self._store.get(f"{LEFT.format(self.generation)}/{member}"))
+            its = self._store.read(f"{LEFT.format(self.generation)}/{member}")
+            if member not in self.left and its is not None:
+                self.left[member] = json.loads(its)
                 newly.append(self.left[member])
         return newly
 

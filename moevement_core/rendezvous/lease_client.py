@@ -7,8 +7,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moevement_core.rendezvous.json_lines import JsonLines
+from moevement_core.rendezvous.signed_lines import Side, SignedLines
 from moevement_core.rendezvous.status_page import boot_time_s
+from moevement_core.rendezvous.token import Token
 
 BEATS = 10
 """How often a lease is renewed in its time."""
@@ -22,10 +23,11 @@ class LeaseClient:
         name: of the supervisor, which no other one has.
         address: of the server.
         lease_s: until the server has said what it is.
+        token: the job's.
         started_by: sent to the server, see :attr:`~moevement_core.rendezvous.lease_server.LeaseServer.connected`.
     """
 
-    def __init__(self, name: str, address: tuple[str, int], lease_s: float, started_by: str = "") -> None:
+    def __init__(self, name: str, address: tuple[str, int], lease_s: float, token: Token, started_by: str = "") -> None:
         self.lease_s = lease_s
         self.held_until = boot_time_s() + lease_s
         """In seconds of the boot-time clock."""
@@ -38,9 +40,11 @@ class LeaseClient:
         self.is_connected = False
         self.generation = -1
         """The newest that has started; before the job was formed -1."""
-        self._configured_lease_s = lease_s
+        self._configured_lease_s, self._token = lease_s, token
         self._name, self._address, self._started_by = name, address, started_by
-        self._lines: JsonLines | None = None
+        self._lines: SignedLines | None = None
+        self._replaced: SignedLines | None = None
+        """A silent one, which is closed when the new one speaks: its end would say that this supervisor is gone."""
         self._beat = 0
         self._sent_at: dict[int, float] = {}
         self._beat_at = self._heard_at = self._tried_at = -float("inf")
@@ -71,7 +75,9 @@ class LeaseClient:
         is_silent = self._lines is not None and now - max(self._heard_at, self._tried_at) > 2 * interval_s
         if (self._lines is None or is_silent) and now - self._tried_at >= interval_s:
             self._connect(now)
-        if self._lines is not None and now - self._beat_at >= interval_s:
+        if self._lines is not None and not self._lines.is_open:
+            self._receive()
+        if self._lines is not None and self._lines.is_open and now - self._beat_at >= interval_s:
             self._beat_at = now
             self._send(members, alive)
         self._receive()
@@ -82,9 +88,11 @@ class LeaseClient:
             connection = socket.create_connection(self._address, timeout=CONNECT_S)
         except OSError:
             return
-        if self._lines is not None:
+        if self._lines is not None and self._lines.is_open and self._replaced is None:
+            self._replaced = self._lines
+        elif self._lines is not None:
             self._lines.close()
-        self._lines, self._beat_at = JsonLines(connection), -float("inf")
+        self._lines, self._beat_at = SignedLines(connection, self._token, Side.CALLER), -float("inf")
         for unanswered in (*self._news, *([self._request] if self._request else ())):
             unanswered["beat"] = None
 
@@ -108,6 +116,7 @@ class LeaseClient:
             self._lines.send(message)
         except ConnectionError:
             self._disconnect()
+        self._close_replaced()
 
     def _receive(self) -> None:
         if self._lines is None:
@@ -139,6 +148,12 @@ class LeaseClient:
             self._lines.close()
         self._lines, self.is_connected = None, False
 
+    def _close_replaced(self) -> None:
+        if self._replaced is not None:
+            self._replaced.close()
+            self._replaced = None
+
     def close(self) -> None:
         """Close the connection."""
+        self._close_replaced()
         self._disconnect()

@@ -1,7 +1,8 @@
 """Leases between supervisors and the coordinator, over a connection that carries nothing else; the coordinator's side.
 
 A supervisor sends, several times in a lease time, which of its processes it finds alive; each answer renews their
-leases. A connection that breaks is noticed at once: a supervisor's processes end with it. Messages are lines of JSON.
+leases. A connection that breaks is noticed at once: a supervisor's processes end with it. Messages are lines of JSON,
+signed; who does not show that it has the job's token is cut off, and there are never many such connections.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from moevement_core.rendezvous.json_lines import JsonLines
+from moevement_core.rendezvous.signed_lines import Side, SignedLines
+from moevement_core.rendezvous.token import Token
 
 ADDRESS = "leases/address"
 """In the job's store: ``host:port`` of the lease server."""
+GREETING_S = 10.0
+"""How long a connection has to show that it has the job's token."""
+MOST_UNKNOWN = 64
+"""Connections that have not yet; of more the oldest is cut off."""
 
 
 class LeaseHolder(Protocol):
@@ -38,7 +44,8 @@ class LeaseHolder(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Supervisor:
-    lines: JsonLines
+    lines: SignedLines
+    since: float
     name: str = ""
     started_by: str = ""
     members: set[int] = field(default_factory=set)
@@ -51,14 +58,21 @@ class LeaseServer:
     Args:
         listener: a bound socket that listens.
         holder: the coordinator.
+        token: the job's.
         on_request: called with what a supervisor asks of the job: ``stop`` and why, or ``wind_down`` and why.
     """
 
     def __init__(
-        self, listener: socket.socket, holder: LeaseHolder, on_request: Callable[[str, str, int], None]
+        self,
+        listener: socket.socket,
+        holder: LeaseHolder,
+        token: Token,
+        on_request: Callable[[str, str, int], None],
     ) -> None:
         listener.setblocking(False)
-        self._listener, self._holder, self._on_request = listener, holder, on_request
+        self._listener, self._holder, self._token, self._on_request = listener, holder, token, on_request
+        self.strangers = 0
+        """Connections that did not show in time that they have the token."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
         self._connections: dict[socket.socket, _Supervisor] = {}
@@ -78,13 +92,21 @@ class LeaseServer:
                     self._accept()
                 else:
                     self._read(self._connections[key.fileobj], answer)  # type: ignore[index]
+            self._cut_off_strangers()
             if time.monotonic() >= deadline:
                 return
+
+    def _cut_off_strangers(self) -> None:
+        now = time.monotonic()
+        unknown = [one for one in self._connections.values() if not one.lines.is_open]
+        for number, one in enumerate(unknown):  # the oldest first
+            if now - one.since > GREETING_S or len(unknown) - number > MOST_UNKNOWN:
+                self._drop(one)
 
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            supervisor = _Supervisor(JsonLines(connection))
+            supervisor = _Supervisor(SignedLines(connection, self._token, Side.CALLED), time.monotonic())
             self._connections[connection] = supervisor
             self._selector.register(connection, selectors.EVENT_READ)
 
@@ -120,6 +142,7 @@ class LeaseServer:
         )  # fmt: skip
 
     def _drop(self, supervisor: _Supervisor) -> None:
+        self.strangers += not supervisor.lines.is_open
         self._selector.unregister(supervisor.lines.socket)
         del self._connections[supervisor.lines.socket]
         supervisor.lines.close()

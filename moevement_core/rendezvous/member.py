@@ -7,7 +7,6 @@ import sys
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -26,6 +25,7 @@ from moevement_core.rendezvous.roster import (
     MemberInfo,
     Roster,
 )
+from moevement_core.rendezvous.signed_store import SignedStore
 
 POLL = timedelta(seconds=1)
 
@@ -38,7 +38,7 @@ class Member:
         info: what others may know.
     """
 
-    def __init__(self, store: Any, info: MemberInfo) -> None:
+    def __init__(self, store: SignedStore, info: MemberInfo) -> None:
         self._store, self._info = store, info
         self._generation = -1
 
@@ -46,8 +46,8 @@ class Member:
         """Be there to be given a rank."""
         # Asked before the coordinator knows of this member, so that no roster with it in is passed over.
         self._generation = int(self._store.get(NEWEST))
-        number = self._store.add(JOINED, 1) - 1
-        self._store.set(MEMBER.format(number), json.dumps(asdict(self._info)))
+        self._store.set(MEMBER.format(self._info.member), json.dumps(asdict(self._info)))
+        self._store.ring(JOINED)
 
     def wait_for_rank(self) -> tuple[Roster, int]:
         """The next roster that this member is in and that all in it have acknowledged; a spare may wait for ever.
@@ -71,16 +71,17 @@ class Member:
                 self._store.wait([key], POLL)
             except dist.DistStoreError:
                 self._raise_if_stopped()
+                self._store.keep_written()
                 time.sleep(sys.getswitchinterval())
                 continue
-            return bytes(self._store.get(key))
+            if (value := self._store.read(key)) is not None:
+                return value
 
     def _raise_if_stopped(self) -> None:
-        if self._store.check([STOP]):
-            raise JobStopped(self._store.get(STOP).decode())
-        if self._store.check([GIVEN_UP.format(self._info.member)]):
-            why = self._store.get(GIVEN_UP.format(self._info.member)).decode()
-            raise JobStopped(f"the job goes on without this process, which {why}")
+        if (reason := self._store.read(STOP)) is not None:
+            raise JobStopped(reason.decode())
+        if (why := self._store.read(GIVEN_UP.format(self._info.member))) is not None:
+            raise JobStopped(f"the job goes on without this process, which {why.decode()}")
 
     def leave(self, reason: str, committed: int, *, had_recovered: bool = False) -> None:
         """This rank has stopped what it did; the job is formed again when all survivors have.
@@ -107,7 +108,7 @@ class Member:
             raise JobStopped(reason)
 
     def _write(self, key: str, value: str) -> None:
-        """For the coordinator, which looks at single members only when the count has changed."""
+        """For the coordinator, which looks at single members when the bell has rung, and now and then."""
         name = key.format(self._generation)
         self._store.set(f"{name}/{self._info.member}", value)
-        self._store.add(name, 1)
+        self._store.ring(name)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
 
-from moevement_core.rendezvous.roster import JOINED, MEMBER, MemberInfo, NoticedBy
+from moevement_core.rendezvous.now_and_then import Now
+from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, NoticedBy
+from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
 """How many lease times a rank has to stop what it does after an interruption, or to acknowledge a roster."""
+MOST_DIGITS = 20
+"""Of the number of a member."""
 RESET_GRACE_S = 0.5
 """How long a supervisor whose connection broke has to connect again."""
 
@@ -23,7 +26,7 @@ class Membership:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, store: Any, lease_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, store: SignedStore, lease_s: float, clock: Callable[[], float]) -> None:
         self.alive: dict[int, MemberInfo] = {}
         """Everyone who has joined and lives."""
         self.dead: set[int] = set()
@@ -31,9 +34,7 @@ class Membership:
         self.joined_at = clock()
         """When the newest member joined."""
         self._store, self._clock = store, clock
-        self._joined = 0
-        self._unwritten: dict[int, float] = {}
-        """Numbers whose member's information has not been found yet, and since when."""
+        self._look = Now()
         self._renewed: dict[int, float] = {}
         """When the lease of each member was last renewed."""
         self._disconnected: dict[int, float] = {}
@@ -42,22 +43,17 @@ class Membership:
 
     def welcome(self) -> None:
         """Take in who has joined since."""
-        joined = int(self._store.add(JOINED, 0))
-        for number in [*self._unwritten, *range(self._joined, joined)]:
-            if not self._store.check([MEMBER.format(number)]):
-                # Its number is taken, its information not yet written: it may have died between the two, and others
-                # must not wait for it.
-                since = self._unwritten.setdefault(number, self._clock())
-                if self._clock() - since > LEASES_TO_LEAVE * self.lease_s:
-                    del self._unwritten[number]
-                continue
-            self._unwritten.pop(number, None)
-            info = MemberInfo(**json.loads(self._store.get(MEMBER.format(number))))
-            if info.member not in self.dead:
-                self.alive[info.member] = info
-                self.joined_at = self._clock()
-                self._renewed.setdefault(info.member, self._clock())
-        self._joined = joined
+        if not self._look.is_due(rung=self._store.has_rung(JOINED)):
+            return
+        with self._look:
+            numbers = (key.removeprefix(CARDS) for key in self._store.keys(CARDS))
+            known = self.alive.keys() | self.dead
+            new = {int(one) for one in numbers if one.isdecimal() and len(one) < MOST_DIGITS} - known
+            for member in sorted(new):
+                if (card := self._store.read(MEMBER.format(member))) is not None:
+                    self.alive[member] = MemberInfo(**json.loads(card))
+                    self.joined_at = self._clock()
+                    self._renewed.setdefault(member, self._clock())
 
     def renew(self, member: int) -> None:
         """Its supervisor has found it alive."""

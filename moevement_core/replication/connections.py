@@ -2,11 +2,13 @@
 
 Not process groups: a gloo group connects every rank with every other, and a receive of which a part has come never ends
 when its connection does (torch 2.13), so a rank that dies while it sends takes the one that receives with it.
+
+Both sides of a connection show each other that they are of this job and generation: a MAC over nonces of both, and over
+what the connection is for. Who has not shown it yet is one of few, has to say little, and not for long.
 """
 
 from __future__ import annotations
 
-import hmac
 import secrets
 import socket
 import struct
@@ -21,16 +23,24 @@ from typing import override
 import torch
 
 from moevement_core import log
+from moevement_core.rendezvous.token import MAC_BYTES, Token, given_token
 from moevement_core.replication.transport import Refusable, Transport, changed
 
 CONNECT_S = 30.0
-"""How long a connection may take to be made, and who made it to say who it is."""
+"""How long a connection may take to be made."""
+GREETING_S = 30.0
+"""How long who made it has to show who it is."""
 
 RETRY_S = 1.0
 """Where the host has no descriptors left, say."""
 
+MOST_UNKNOWN = 256
+"""Connections whose caller has not shown yet who it is; of more the oldest is closed."""
+
 _HELLO = struct.Struct("!16s16sqq")
-"""Secret of the rank that is called, name of the channel, caller, tag."""
+"""The caller's nonce, name of the channel, caller, tag."""
+_ANSWER = struct.Struct("!16s32s")
+"""The nonce of the rank that is called, and its MAC; the caller sends its own after it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class Address:
     host: str
     port: int
     secret: bytes
-    """That callers have to know: of this rank in this generation."""
+    """Of this rank in this generation."""
 
 
 class Connections(Refusable):
@@ -55,6 +65,8 @@ class Connections(Refusable):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._sockets = {self._listener}
+        self._unknown: dict[socket.socket, None] = {}
+        """Whose caller has not shown yet who it is, the oldest first."""
         self._to: dict[tuple[str, int, int], socket.socket] = {}
         self._from: dict[tuple[str, int, int], socket.socket] = {}
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
@@ -104,9 +116,17 @@ class Connections(Refusable):
         made.settimeout(CONNECT_S)
         made.connect((address.host, address.port))
         self.refuse_if_aborted()  # shutting down what was not connected yet has no effect
-        made.settimeout(None)
+        made.settimeout(None)  # a rank that is stopped answers when it goes on
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        made.sendall(_HELLO.pack(address.secret, channel.encode(), self._rank, tag))
+        hello = _HELLO.pack(secrets.token_bytes(16), channel.encode(), self._rank, tag)
+        made.sendall(hello)
+        answer = bytearray(_ANSWER.size)
+        _receive_all(made, memoryview(answer))
+        nonce, mac = _ANSWER.unpack(answer)
+        token = _token_of(address)
+        if not token.verifies(mac, "called", hello, nonce):
+            raise ConnectionError("somebody else answers there")
+        made.sendall(token.mac("caller", hello, nonce))
         self._to[channel, peer, tag] = made
         return made
 
@@ -135,27 +155,54 @@ class Connections(Refusable):
                 log.warning(f"a connection of another rank cannot be accepted, and is tried again: {error}")
                 time.sleep(RETRY_S)
                 continue
+            self._make_room(caller)
             threading.Thread(target=self._welcome, args=(caller,), name="moevement-welcome", daemon=True).start()
 
+    def _make_room(self, caller: socket.socket) -> None:
+        with changed:
+            self._unknown[caller] = None
+            if len(self._unknown) > MOST_UNKNOWN:
+                oldest = next(iter(self._unknown))
+                del self._unknown[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
     def _welcome(self, caller: socket.socket) -> None:
-        """Whoever does not know the secret in time is none of the ranks of this generation."""
+        """Whoever does not show in time that it is a rank of this generation is none."""
         try:
             self._keep(caller)
-            caller.settimeout(CONNECT_S)
-            hello = bytearray(_HELLO.size)
-            _receive_all(caller, memoryview(hello))
-            secret, channel, rank, tag = _HELLO.unpack(hello)
-            if not hmac.compare_digest(secret, self.address.secret):
-                raise ConnectionError("of another job, or generation")
-            caller.settimeout(None)
-        except (OSError, RuntimeError):
+            key = self._greet(caller)
+        except (OSError, RuntimeError, UnicodeDecodeError):
             with changed:
                 self._sockets.discard(caller)
+                self._unknown.pop(caller, None)
             caller.close()
             return
         with changed:
-            self._from[channel.rstrip(b"\0").decode(), rank, tag] = caller
+            self._unknown.pop(caller, None)
+            self._from[key] = caller
             changed.notify_all()
+
+    def _greet(self, caller: socket.socket) -> tuple[str, int, int]:
+        """What a caller wants, once it has shown that it may: channel, rank, tag."""
+        caller.settimeout(GREETING_S)
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello, mac = bytearray(_HELLO.size), bytearray(MAC_BYTES)
+        _receive_all(caller, memoryview(hello))
+        nonce, token = secrets.token_bytes(16), _token_of(self.address)
+        caller.sendall(_ANSWER.pack(nonce, token.mac("called", bytes(hello), nonce)))
+        _receive_all(caller, memoryview(mac))
+        if not token.verifies(bytes(mac), "caller", bytes(hello), nonce):
+            raise ConnectionError("of another job, or generation")
+        caller.settimeout(None)
+        _, channel, rank, tag = _HELLO.unpack(hello)
+        return channel.rstrip(b"\0").decode(), rank, tag
+
+
+def _token_of(address: Address) -> Token:
+    """What is known to ranks of this generation alone, with the job's token where there is one."""
+    job = given_token()
+    return Token(address.secret.hex() + (job.text if job is not None else ""))
 
 
 class _Channel(Transport):

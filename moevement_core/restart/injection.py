@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -59,7 +60,8 @@ class Injector:
 
     def _is_first(self, number: int) -> bool:
         """Whether it has not happened yet, to whichever process had the rank then."""
-        return self._store is None or self._store.add(_INJECTED.format(number), 1) == 1
+        mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+        return self._store is None or self._store.claim(_INJECTED.format(number), mine) == mine
 
 
 def strike(fault: Fault, where: str) -> None:
@@ -162,7 +164,7 @@ def _job_began() -> float:
     address = store_address()
     if address is None:
         return time.time()
-    return float(connect(address).compare_set(_BEGAN, "", str(time.time())))
+    return float(connect(address).claim(_BEGAN, str(time.time())))
 
 
 def _kill_at(when: float, rank: int, its_generation: Generation | None) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, override
 
 import psutil
 import torch
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import StoreMixin
 
+from moevement_core.rendezvous.roster import INTERRUPTED
+from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
+from moevement_core.rendezvous.token import own_token
 from moevement_core.restart.environment import STORE_ENV
 
 TIMEOUT = timedelta(minutes=10)
@@ -25,18 +28,35 @@ def store_address() -> tuple[str, int] | None:
     return host, int(port)
 
 
-def connect(address: tuple[str, int]) -> Any:
-    """A client of the job's store."""
-    return torch.distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
+def connect(address: tuple[str, int]) -> SignedStore:
+    """A client of the job's store.
+
+    Raises:
+        ConfigError: this process has no job token.
+    """
+    return SignedStore(_client(address), own_token())
+
+
+def connect_plain(address: tuple[str, int]) -> Any:
+    """A client of the job's store for torch's process groups, whose values nobody signs.
+
+    Raises:
+        ConfigError: this process has no job token.
+    """
+    return torch.distributed.PrefixStore(f"{prefix_of(own_token())}/groups", _client(address))
 
 
 def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[int]]:
-    """A client of the job's store, and the local ports of its connections.
+    """The same as :func:`connect_plain`, and the local ports of its connections.
 
     Whoever waits in it can be freed by shutting these down, while other clients of the same store go on.
     """
     before = _local_ports(address[1])
-    return connect(address), _local_ports(address[1]) - before
+    return connect_plain(address), _local_ports(address[1]) - before
+
+
+def _client(address: tuple[str, int]) -> Any:
+    return torch.distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
 
 
 def _local_ports(remote_port: int) -> set[int]:
@@ -44,26 +64,47 @@ def _local_ports(remote_port: int) -> set[int]:
     return {each.laddr.port for each in connections if each.raddr and each.raddr.port == remote_port}
 
 
-class GenerationStore(torch.distributed.PrefixStore, StoreMixin):
+class GenerationStore(StoreMixin):
     """Where the ranks of one generation, and the coordinator, interrupt each other.
 
+    Of ``StoreMixin`` what the monitoring thread uses; its own values are not signed, and it would end a rank with an
+    exception for one that a stranger has written.
+
     Args:
-        base: a client of the job's store.
+        store: the job's.
         generation: the keys of different ones do not meet.
     """
 
-    def __init__(self, base: Any, generation: int) -> None:
-        super().__init__(f"generation/{generation}/interruption", base)
+    def __init__(self, store: SignedStore, generation: int) -> None:
+        self._store, self._key = store, INTERRUPTED.format(generation)
+
+    @override
+    def record_interrupted(self, records: Iterable[InterruptionRecord] | None = None) -> None:
+        self._store.set(self._key, ",".join(f"{one.rank}:{one.interruption.name}" for one in records or ()))
+
+    @override
+    def lock_interruption_records(self) -> None:
+        """Nothing is added to a record here; the last one stands."""
+
+    @override
+    def get_interruption_records(self) -> list[InterruptionRecord]:
+        text = (self._store.read(self._key) or b"").decode()
+        pairs = [one.split(":", 1) for one in text.split(",") if one]
+        return [InterruptionRecord(int(rank), Interruption[name]) for rank, name in pairs]
+
+    @override
+    def wait_for_interrupted(self, timeout: timedelta) -> None:
+        self._store.wait([self._key], timeout)
 
 
-def interrupt_in(base: Any) -> Callable[[int, int], None]:
+def interrupt_in(store: SignedStore) -> Callable[[int, int], None]:
     """What the coordinator interrupts ranks by; called with their generation and the rank that is lost.
 
     Args:
-        base: a client of the job's store.
+        store: the job's.
     """
 
     def interrupt(generation: int, rank: int) -> None:
-        GenerationStore(base, generation).record_interrupted([InterruptionRecord(rank, Interruption.TERMINATED)])
+        GenerationStore(store, generation).record_interrupted([InterruptionRecord(rank, Interruption.TERMINATED)])
 
     return interrupt

@@ -159,7 +159,9 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
         return None
     index = parts.topology.table.index_of.get(EMBEDDING)
     mine = None if index is None or plan is None else int(plan.runs[parts.topology.stage].full_at[index]) + 1
-    return min((active_from for active_from in all_gather_objects(mine) if active_from is not None), default=None)
+    return min(
+        (active_from for active_from in all_gather_objects(mine, int | None) if active_from is not None), default=None
+    )
 
 
 def _agreed(recovery: Recovery, lost: LostTokens, differences: list[str], replicas: list[Replicas]) -> Recovery:
@@ -171,7 +173,9 @@ def _agreed(recovery: Recovery, lost: LostTokens, differences: list[str], replic
     Raises:
         RecoveryError: any of them found a difference.
     """
-    everyones = all_gather_objects((recovery, lost, differences, replicas))
+    everyones = all_gather_objects(
+        (recovery, lost, differences, replicas), tuple[Recovery, LostTokens, list[str], list[Replicas]]
+    )
     found = [f"rank {rank}: {what}" for rank, (_, _, its, _) in enumerate(everyones) for what in its]
     found += unequal_replicas([its for *_, its in everyones])
     if found:

@@ -8,6 +8,7 @@ from typing import Any
 
 from moevement_core.engine.config import BudgetConfig, KeepOwn, Verify, VerifyConfig
 from moevement_core.errors import ConfigError
+from moevement_core.file_modes import FilesConfig, use_file_mode
 from moevement_core.flags import add_flags, from_args
 from moevement_core.monitoring.config import MetricsConfig, unserved
 from moevement_core.persistence.config import DiskConfig
@@ -41,6 +42,7 @@ class SessionConfig:
         Raises:
             ConfigError: a value cannot be.
         """
+        use_file_mode(args.moevement_file_mode)  # from here on this process writes
         if args.moevement_strategy == NO_STRATEGY:
             raise ConfigError(f"--moevement-strategy {NO_STRATEGY}: nothing would be saved; give another strategy")
         if (complaint := unserved(args.moevement_metrics_port)) is not None:
@@ -130,6 +132,6 @@ def add_session_flags(group: Any, *, has_switch: bool = False) -> None:
             help="keep a slice of the training state in host memory, and on peers, every iteration",
         )
     add_flags(
-        group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, MetricsConfig,
-        DrillConfig,
+        group, StrategyConfig, CopiesConfig, BudgetConfig, TimeoutsConfig, VerifyConfig, DiskConfig, FilesConfig,
+        MetricsConfig, DrillConfig,
     )  # fmt: skip

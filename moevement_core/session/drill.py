@@ -56,7 +56,7 @@ def wipe_and_recover(
             log.info(f"the state of iteration {committed} is not what was wiped: {done.losses}")
         return done
     after = _digests(parts)
-    everyones = all_gather_objects([part for part in before if before[part] != after[part]])
+    everyones = all_gather_objects([part for part in before if before[part] != after[part]], list[str])
     if any(everyones):
         raise RecoveryError(
             f"the state of iteration {committed} did not come back as it was before it was wiped: "

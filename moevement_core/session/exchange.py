@@ -1,14 +1,63 @@
-"""What ranks tell each other outside of training."""
+"""What ranks tell each other outside of training: data of a type that both sides know, never pickled objects."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+from moevement_core.errors import ExchangeError
+from moevement_core.session.codec import decode, encode
 
 
-def all_gather_objects(mine: Any) -> list[Any]:
-    """Returns what every rank of the job gave, by rank; called by every rank at the same point."""
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, mine)
-    return everyones
+def all_gather_objects(mine: Any, kind: Any, group: Any = None) -> list[Any]:
+    """Returns what every rank gave, by rank; every rank of ``group`` calls it at the same point.
+
+    Args:
+        mine: of this rank.
+        kind: the type of it, the same on all ranks; what comes is checked against it.
+        group: of all ranks, where none is given.
+
+    Raises:
+        ExchangeError: something else came. On every rank alike.
+    """
+    device, world = torch.device(_get_object_coll_device(group)), dist.get_world_size(group)
+    data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8)
+    sizes = torch.zeros(world, dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()], device=device), group=group)
+    known = sizes.tolist()
+    sent = torch.zeros(max(known), dtype=torch.uint8, device=device)
+    sent[: data.numel()] = data.to(device)
+    came = torch.empty(world * max(known), dtype=torch.uint8, device=device)
+    dist.all_gather_into_tensor(came, sent, group=group)
+    rows = came.cpu().view(world, max(known))
+    return [_decoded(rows[rank, :size], kind, rank) for rank, size in enumerate(known)]
+
+
+def broadcast_object(mine: Any, kind: Any, source: int = 0) -> Any:
+    """Returns what the rank ``source`` gave; every rank calls it at the same point.
+
+    Args:
+        mine: of this rank; of no concern on any but ``source``.
+        kind: see :func:`all_gather_objects`.
+        source: a rank.
+
+    Raises:
+        ExchangeError: something else came. On every rank alike.
+    """
+    device = torch.device(_get_object_coll_device(None))
+    data = torch.frombuffer(bytearray(encode(mine)), dtype=torch.uint8) if dist.get_rank() == source else None
+    size = torch.tensor([data.numel() if data is not None else 0], device=device)
+    dist.broadcast(size, source)
+    came = data.to(device) if data is not None else torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+    dist.broadcast(came, source)
+    return _decoded(came.cpu(), kind, source)
+
+
+def _decoded(data: torch.Tensor, kind: Any, rank: int) -> Any:
+    try:
+        return decode(memoryview(data.numpy()), kind)
+    except ExchangeError as error:
+        raise ExchangeError(f"from rank {rank}: {error}") from None

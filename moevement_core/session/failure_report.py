@@ -29,6 +29,9 @@ class Times:
     resumed_at: float
 
 
+_Told = tuple[float, float, float, float, float, float, int]
+
+
 def report_failure(
     session: Session, until: int, lost: frozenset[int], recovery: Recovery | None, kept: Kept, times: Times
 ) -> None:
@@ -48,7 +51,7 @@ def report_failure(
         now.interrupted_at, times.usable_at, times.prepared_at, times.replay_at, times.resumed_at,
         session.saving.windows.iteration_s, session.saving.copies_missing,
     )  # fmt: skip
-    *moments, iteration_s, missing = zip(*all_gather_objects(mine), strict=True)
+    *moments, iteration_s, missing = zip(*all_gather_objects(mine, _Told), strict=True)
     interrupted_at, usable_at, prepared_at, replay_at, resumed_at = (max(its) for its in moments)
     roster = now.roster
     failed_at = min((_lost_at(death) for death in roster.deaths), default=interrupted_at)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.errors import ConfigError, FolderInUse
+from moevement_core.file_modes import make_folder
 from moevement_core.persistence.bounded import within
 from moevement_core.persistence.lock import STALE_S, FolderLock, acquire
 from moevement_core.persistence.manifest import manifests
@@ -90,7 +91,7 @@ def _which_are_there(folder: Path, names: Sequence[str]) -> list[int]:
 
 def _make_folder(template: str, node: str, mark: str) -> Path:
     folder = _folder(template, node)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     (folder / mark).touch()
     return folder
 
@@ -101,7 +102,7 @@ def _tell_or_refuse(mine: tuple[str | None, str]) -> list[tuple[str | None, str]
     Raises:
         ConfigError: the first complaint. On every rank.
     """
-    everyones = all_gather_objects(mine)
+    everyones = all_gather_objects(mine, tuple[str | None, str])
     if complaint := next((text for text, _ in everyones if text), None):
         raise ConfigError(complaint)
     return everyones
@@ -139,8 +140,10 @@ def lock_place(
         complaint = error
     except OSError as error:
         complaint = ConfigError(f"{flag} {place.path}: {error.strerror}; give a folder that every rank can write")
-    if refused := next((error for error in all_gather_objects(complaint) if error), None):
-        raise refused
+    told = (isinstance(complaint, FolderInUse), str(complaint)) if complaint is not None else None
+    if refused := next((its for its in all_gather_objects(told, tuple[bool, str] | None) if its), None):
+        is_in_use, text = refused
+        raise (FolderInUse if is_in_use else ConfigError)(text)
     return lock
 
 
@@ -157,7 +160,7 @@ def refuse_foreign_windows(place: SharedFolder, load: str | None, node: str) -> 
     """
     same = load is not None and _folder(load, node) == place.path
     found = None if same else next(iter(manifests(place.path)), None)
-    told = [name for name in all_gather_objects(f"{place.path}/{found.name}" if found else None) if name]
+    told = [name for name in all_gather_objects(f"{place.path}/{found.name}" if found else None, str | None) if name]
     if told:
         raise ConfigError(
             f"--moevement-persist-dir: {told[0]} is of another run; go on from it with --moevement-load and the same "

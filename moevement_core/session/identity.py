@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from itertools import count
 
 import torch.distributed as dist
 
 from moevement_core.restart.store import connect, store_address
+from moevement_core.session.exchange import broadcast_object
 
 _NAME = "job/name"
-_STARTS = "job/starts"
+_START = "job/starts/{}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +37,15 @@ class JobNames:
 
 def agree_on_names() -> JobNames:
     """Returns the names of the job and of this start of it; every rank calls it at the same point, once a start."""
-    names = [_names() if dist.get_rank() == 0 else JobNames()]
-    dist.broadcast_object_list(names)
-    return names[0]
+    names: JobNames = broadcast_object(_names() if dist.get_rank() == 0 else JobNames(), JobNames)
+    return names
 
 
 def _names() -> JobNames:
     if (name := job_name()) is None or (address := store_address()) is None:
         return JobNames(*(_new_name(),) * 2)  # a job that ends with its first failure
-    before = connect(address).add(_STARTS, 1) - 1
+    store, mine = connect(address), uuid.uuid4().hex
+    before = next(number for number in count() if store.claim(_START.format(number), mine) == mine)
     return JobNames(name, f"{name}.{before}" if before else name)
 
 
@@ -51,7 +53,7 @@ def job_name() -> str | None:
     """The job's name as the launcher's store has it, for any process at any time; None where there is no store."""
     if (address := store_address()) is None:
         return None
-    return str(connect(address).compare_set(_NAME, "", _new_name()).decode())  # whoever asks first gives it
+    return connect(address).claim(_NAME, _new_name())  # whoever asks first gives it
 
 
 def remember(key: str, value: str) -> str:
@@ -61,8 +63,7 @@ def remember(key: str, value: str) -> str:
     """
     if (address := store_address()) is None:
         return value
-    # An empty value would be taken for none.
-    return str(connect(address).compare_set(key, "", f"={value}").decode())[1:]
+    return connect(address).claim(key, value)
 
 
 def _new_name() -> str:

@@ -62,7 +62,7 @@ def check_kept(parts: Parts, until: int, *, is_kept: bool, replicas_are_known: b
     mine = _compare(parts, until) if is_kept else _Compared(False, False, False, [], [])
     replicas = [] if replicas_are_known else parts.binding.replicas()
     everyones: list[_Compared] = all_gather_objects(
-        _Compared(mine.kept, mine.in_part, mine.whole, mine.differences, replicas)
+        _Compared(mine.kept, mine.in_part, mine.whole, mine.differences, replicas), _Compared
     )
     wrong = [f"rank {rank}: {what}" for rank, its in enumerate(everyones) for what in its.differences]
     wrong += unequal_replicas([its.replicas for its in everyones])

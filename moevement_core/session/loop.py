@@ -31,7 +31,7 @@ from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.restart import injection
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
-from moevement_core.restart.store import connect, store_address
+from moevement_core.restart.store import connect_plain, store_address
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.identity import agree_on_names, job_name
@@ -82,7 +82,7 @@ def train(
     if is_restarted_in_process():
         return run_through_failures(training)
     address = store_address()
-    return training.enter(connect(address) if address is not None else None)
+    return training.enter(connect_plain(address) if address is not None else None)
 
 
 def iterations(session: Session, until: int) -> Iterator[int]:

@@ -106,7 +106,7 @@ class Peers:
         refused = [
             sender.peer for sender in self.senders if sender.wait_for_answer(timeout_s) and sender.is_refused
         ]  # fmt: skip
-        for rank, peers in enumerate(all_gather_objects(refused)):
+        for rank, peers in enumerate(all_gather_objects(refused, list[int])):
             if peers:
                 raise ConfigError(
                     f"--moevement-replicas {replicas}: rank {peers[0]} has no host memory for the copies of rank "

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moevement_core.policy.schedule import Schedule
+from moevement_core.session.codec import Plain, pack_schedule, unpack_schedule
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,26 @@ class Policy:
         """
         schedules = tuple(first.with_windows_of(old) for old in self.schedules)
         return replace(self, schedules=schedules, learned=learned)
+
+
+@dataclass(frozen=True)
+class SentPolicy:
+    """A :class:`Policy` on its way to other ranks."""
+
+    rest: Policy
+    """Without schedules and what was learned."""
+    schedules: tuple[tuple[str, bytes], ...]
+    learned: Plain
+
+    @staticmethod
+    def of(policy: Policy) -> SentPolicy:
+        """As it is sent."""
+        rest = replace(policy, schedules=(), learned=None)
+        return SentPolicy(rest, tuple(map(pack_schedule, policy.schedules)), Plain(policy.learned))
+
+    def policy(self) -> Policy:
+        """The inverse of :meth:`of`."""
+        return replace(self.rest, schedules=tuple(map(unpack_schedule, self.schedules)), learned=self.learned.value)
 
 
 def agree(stage: int, told: Sequence[tuple[int, Policy]]) -> tuple[Policy, bool]:

@@ -16,6 +16,7 @@ from moevement_core.recovery.places import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_from_replicas, plan_recovery, plan_redo
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
+from moevement_core.session.codec import Plain
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.sources import SnapshotSource
 from moevement_core.snapshot.snapshot import Snapshot
@@ -82,7 +83,9 @@ def prepare(
     distinct = {id(source): source for source in sources.values()}
     holdings = tuple(holding for source in distinct.values() for holding in source.holdings())
     parity = tuple(one for source in distinct.values() for one in source.summed())
-    reports = all_gather_objects(replace(report, holdings=holdings, summed=parity))
+    mine_of = replace(report, holdings=holdings, summed=parity, outcomes={})
+    sent = all_gather_objects((mine_of, Plain(dict(report.outcomes))), tuple[Report, Plain])
+    reports = [replace(its, outcomes=outcomes.value) for its, outcomes in sent]
     of_sums = sources.get(Source.PARITY)
     while True:
         plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
@@ -96,7 +99,7 @@ def prepare(
             )  # fmt: skip
             missing += [one for one in fetched.values() if isinstance(one, Fetch)]
             snapshots |= {iteration: one for iteration, one in fetched.items() if isinstance(one, Snapshot)}
-        failed = {one for its in all_gather_objects(missing) for one in its}
+        failed = {one for its in all_gather_objects(missing, list[Fetch]) for one in its}
         if not failed:
             mine = next((plan for plan in plans if report.rank in plan.ranks), None)
             return Prepared(plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began)

@@ -22,13 +22,14 @@ from moevement_core.recovery.outcome import Recovery
 from moevement_core.restart import injection
 from moevement_core.restart.generation import waiting_for_others
 from moevement_core.session.binding import Binding
+from moevement_core.session.codec import Plain
 from moevement_core.session.commit import Mark
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.failure_report import Times, report_failure
 from moevement_core.session.identity import JobNames, job_name
 from moevement_core.session.peers import Copies
-from moevement_core.session.policy import Policy, agree
+from moevement_core.session.policy import Policy, SentPolicy, agree
 from moevement_core.session.prepare import Prepared
 from moevement_core.session.saving import Joining
 from moevement_core.session.session import Session
@@ -51,6 +52,38 @@ class RankReport:
     policy: Policy | None = None
     goal: RankReport | None = None
     """Of a rank that had committed the iteration which this one was on its way back to when a further failure came."""
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A :class:`RankReport` on its way."""
+
+    status: RankStatus
+    data: Plain
+    """Outcome, common, begun, books, shared."""
+    keeps: dict[int, dict[int, str]]
+    policy: SentPolicy | None
+    goal: _Sent | None
+
+
+def _packed(report: RankReport) -> _Sent:
+    begun = dict(report.begun) if report.begun is not None else None
+    return _Sent(
+        report.status,
+        Plain((dict(report.outcome), dict(report.common), begun, report.books, report.shared)),
+        {rank: dict(its) for rank, its in report.keeps.items()},
+        SentPolicy.of(report.policy) if report.policy is not None else None,
+        _packed(report.goal) if report.goal is not None else None,
+    )
+
+
+def _unpacked(sent: _Sent) -> RankReport:
+    outcome, common, begun, books, shared = sent.data.value
+    return RankReport(
+        sent.status, outcome, common, begun, books, shared, sent.keeps,
+        sent.policy.policy() if sent.policy is not None else None,
+        _unpacked(sent.goal) if sent.goal is not None else None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -180,7 +213,8 @@ def rejoin(
         RecoveryError: this rank's objects cannot use the process groups of now.
     """
     usable_at = time.time()
-    reports: list[RankReport] = all_gather_objects(report_of(binding, session, before))
+    sent = all_gather_objects(_packed(report_of(binding, session, before)), _Sent)
+    reports = [_unpacked(its) for its in sent]
     statuses = [report.status for report in reports]
     point = decide(statuses)
     injection.at(Phase.RECOVER, point.iteration)

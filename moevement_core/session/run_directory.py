@@ -22,7 +22,7 @@ from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.restart.environment import MEMBER_ENV
 from moevement_core.run_record import RunRecord
 from moevement_core.session.binding import Binding
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.exchange import all_gather_objects, broadcast_object
 from moevement_core.session.parts import Parts
 
 
@@ -44,10 +44,8 @@ def lock_run_directory(folder: Path, name: str) -> FolderLock | None:
             complaint = str(error)
         except OSError as error:
             complaint = f"--run-dir {folder}: {error.strerror}; give a folder that can be written"
-    refused = [complaint]
-    dist.broadcast_object_list(refused, src=last)
-    if refused[0]:
-        raise FolderInUse(refused[0])
+    if refused := broadcast_object(complaint, str, last):
+        raise FolderInUse(refused)
     return lock
 
 
@@ -61,7 +59,9 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
         iteration: the one that the job starts from.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    ranks = all_gather_objects({"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "role": "active"})
+    ranks = all_gather_objects(
+        {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "role": "active"}, dict[str, int | str]
+    )
     record = None
     if rank == world_size - 1:
         record = RunRecord(folder, lock)
@@ -99,7 +99,7 @@ def state_digest(parts: Parts) -> dict[str, Any]:
     """The digest of the job's state: one string, one per part, and one per part and rank; every rank calls it."""
     boundary = {name: digest(part) for name, part in parts.binding.boundary().items()}
     mine = {"operators": digest(parts.checkpointer.capturer.whole_now()), **boundary}
-    ranks = all_gather_objects(mine)
+    ranks = all_gather_objects(mine, dict[str, str])
     by_part = {part: digest([rank[part] for rank in ranks]) for part in mine}
     return {"all": digest(by_part), "parts": by_part, "ranks": ranks}
 

@@ -167,7 +167,8 @@ def connect(
             tuple(before.sources) if before is not None else (),
             before.groups if before is not None else None,
             connections.address,
-        )
+        ),
+        _Rank,
     )
     connections.open(rank, [its.address for its in everyones])
     places = [its.place for its in everyones]

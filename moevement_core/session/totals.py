@@ -59,9 +59,12 @@ def summary(
         recoveries: of this process.
         window: iterations of the newest schedule.
     """
-    everyones = all_gather_objects((totals, progress, on_disk, decided))
+    everyones = all_gather_objects(
+        (totals, progress, on_disk, decided),
+        tuple[Totals, Progress, tuple[int, int, int, float], tuple[int, int, int]],
+    )
     all_totals, all_progress, disk, decisions = ([its[part] for its in everyones] for part in range(4))
-    all_warnings = all_gather_objects(warnings)
+    all_warnings = all_gather_objects(list(warnings), list[str])
     newest_on_disk = min(its[0] for its in disk)
     longest_s = max(its.train_s for its in all_totals) or 1.0
     persisted = min(its.persisted for its in all_progress)

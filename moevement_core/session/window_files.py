@@ -167,7 +167,7 @@ def load_newest(
 
 def windows_of_all(place: SharedFolder) -> list[Manifest]:
     """The windows that any rank sees in its folder, the newest first; every rank calls it."""
-    everyones = {one.name: one for found in all_gather_objects(manifests(place.path)) for one in found}
+    everyones = {one.name: one for found in all_gather_objects(manifests(place.path), list[Manifest]) for one in found}
     return sorted(everyones.values(), key=_newest, reverse=True)
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.persistence.manifest import Manifest, is_of_job
-from moevement_core.replication.connections import Connections
+from moevement_core.replication.connections import Address, Connections
 from moevement_core.session.address import own_address
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
@@ -88,7 +88,7 @@ def _load(
 ) -> Loaded | None:
     connections = Connections(host)
     try:
-        connections.open(dist.get_rank(), all_gather_objects(connections.address))
+        connections.open(dist.get_rank(), all_gather_objects(connections.address, Address))
         return load_newest(
             place, binding.place().stage, binding.settings(), connections.channel("windows"), is_wanted,
             after=binding.iteration, resize=resize,

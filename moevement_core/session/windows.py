@@ -235,7 +235,7 @@ class WindowDecisions:
             AtPeer(memory.at_peer([schedule]), *memory.slots_at_peer(schedule), memory.staging),
             self.log_bytes(schedule), self.allowed,
         )  # fmt: skip
-        needs = all_gather_objects(mine)
+        needs = all_gather_objects(mine, Needs)
         memory.keeps_own, total = decide_keep_own(
             needs, self.topology.kept_bytes, self._budget, schedule.size, self._instead(), may_drop=self._may_drop
         )
@@ -329,7 +329,7 @@ class WindowDecisions:
         """
         if math.isinf(self.allowed.nbytes):
             return [[] for _ in schedules]
-        everyones = all_gather_objects([self._needs(schedule, checkpointer) for schedule in schedules])
+        everyones = all_gather_objects([self._needs(schedule, checkpointer) for schedule in schedules], list[Needs])
         keeps_own = checkpointer.memory.keeps_own
         return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*everyones, strict=True)]
 

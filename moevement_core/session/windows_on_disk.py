@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.errors import ConfigError
 from moevement_core.events import WindowsNotOnDisk, WindowsOnDiskAgain
@@ -17,7 +15,7 @@ from moevement_core.persistence.lock import FolderLock, other_holder
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.exchange import all_gather_objects, broadcast_object
 from moevement_core.session.folder import (
     RECOVERY_PATIENCE_S,
     START_PATIENCE_S,
@@ -142,9 +140,10 @@ class WindowsOnDisk:
         """
         if self._place is None:
             return JobWindows(SharedFolder(Path(), ()), ())
-        newest_dense = [self._binding.newest_checkpoint() if self.topology.rank == 0 else None]
-        dist.broadcast_object_list(newest_dense)
-        reached = newest_dense[0] if newest_dense[0] is not None else NONE
+        newest_dense = broadcast_object(
+            self._binding.newest_checkpoint() if self.topology.rank == 0 else None, int | None
+        )
+        reached = newest_dense if newest_dense is not None else NONE
         windows = [
             manifest
             for manifest in windows_of_all(self._place)
@@ -156,7 +155,7 @@ class WindowsOnDisk:
         """Wait for the window under way; returns the newest, how many failed, and bytes and seconds of writing."""
         writer = self._writer
         if writer is not None:
-            writer.close(lambda writing: Writing(min(all_gather_objects(writing))), TIMEOUT_S)
+            writer.close(lambda writing: Writing(min(all_gather_objects(writing, Writing))), TIMEOUT_S)
         if self._lock is not None:
             self._lock.release()
         return (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from moevement_core.rendezvous.token import Token
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
@@ -218,6 +219,7 @@ def train(
     arguments = [*flags(**(SPARSE | PP2_EP2 | overrides)), *words]
     shell = {
         "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "RUN_DIR": str(folder / "run"), "SPARES": str(spares),
+        **Token.new().environment,
         "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": str(cluster.local), **_THREADS, **(environment or {}),
         **{name: os.environ[name] for name in ("MOEVEMENT_CACHE", "MOEVEMENT_PLATFORM")},
     }  # fmt: skip

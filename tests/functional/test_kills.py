@@ -23,6 +23,7 @@ import pytest
 
 from moevement_cli.main import main
 from moevement_core.persistence.manifest import manifests
+from moevement_core.rendezvous.token import Token
 from moevement_core.run_record import RunRecord
 from tests.launching import Survived, command, finished, launch, logs, survive
 from tests.training import ROOT, SCRIPT, flags, train
@@ -484,12 +485,14 @@ def test_tasks_of_a_cluster_each_watch_one_process(tmp_path: Path) -> None:
     run_dir = tmp_path / "recovered"
     words = [*flags(**flags_, moevement_inject="rank=1,iteration=8,phase=forward"), "--run-dir", str(run_dir)]
     command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main"]
+    environment = {**os.environ, **Token.new().environment}
     coordinator = subprocess.Popen(
-        [*command, "coordinate", "--ranks", "2", "--run-dir", str(run_dir)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-    )
+        [*command, "coordinate", "--ranks", "2", "--run-dir", str(run_dir)], stdout=subprocess.PIPE, text=True,
+        cwd=ROOT, env=environment,
+    )  # fmt: skip
     assert coordinator.stdout is not None
     address = coordinator.stdout.readline().split()[1].partition("=")[2]
-    common = {**os.environ, "MOEVEMENT_STORE": address, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    common = {**environment, "MOEVEMENT_STORE": address, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     tasks = [
         subprocess.Popen(
             [*command, "launch", "--spares", "1", str(SCRIPT), *words], cwd=ROOT, stdout=subprocess.DEVNULL,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moevement_core.replication import transport
-from moevement_core.replication.connections import Connections
+from moevement_core.replication.connections import Address, Connections
 from moevement_core.restart.abort import shut_down_connections
 from moevement_core.session.exchange import all_gather_objects
 from tests.harness import run_ranks
@@ -39,7 +39,7 @@ def test_every_wait_ends_but_those_of_the_store() -> None:
 def _abort_while_receiving(is_half_received: bool) -> None:
     rank = dist.get_rank()
     connections = Connections("127.0.0.1")
-    connections.open(rank, all_gather_objects(connections.address))
+    connections.open(rank, all_gather_objects(connections.address, Address))
     mine = connections.channel("test")
     failed: list[Exception] = []
     wanted = torch.ones(64 << 20, dtype=torch.uint8)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -15,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from moevement_core.errors import ConfigError
-from moevement_core.replication.connections import Connections
+from moevement_core.rendezvous import token
+from moevement_core.replication.connections import MOST_UNKNOWN, Address, Connections, _token_of
 from moevement_core.session.address import own_address
 from moevement_core.session.exchange import all_gather_objects
 from tests.harness import run_ranks
@@ -53,15 +56,76 @@ def test_a_stranger_is_turned_away(two: tuple[Connections, Connections]) -> None
         stranger.sendall(b"x" * 4096)
         stranger.settimeout(10)
         with suppress(ConnectionResetError):  # the rest of it was not read
-            assert stranger.recv(1) == b""
+            answer = b""
+            while came := stranger.recv(4096):
+                answer += came
+            assert len(answer) <= 48, "a nonce and a MAC, which everybody gets"
     wrong = Connections("127.0.0.1")
     wrong.open(0, [wrong.address, replace(second.address, secret=b"0" * 16)])
-    wrong.channel("a").send(1, 1, _bytes(9))
+    with pytest.raises(RuntimeError, match="somebody else answers there"):
+        wrong.channel("a").send(1, 1, _bytes(9))
     first.channel("a").send(1, 1, _bytes(5))
     data = torch.empty(1, dtype=torch.uint8)
     second.channel("a").receive(0, 1, data)
     assert data.tolist() == [5]
     wrong.close()
+
+
+def test_a_greeting_that_was_recorded_is_nothing_the_second_time(two: tuple[Connections, Connections]) -> None:
+    first, second = two
+    sent: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        port = between.getsockname()[1]
+        first.addresses = [first.address, replace(second.address, port=port)]
+        carrying = threading.Thread(target=_carry, args=(between, second.address.port, sent), daemon=True)
+        carrying.start()
+        first.channel("a").send(1, 1, _bytes(5))
+        data = torch.empty(1, dtype=torch.uint8)
+        second.channel("a").receive(0, 1, data)
+        carrying.join(10)
+    with socket.create_connection(("127.0.0.1", second.address.port)) as again:
+        again.sendall(b"".join(sent).replace(b"\x05", b"\x06"))
+        again.settimeout(10)
+        with suppress(ConnectionResetError):
+            while again.recv(100):
+                pass
+    assert len(second._from) == 1
+
+
+def _carry(between: socket.socket, port: int, sent: list[bytes]) -> None:
+    caller, _ = between.accept()
+    called = socket.create_connection(("127.0.0.1", port))
+    for size, source, target in ((48, caller, called), (48, called, caller), (33, caller, called)):
+        data = b""
+        while len(data) < size:
+            data += source.recv(size - len(data))
+        if source is caller:
+            sent.append(data)
+        target.sendall(data)
+
+
+def test_half_open_connections_are_few_and_keep_nobody_out(two: tuple[Connections, Connections]) -> None:
+    first, second = two
+    silent = [socket.create_connection(("127.0.0.1", second.address.port)) for _ in range(MOST_UNKNOWN + 20)]
+    for one in silent[::2]:
+        one.sendall(b"x" * 10)
+    first.channel("a").send(1, 1, _bytes(5))
+    data = torch.empty(1, dtype=torch.uint8)
+    second.channel("a").receive(0, 1, data)
+    deadline = time.monotonic() + 10
+    while len(second._sockets) > MOST_UNKNOWN + 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(second._sockets) <= MOST_UNKNOWN + 5
+    for one in silent:
+        one.close()
+
+
+def test_the_token_of_the_job_counts_beside_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = Address("127.0.0.1", 1, b"0" * 16)
+    monkeypatch.setattr(token, "_own", None)
+    without = _token_of(address).text
+    monkeypatch.setattr(token, "_own", token.Token("a" * 40))
+    assert _token_of(address).text == without + "a" * 40
 
 
 def test_what_is_sent_before_the_end_arrives(two: tuple[Connections, Connections]) -> None:
@@ -80,7 +144,7 @@ def test_what_is_sent_before_the_end_arrives(two: tuple[Connections, Connections
 def _receive_from_one_that_dies() -> str:
     rank = dist.get_rank()
     connections = Connections(own_address())
-    connections.open(rank, all_gather_objects(connections.address))
+    connections.open(rank, all_gather_objects(connections.address, Address))
     channel = connections.channel("a")
     if rank == 0:
         channel.send(1, 1, torch.zeros(1 << 20, dtype=torch.uint8))

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.abort import Abort
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
+from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.token import Token
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import Guard, Outcome
 from moevement_core.restart.store import GenerationStore
@@ -27,7 +29,9 @@ class _Free(Abort):
 def test_a_rank_that_hangs_is_interrupted_and_names_the_place() -> None:
     lock = threading.Lock()
     lock.acquire()
-    guard = Guard(0, 1, GenerationStore(dist.HashStore(), 0), _Free(lock), hang_s=0.5, interval_s=0.05)
+    guard = Guard(
+        0, 1, GenerationStore(SignedStore(dist.HashStore(), Token.new()), 0), _Free(lock), hang_s=0.5, interval_s=0.05
+    )
     assert guard.hang is None
 
     def waits_for_ever() -> None:

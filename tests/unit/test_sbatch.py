@@ -13,8 +13,10 @@ from tests.training import ROOT, SCRIPT
 SBATCH = ROOT / "examples" / "pretrain_moe" / "slurm" / "pretrain.sbatch"
 _COMMANDS = {
     "scontrol": 'if [ "$1" = show ]; then printf "a1\\na2\\n"; else echo "scontrol $*" >> "$CALLS"; fi',
-    "srun": 'echo "srun $* [${MOEVEMENT_STORE:-} ${MOEVEMENT_FIRST_TASK:-} ${MOEVEMENT_TASKS:-}]" >> "$CALLS"',
-    "moevement": 'echo "moevement $*" >> "$CALLS"; exec sleep "${COORDINATES_S:-0}"',
+    "srun": 'echo "srun $* [${MOEVEMENT_STORE:-} ${MOEVEMENT_FIRST_TASK:-} ${MOEVEMENT_TASKS:-}]" >> "$CALLS";'
+    'echo "${MOEVEMENT_JOB_TOKEN:-}" >> "$TOKENS"',
+    "moevement": 'echo "moevement $*" >> "$CALLS"; echo "${MOEVEMENT_JOB_TOKEN:-}" >> "$TOKENS";'
+    ' exec sleep "${COORDINATES_S:-0}"',
 }
 
 
@@ -30,7 +32,8 @@ class Shell:
             (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
             (commands / name).chmod(0o755)
         self.environment = {
-            "PATH": f"{commands}:/usr/bin:/bin", "CALLS": str(self.calls), "SLURM_JOB_NAME": "moe", "SLURM_JOB_ID": "7",
+            "PATH": f"{commands}:/usr/bin:/bin", "CALLS": str(self.calls), "TOKENS": str(folder / "tokens"),
+            "SLURM_JOB_NAME": "moe", "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NTASKS": "4", "SPARES": "1", "HOME": str(folder),
             "SCRIPT": str(SCRIPT),
         }  # fmt: skip
@@ -44,6 +47,9 @@ class Shell:
 
     def called(self) -> list[str]:
         return self.calls.read_text().splitlines()
+
+    def tokens(self) -> list[str]:
+        return (self.folder / "tokens").read_text().splitlines()
 
 
 @pytest.fixture
@@ -82,6 +88,20 @@ def test_in_a_container_coordinator_and_tasks_are_steps_with_pyxis_flags(shell: 
         its = f"--no-kill --kill-on-bad-exit=0 --overlap --nodes=1 --ntasks=2 --nodelist={node}"
         assert call.startswith(f"srun --mpi=pmix {flags} {its} moevement launch --nproc 1")
         assert call.endswith(f"[a1:20007 {first} 4]")
+    assert len(set(shell.tokens())) == 1, "all know each other"
+
+
+def test_every_job_has_a_token_of_its_own_that_is_on_no_command_line(shell: Shell) -> None:
+    for _ in range(2):
+        assert shell.run()[0] == 0
+    tokens = shell.tokens()
+    assert len(set(tokens)) == 2
+    assert all(len(token) == 64 for token in tokens)
+    assert not any(token in call for token in tokens for call in shell.called())
+    shell.run(MOEVEMENT_JOB_TOKEN="given")
+    assert shell.tokens()[-1] == "given"
+    shell.run(MOEVEMENT_JOB_TOKEN_FILE="/there")
+    assert shell.tokens()[-1] == ""
 
 
 def test_without_spares_a_task_is_a_rank(shell: Shell) -> None:

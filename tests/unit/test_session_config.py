@@ -23,7 +23,7 @@ from moevement_core.session.saving import refuse_what_is_not_defined
 # Frozen: a flag that is renamed breaks people's scripts, so it is renamed here too, on purpose.
 FLAGS = {
     "--moevement-bandwidth", "--moevement-host-memory-gb", "--moevement-load", "--moevement-log-memory-gb",
-    "--moevement-metrics-address", "--moevement-metrics-port",
+    "--moevement-file-mode", "--moevement-metrics-address", "--moevement-metrics-port",
     "--moevement-network-bandwidth", "--moevement-keep-own", "--moevement-protection",
     "--moevement-order", "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-persist-dir",
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",

@@ -17,6 +17,8 @@ from moevement_core.launching.watch import ReplaceWhoDies
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import MemberInfo
+from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.token import Token
 
 WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\nsys.exit({})"
 
@@ -25,9 +27,8 @@ class Job:
     """Two ranks, and a process that is started for each that dies."""
 
     def __init__(self, folder: Path, code: int, lease_s: float = 10.0) -> None:
-        self.store = dist.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
-        )
+        base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+        self.store = SignedStore(base, Token.new())
         self.end = folder / "end"
         self._program = Program(command=[sys.executable, "-c", WAIT.format(code), str(self.end)])
         self.children: list[Child] = []

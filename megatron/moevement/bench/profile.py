@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement.bench.observed import OUTPUT_ENV
+from moevement_core.session.exchange import all_gather_objects
 
 ITERATIONS_ENV, STORAGE_ENV = "MOEVEMENT_BENCH_ITERATIONS", "MOEVEMENT_BENCH_STORAGE"
 WARM_UP = 3
@@ -103,8 +104,7 @@ class Measured:
             "d2h_bytes_per_s": _copy_rate(),
             "storage_bytes_per_s": _storage_rate(Path(os.environ[STORAGE_ENV])),
         }
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, told)
+        ranks = all_gather_objects(told, dict[str, Any])
         collectives = list(_collectives())
         if dist.get_rank() == 0:
             written = {

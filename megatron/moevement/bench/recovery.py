@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron.moevement.bench.observed import run_observed
 from moevement_core.session import observer as observers
 from moevement_core.session.drill import wipe_and_recover
+from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.session import Session
 
 STAGE_ENV, EVERY_ENV = "MOEVEMENT_BENCH_STAGE", "MOEVEMENT_BENCH_EVERY"
@@ -65,9 +65,7 @@ class Observer(observers.Observer):
 
     def _note(self, began_s: float, began_cpu_s: float) -> None:
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - began_cpu_s
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, cpu_s)
-        self.samples.append(Sample("normal", wall_s, sum(everyones), 0, 0.0, 0))
+        self.samples.append(Sample("normal", wall_s, sum(all_gather_objects(cpu_s, float)), 0, 0.0, 0))
 
 
 def main() -> None:

@@ -81,7 +81,10 @@ def report_resized(job: Job, resized: Resized) -> None:
     now = generation()
     assert now is not None
     roster = now.roster
-    moments = all_gather_objects((now.interrupted_at, resized.usable_at, resized.brought_at, time.time()))
+    moments = all_gather_objects(
+        (now.interrupted_at, resized.usable_at, resized.brought_at, time.time()),
+        tuple[float | None, float, float, float],
+    )
     interrupted_at, usable_at, brought_at, resumed_at = zip(*moments, strict=True)
     deaths = (*roster.earlier, *roster.deaths)  # an attempt to go on may have been interrupted itself
     began_at = min([*(death.at for death in deaths), *filter(None, interrupted_at)], default=min(usable_at))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from megatron.moevement.elastic.offer import Offer
+from megatron.moevement.elastic.pieces import Stand
+from moevement_core.session.codec import Plain
 from moevement_core.session.exchange import all_gather_objects
 
 
@@ -35,8 +37,11 @@ def line_of(offer: Offer | None, iteration: int) -> Line | None:
 
     mark = offer.mark if offer is not None else None
     is_live = offer is not None and mark is not None and mark.iteration == iteration
-    mine = (offer.stand, offer.losses, mark.outcome) if is_live and offer is not None and mark is not None else None
-    known = [one for one in all_gather_objects(mine) if one is not None]
+    mine = None
+    if is_live and offer is not None and mark is not None:
+        mine = offer.stand, Plain((dict(offer.losses) if offer.losses is not None else None, dict(mark.outcome)))
+    sent = [one for one in all_gather_objects(mine, tuple[Stand, Plain] | None) if one is not None]
+    known = [(stand, *told.value) for stand, told in sent]
     outcome = next((outcome for _, _, outcome in known if outcome), None)
     if outcome is None:
         return None

@@ -19,6 +19,7 @@ from megatron.moevement.elastic.pieces import Stand, state_pieces
 from megatron.moevement.elastic.slots import Loads, slots
 from megatron.moevement.runtime.job import Job, Process
 from moevement_core.elastic.exchange import Piece
+from moevement_core.session.codec import Plain
 from moevement_core.session.commit import Mark
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.sources import MemorySource
@@ -72,8 +73,7 @@ def meet(process: Process) -> Meeting | None:
     Every rank calls it, when process groups are usable. Nothing is returned, to anybody, where no state is left.
     """
     mine = _standing(process)
-    everyones: list[_Standing | None] = all_gather_objects(mine)
-    known = [one for one in everyones if one is not None]
+    known: list[_Standing] = [one for one in all_gather_objects(mine, _Standing | None) if one is not None]
     if not known:
         return None
     lineage = max((one.lineage for one in known), key=_number_of_start)
@@ -94,9 +94,9 @@ def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) 
     """What one brings that has no state of ``iteration`` (it may have waited as a spare since) does not count."""
     committed = -1 if offer is None or offer.mark is None else offer.mark.iteration
     held = Brought() if offer is None or committed < iteration else Brought(offer.stand, offer.experts, offer.loads)
-    helds = all_gather_objects(held)
+    helds = all_gather_objects(held, Brought)
     world = max(one.stand.world for one in helds if one.stand is not None)
-    books = max(all_gather_objects(offer.books if offer is not None else 0.0))
+    books = max(all_gather_objects(offer.books if offer is not None else 0.0, float))
     return Meeting(lineage, is_between, world, iteration, books, helds, line_of(offer, iteration))
 
 
@@ -126,11 +126,12 @@ def nearest_of_stage(mine: Mapping[Stand, Mapping[str, Any]], stand: Stand) -> M
         stand: where this rank stands.
     """
     speakers: dict[tuple[int, int, int], int] = {}
-    for rank, its in enumerate(all_gather_objects(list(mine))):
+    for rank, its in enumerate(all_gather_objects(list(mine), list[Stand])):
         for one in its:
             speakers.setdefault((one.stage, one.tensor, one.expert), rank)
     own = {one: its for one, its in mine.items() if speakers[one.stage, one.tensor, one.expert] == dist.get_rank()}
-    found = {one: its for given in all_gather_objects(own) for one, its in given.items() if one.stage == stand.stage}
+    sent = all_gather_objects({one: Plain(its) for one, its in own.items()}, dict[Stand, Plain])
+    found = {one: its.value for given in sent for one, its in given.items() if one.stage == stand.stage}
     if not found:
         return None
     return found[min(found, key=lambda one: (one.tensor != stand.tensor, one.expert != stand.expert, one.rank))]

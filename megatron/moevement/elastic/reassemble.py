@@ -103,7 +103,7 @@ def _bring(job: Job, offer: Offer | None, meeting: Meeting, *, is_verified: bool
     rebuilt: Rebuilt | None = None
     boundary = live_boundary(meeting, offer, stand)
     try:
-        if not all(all_gather_objects(boundary is not None)):
+        if not all(all_gather_objects(boundary is not None, bool)):
             raise StateMissing("a stage has no rank left that trained")
         exchanged = bring_live_state(live, stand, meeting.newest, offer, is_verified=is_verified)
         iteration = meeting.newest

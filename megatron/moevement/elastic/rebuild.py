@@ -137,7 +137,7 @@ def _agree(helds: Sequence[Held], until: int | None) -> tuple[RecoveryPlan, Form
                 damaged.append(one)
             else:
                 handed_out.append(snapshot)
-        count = sum(all_gather_objects(len(damaged)))
+        count = sum(all_gather_objects(len(damaged), int))
         if not count:
             return plan, formation, handed_out
         usable[formation] = [one for one in usable.get(formation, ()) if one not in damaged]
@@ -149,7 +149,10 @@ def _plan(
     helds: Sequence[Held], usable: Mapping[Formation, Sequence[Holding]], until: int | None
 ) -> tuple[RecoveryPlan, Formation, list[Holding]]:
     """The plan, the job whose snapshots it uses, and which of them this rank hands out."""
-    everyones = all_gather_objects([(held.formation, held.own, tuple(usable[held.formation])) for held in helds])
+    everyones = all_gather_objects(
+        [(held.formation, held.own, tuple(usable[held.formation])) for held in helds],
+        list[tuple[Formation, int, tuple[Holding, ...]]],
+    )
     by_job: dict[Formation, dict[tuple[int, int], list[tuple[bool, int, Holding]]]] = {}
     for rank, its in enumerate(everyones):
         for formation, own, holdings in its:
@@ -227,7 +230,7 @@ class _Recut:
     def _kind(self, mine: Sequence[Snapshot]) -> _Kind:
         """Of this rank's stage."""
         kinds: list[_Kind] = []
-        for its in all_gather_objects(_kinds(mine, self._stands)):
+        for its in all_gather_objects(_kinds(mine, self._stands), list[tuple[int, _Kind]]):
             kinds += [kind for stage, kind in its if stage == self._stand.stage]
         lacking = np.logical_or.reduce([contents_of(kind.contents) == Saved.NOTHING for kind in kinds])
         contents = np.where(lacking, np.int8(Saved.NOTHING), contents_of(kinds[0].contents))

@@ -76,7 +76,7 @@ def record_placement(record: RunRecord | None, iteration: int) -> None:
     if its is None:
         return
     tables: dict[int, Table] = {}
-    for stage in all_gather_objects(its.tables):
+    for stage in all_gather_objects(its.tables, dict[int, Table]):
         tables.update(stage)
     if record is not None:
         layers = {str(layer): table for layer, table in sorted(tables.items())}

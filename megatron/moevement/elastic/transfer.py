@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from moevement_core.elastic.exchange import Exchanged, Piece, exchange, once
-from moevement_core.replication.connections import Connections
+from moevement_core.replication.connections import Address, Connections
 from moevement_core.session.address import own_address
 from moevement_core.session.exchange import all_gather_objects
 
@@ -27,7 +27,7 @@ def bring_pieces(held: Sequence[Piece], wanted: Sequence[Piece], *, is_verified:
             first[key] = one
     connections = Connections(own_address())
     try:
-        connections.open(dist.get_rank(), all_gather_objects(connections.address))
+        connections.open(dist.get_rank(), all_gather_objects(connections.address, Address))
         channel = connections.channel("state")
         exchanged = exchange(once(held), list(first.values()), channel, is_verified=is_verified)
     finally:

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from moevement_core.file_modes import make_folder
 from moevement_core.monitoring.config import unserved
 
 
@@ -88,7 +89,7 @@ def run_directory(args: Namespace) -> Iterator[str]:
     """The run directory can be made."""
     if args.run_dir:
         try:
-            Path(args.run_dir).mkdir(parents=True, exist_ok=True)
+            make_folder(Path(args.run_dir))
         except OSError as error:
             yield f"--run-dir {args.run_dir}: {error.strerror}; give a folder that can be made"
 

@@ -50,7 +50,9 @@ def has_built(job: Job, groups: Groups | None) -> None:
     if get_args().moevement_elastic:  # windows on disk say where ranks stood by their flags alone
         assert job.stand == Stand.of(settings_of(get_args()), job.stand.rank)
     now = generation()
-    job.formation = Formation(now.roster.generation if now is not None else 0, tuple(all_gather_objects(job.stand)))
+    job.formation = Formation(
+        now.roster.generation if now is not None else 0, tuple(all_gather_objects(job.stand, Stand))
+    )
     job.binding.groups = [groups] if groups is not None else []
     job.config_before = leftovers.config_of(job.live)
     if (its := slots()) is not None:

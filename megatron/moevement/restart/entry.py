@@ -254,4 +254,4 @@ def _overdue(folder: Path, iteration: int, interval: int) -> bool:
     tracker = folder / TRACKER
     text = tracker.read_text().strip() if tracker.exists() else ""
     saved = int(text) if text.isdigit() else 0
-    return bool(all_gather_objects(saved < iteration - iteration % interval)[0])
+    return bool(all_gather_objects(saved < iteration - iteration % interval, bool)[0])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moevement_core.restart.environment import MEMBER_ENV
-from moevement_core.restart.store import connect, store_address
+from moevement_core.restart.store import connect_plain, store_address
 
 
 def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -19,7 +19,7 @@ def meet_in_launcher_store(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def pretrain(*args: Any, store: Any = None, **kwargs: Any) -> Any:
         if store is None and (address := store_address()):
-            store = connect(address)
+            store = connect_plain(address)
         return original(*args, store=store, **kwargs)
 
     return pretrain

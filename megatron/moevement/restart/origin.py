@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron.moevement.runtime.dense_checkpoint import TRACKER, torn
 from moevement_core.errors import RecoveryError
+from moevement_core.session.exchange import broadcast_object
 from moevement_core.session.identity import JobNames, remember
 
 MARKER = ".moevement-job"
@@ -123,17 +124,16 @@ def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
     Raises:
         RecoveryError: the job restarts, and what it could start from is gone. On every rank.
     """
-    decided: list[Any] = [None]
+    decided: tuple[Origin | None, str] = None, ""
     if dist.get_rank() == 0:
         first = remember(_FIRST, checkpoint_meant(args))
         try:
-            decided = [_decide(names, args, first)]
+            decided = _decide(names, args, first), ""
         except RecoveryError as error:
-            decided = [error]
-    dist.broadcast_object_list(decided)
-    if isinstance(decided[0], RecoveryError):
-        raise decided[0]
-    origin: Origin = decided[0]
+            decided = None, str(error)
+    origin, refused = broadcast_object(decided, tuple[Origin | None, str])
+    if origin is None:
+        raise RecoveryError(refused)
     before = {name: getattr(args, name) for name in origin.flags}
     vars(args).update(origin.flags)
     try:

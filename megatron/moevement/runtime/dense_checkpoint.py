@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.moevement.runtime.checkpoint_metadata import RefusedClass, read_metadata
+
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -43,10 +45,10 @@ def torn(checkpoint: Path) -> str | None:
     for name in ("metadata.json", ".metadata"):
         if not (checkpoint / name).exists():
             return f"{name} is missing"
-    from torch.distributed.checkpoint import FileSystemReader
-
     try:
-        metadata = FileSystemReader(checkpoint).read_metadata()
+        metadata = read_metadata(checkpoint / ".metadata")
+    except RefusedClass as error:
+        return f".metadata {error}"
     except Exception as error:  # a damaged pickle raises almost anything
         return f".metadata cannot be read ({type(error).__name__})"
     needed: dict[str, int] = {}

@@ -19,6 +19,7 @@ from moevement_core import log
 from moevement_core.events import CheckpointFailed, CheckpointSaved
 from moevement_core.injection import Phase
 from moevement_core.restart import injection
+from moevement_core.session.exchange import broadcast_object
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -114,6 +115,6 @@ def _unwritable(folder: Path) -> str | None:
 
 
 def _from_rank_zero(answer: Callable[[], str | None]) -> str | None:
-    answers = [answer() if torch.distributed.get_rank() == 0 else None]
-    torch.distributed.broadcast_object_list(answers, src=0)
-    return answers[0]
+    given = answer() if torch.distributed.get_rank() == 0 else None
+    told: str | None = broadcast_object(given, str | None)
+    return told

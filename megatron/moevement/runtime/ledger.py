@@ -122,7 +122,8 @@ class Ledger:
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         has_losses = self.micro_batch_losses[0] == until and bool(self.micro_batch_losses[1])
         everyones: list[_Known] = all_gather_objects(
-            _Known(newest["iteration"] if newest else 0, is_last, has_losses, lines.get(until) if is_last else None)
+            _Known(newest["iteration"] if newest else 0, is_last, has_losses, lines.get(until) if is_last else None),
+            _Known,
         )
         written = everyones[-1].written  # the last rank writes
         if written >= until:

@@ -26,11 +26,21 @@ from moevement_core.rendezvous.roster import (
     Roster,
     assign_devices,
 )
+from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.token import Token
+
+TOKEN = Token.new()
+
+
+def another(store: SignedStore) -> SignedStore:
+    """Another client of the same store."""
+    return SignedStore(dist.TCPStore("127.0.0.1", store.base.port, is_master=False), TOKEN)
 
 
 @pytest.fixture
 def store() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return SignedStore(base, TOKEN)
 
 
 class Job:
@@ -360,7 +370,7 @@ def test_a_coordinator_that_did_not_run_for_a_while_takes_nobody_for_dead(store:
 
 def test_a_member_that_dies_between_number_and_introduction_holds_up_nobody(store: Any) -> None:
     job = Job(store, 2, 2)
-    store.add(JOINED, 1)
+    store.ring(JOINED)
     job.join(2)
     job.join(3)
     assert job.coordinator.waiting() == [2, 3]
@@ -404,7 +414,7 @@ def test_a_member_that_joins_while_a_roster_is_made_misses_none(store: Any) -> N
     got: list[int] = []
 
     def take_part(number: int) -> None:
-        member = Member(dist.TCPStore("127.0.0.1", store.port, is_master=False), MemberInfo(number, number, "h", "n"))
+        member = Member(another(store), MemberInfo(number, number, "h", "n"))
         member.join()
         member.wait_for_rank()
         got.append(number)

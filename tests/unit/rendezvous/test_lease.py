@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -10,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from moevement_core.rendezvous import lease_server
 from moevement_core.rendezvous.lease_client import LeaseClient
-from moevement_core.rendezvous.lease_server import LeaseServer
+from moevement_core.rendezvous.lease_server import MOST_UNKNOWN, LeaseServer
+from moevement_core.rendezvous.signed_lines import Side, SignedLines
 from moevement_core.rendezvous.status_page import boot_time_s
+from moevement_core.rendezvous.token import Token
 
 LEASE_S = 1.0
+TOKEN = Token.new()
 
 
 class Holder:
@@ -45,12 +50,12 @@ class Both:
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()[:2]
         self.holder, self.requests = Holder(), list[tuple[str, str, int]]()
-        self.server = LeaseServer(listener, self.holder, lambda *request: self.requests.append(request))
+        self.server = LeaseServer(listener, self.holder, TOKEN, lambda *request: self.requests.append(request))
         self.answer: dict[str, Any] = {"generation": 3, "wind_down": False}
         self.client = self.connect()
 
     def connect(self) -> LeaseClient:
-        return LeaseClient("task 0", self.address, LEASE_S)
+        return LeaseClient("task 0", self.address, LEASE_S, TOKEN)
 
     def until(self, holds: Callable[[], bool], alive: Mapping[int, int | None] | None = None) -> None:
         alive = {4: 7, 5: None} if alive is None else alive
@@ -166,7 +171,106 @@ def test_a_stranger_is_disconnected_and_harms_nobody(both: Both, stranger: bytes
         connection.setblocking(True)
         connection.settimeout(5)
         with suppress(ConnectionError):
+            assert len(connection.recv(100)) == 33, "the nonce that everybody gets"
             assert connection.recv(100) == b""
     assert both.holder.lost == []
     heard = both.client._heard_at
     both.until(lambda: both.client._heard_at > heard)
+
+
+def test_a_supervisor_of_another_job_is_not_heard(both: Both) -> None:
+    other = LeaseClient("task 0", both.address, LEASE_S, Token.new())
+    for _ in range(50):
+        other.step([4], {4: 1})
+        both.server.poll(0.005, both.answer)
+    assert both.holder.alive == {}
+    assert not other.is_connected
+    assert both.server.strangers > 0
+    other.close()
+
+
+def test_what_was_recorded_on_one_connection_is_nothing_on_another(both: Both) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as between, socket.create_connection(both.address) as onward:
+        client = LeaseClient("task 0", between.getsockname()[:2], LEASE_S, TOKEN)
+        client.died(4, 1234, "was killed")
+        client.step([4], {4: 1})
+        here, _ = between.accept()
+        recorded = _carry(here, onward, both, client)
+        assert both.holder.dead == [(4, 1234, "was killed")]
+        both.holder.dead.clear()
+        with socket.create_connection(both.address) as again:
+            again.sendall(recorded)
+            for _ in range(20):
+                both.server.poll(0.005, both.answer)
+        onward.sendall(recorded.split(b"\n", 1)[1])  # and a line that was heard is not heard twice
+        for _ in range(20):
+            both.server.poll(0.005, both.answer)
+        assert both.holder.dead == []
+        client.close()
+        here.close()
+
+
+def _carry(here: socket.socket, onward: socket.socket, both: Both, client: LeaseClient) -> bytes:
+    """Between a client and the server, until one beat was answered; returns what the client sent."""
+    sent, deadline = b"", time.monotonic() + 10
+    for one in (here, onward):
+        one.setblocking(False)
+    while not client.is_connected and time.monotonic() < deadline:
+        both.server.poll(0.005, both.answer)
+        with suppress(BlockingIOError):
+            here.sendall(onward.recv(1 << 16))
+        client.step([4], {4: 1})
+        with suppress(BlockingIOError):
+            sent += (data := here.recv(1 << 16))
+            onward.sendall(data)
+    onward.setblocking(True)
+    assert client.is_connected
+    return sent
+
+
+def test_half_open_connections_are_few_and_do_not_stay(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    both.until(lambda: both.client.is_connected)
+    silent = [socket.create_connection(both.address) for _ in range(MOST_UNKNOWN + 40)]
+    for _ in range(30):
+        both.server.poll(0.01, both.answer)
+    assert len(both.server._connections) <= MOST_UNKNOWN + 1
+    heard = both.client._heard_at
+    both.until(lambda: both.client._heard_at > heard)
+    monkeypatch.setattr(lease_server, "GREETING_S", 0.0)
+    both.server.poll(0.05, both.answer)
+    assert len(both.server._connections) == 1
+    assert both.holder.lost == []
+    for one in silent:
+        one.close()
+
+
+def test_edited_lines_close_the_connection(both: Both) -> None:
+    seeded = random.Random(7)
+    for _ in range(60):
+        one = SignedLines(socket.create_connection(both.address), TOKEN, Side.CALLER)
+        deadline = time.monotonic() + 5
+        while not one.is_open and time.monotonic() < deadline:
+            both.server.poll(0.001, both.answer)
+            one.receive()
+        line = _signed_line(one, {"beat": 1, "alive": {"7": 3}, "died": [{"member": 7, "pid": 1, "how": "x"}]})
+        data = bytearray(line)
+        at = seeded.randrange(len(data) - 1)
+        if seeded.random() < 0.5:
+            data[at] ^= 1 << seeded.randrange(8)
+        else:
+            data[at:at] = seeded.randbytes(3)
+        one.socket.sendall(bytes(data) + b"\n")
+        for _ in range(4):
+            both.server.poll(0.002, both.answer)
+        one.close()
+    assert both.holder.dead == []
+    assert both.holder.alive == {}
+
+
+def _signed_line(lines: SignedLines, message: dict[str, Any]) -> bytes:
+    ours, theirs = socket.socketpair()
+    connection, lines.socket = lines.socket, ours
+    lines.send(message)
+    lines.socket = connection
+    with ours, theirs:
+        return theirs.recv(1 << 16)

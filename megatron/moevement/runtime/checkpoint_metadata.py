@@ -1,0 +1,60 @@
+"""The list of bytes of a dense checkpoint, which torch writes as a pickle: read without running what it says."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+_ALLOWED = {
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    # What was to be written, with which a later save compares itself.
+    ("torch.distributed.checkpoint.planner", "BytesIOWriteData"),
+    ("torch.distributed.checkpoint.planner", "SavePlan"),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    ("torch.distributed.checkpoint.planner", "WriteItem"),
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    # Empty classes of earlier releases of Megatron.
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+}
+"""What such a list is made of; none of them does anything but hold data. ``torch.<dtype>`` is allowed beside them."""
+
+
+class RefusedClass(Exception):
+    """A pickle that names something that a list of bytes has no use for."""
+
+
+class _DataOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _ALLOWED:
+            raise RefusedClass(f"names {module}.{name}, which no checkpoint's list of tensors needs; it is not read")
+        return super().find_class(module, name)
+
+
+def read_metadata(path: Path) -> Any:
+    """The ``torch.distributed.checkpoint`` metadata in ``path``.
+
+    Raises:
+        RefusedClass: it names a class that no list of tensors needs.
+        Exception: it is damaged.
+    """
+    with path.open("rb") as file:
+        return _DataOnly(file).load()

@@ -1,0 +1,36 @@
+"""When to look at something again that costs time to look at."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+SOONEST_S = 1.0
+SHARE = 20
+"""A look is made again after so many times as long as it took."""
+
+
+class Now:
+    """Something that is looked at when a bell has rung, and now and then without.
+
+    A bell that is heard rings for a change; a stranger may ring it, or keep it from ringing.
+    """
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+
+    def is_due(self, *, rung: bool) -> bool:
+        """Whether to look now.
+
+        Args:
+            rung: whether the bell has rung since the last call.
+        """
+        return rung or time.monotonic() >= self._next_at
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        now = time.monotonic()
+        self._next_at = now + max(SOONEST_S, SHARE * (now - self._began))

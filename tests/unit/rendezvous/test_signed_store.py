@@ -1,0 +1,135 @@
+"""Over a real store that a stranger writes to: what this job did not write does not count, and what it wrote stays."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from moevement_core.rendezvous import signed_store
+from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
+from moevement_core.rendezvous.token import Token
+
+TOKEN = Token.new()
+KEY = f"{prefix_of(TOKEN)}/key"
+
+
+@pytest.fixture
+def stranger() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+
+
+@pytest.fixture
+def store(stranger: Any, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
+    monkeypatch.setattr(signed_store, "KEEP_S", 0.0)
+    return client(stranger)
+
+
+def client(stranger: Any, token: Token = TOKEN, timeout_s: float = 5.0) -> SignedStore:
+    return SignedStore(dist.TCPStore("127.0.0.1", stranger.port, is_master=False), token, timeout_s)
+
+
+def test_what_is_written_is_read_by_others_of_the_job_alone(stranger: Any, store: SignedStore) -> None:
+    store.set("key", "valué")
+    assert client(stranger).read("key") == "valué".encode()
+    assert client(stranger, Token.new()).read("key") is None
+    assert store.read("nothing") is None
+    store.set("empty", "")
+    assert client(stranger).read("empty") == b""
+
+
+def test_values_of_strangers_are_not_there(stranger: Any, store: SignedStore) -> None:
+    store.set("key", "value")
+    whole, seeded = stranger.get(KEY), random.Random(3)
+    reader = client(stranger)
+    store.set("other", "value")
+    edited = [
+        b"", b"x", b"-", whole[:-1], whole[:64], whole + b"!", whole[64:], whole.upper(), b"\xff" * 80,
+        b"0" * (1 << 20),
+        stranger.get(f"{prefix_of(TOKEN)}/other"), *(seeded.randbytes(seeded.randrange(200)) for _ in range(200)),
+    ]  # fmt: skip
+    for _ in range(200):
+        damaged = bytearray(whole)
+        damaged[seeded.randrange(len(damaged))] ^= 1 << seeded.randrange(8)
+        edited.append(bytes(damaged))
+    for value in edited:
+        stranger.set(KEY, value)
+        assert reader.read("key") is None, value[:100]
+        assert not reader.check(["key"])
+    assert reader.rejected > 300
+    stranger.set(KEY, whole)
+    assert reader.read("key") == b"value"
+
+
+def test_one_bad_value_counts_once_however_often_it_is_seen(stranger: Any, store: SignedStore) -> None:
+    stranger.set(KEY, "x")
+    for _ in range(5):
+        assert store.read("key") is None
+    assert store.rejected == 1
+
+
+def test_what_was_taken_away_is_written_again(stranger: Any, store: SignedStore) -> None:
+    store.set("key", "value")
+    stranger.set(KEY, "x")
+    store.keep_written()
+    assert client(stranger).read("key") == b"value"
+    stranger.delete_key(KEY)
+    store.keep_written()
+    assert client(stranger).read("key") == b"value"
+    assert store.restored == 2
+    store.forget("k")
+    stranger.delete_key(KEY)
+    store.keep_written()
+    assert client(stranger).read("key") is None
+
+
+def test_what_others_wrote_once_is_kept_by_who_has_adopted_it(stranger: Any, store: SignedStore) -> None:
+    client(stranger).set("job/name", "n")
+    stranger.set(f"{prefix_of(TOKEN)}/job/x", "none of ours")
+    store.adopt("job/")
+    stranger.delete_key(f"{prefix_of(TOKEN)}/job/name")
+    store.keep_written()
+    assert client(stranger).read("job/name") == b"n"
+    assert client(stranger).read("job/x") is None
+
+
+def test_waiting_goes_on_over_values_that_do_not_count(stranger: Any, store: SignedStore) -> None:
+    stranger.set(KEY, "x")
+    began = time.monotonic()
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["key"], timedelta(seconds=0.3))
+    assert time.monotonic() - began < 3
+    threading.Timer(0.3, lambda: client(stranger).set("key", "late")).start()
+    assert store.get("key") == b"late"
+    with pytest.raises(dist.DistStoreError):
+        client(stranger, timeout_s=0.2).get("never")
+
+
+def test_the_first_to_claim_has_it_whatever_a_stranger_puts_there(stranger: Any, store: SignedStore) -> None:
+    stranger.set(KEY, b"\xff\x00 none of ours")
+    assert store.claim("key", "mine") == "mine"
+    assert client(stranger).claim("key", "theirs") == "mine"
+
+
+def test_a_bell_is_heard_once(stranger: Any, store: SignedStore) -> None:
+    listener = client(stranger)
+    assert not listener.has_rung("bell")
+    store.ring("bell")
+    assert listener.has_rung("bell")
+    assert not listener.has_rung("bell")
+    stranger.set(f"{prefix_of(TOKEN)}/bell", b"\xff" * (1 << 20))
+    assert listener.has_rung("bell")
+
+
+def test_a_process_with_another_token_finds_out(stranger: Any, store: SignedStore) -> None:
+    store.announce()
+    assert client(stranger).is_of_this_job(0.0)
+    assert not client(stranger, Token.new()).is_of_this_job(0.1)
+    stranger.set("moevement/token", "x")
+    store.keep_written()
+    assert client(stranger).is_of_this_job(0.0)

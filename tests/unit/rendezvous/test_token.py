@@ -1,0 +1,83 @@
+"""The job token: where it comes from, what is refused, and what it signs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from moevement_core.errors import ConfigError
+from moevement_core.rendezvous import token as tokens
+from moevement_core.rendezvous.token import TOKEN_ENV, TOKEN_FILE_ENV, Token, given_token, own_token
+
+TEXT = "a" * 40
+
+
+@pytest.fixture(autouse=True)
+def _nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_own", None)
+    for name in (TOKEN_ENV, TOKEN_FILE_ENV):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_variable_is_taken_out_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_ENV, TEXT)
+    assert own_token().text == TEXT
+    assert TOKEN_ENV not in os.environ
+    assert own_token().text == TEXT
+    assert TEXT not in repr(own_token())
+
+
+def test_a_process_without_one_is_told_what_to_do() -> None:
+    assert given_token() is None
+    with pytest.raises(ConfigError, match=r"^no job token; give every process of the job the same MOEVEMENT_JOB_TOKEN"):
+        own_token()
+
+
+def test_a_file_of_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token"
+    path.write_text(f"{TEXT}\n")
+    monkeypatch.setenv(TOKEN_FILE_ENV, str(path))
+    for mode in (0o640, 0o604, 0o620):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match=rf"has mode {mode:04o}, so others read it; chmod 600"):
+            own_token()
+    path.chmod(0o400)
+    assert own_token().text == TEXT
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give a file away")
+def test_a_file_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "token"
+    path.write_text(TEXT)
+    path.chmod(0o600)
+    os.chown(path, 12345, 0)
+    monkeypatch.setenv(TOKEN_FILE_ENV, str(path))
+    with pytest.raises(ConfigError, match=r"of user 12345; needs one of user 0"):
+        own_token()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "No such file or directory"), (b"short", "5 characters; needs 32"), (b"\xff" * 40, "is no text")],
+)
+def test_a_file_without_a_token(
+    content: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_bytes(content)
+        path.chmod(0o600)
+    monkeypatch.setenv(TOKEN_FILE_ENV, str(path))
+    with pytest.raises(ConfigError, match=message):
+        own_token()
+
+
+def test_what_is_signed_for_one_purpose_is_of_no_use_for_another() -> None:
+    token = Token(TEXT)
+    mac = token.mac("value", b"ab", b"c")
+    assert token.verifies(mac, "value", b"ab", b"c")
+    assert not token.verifies(mac, "value", b"a", b"bc")
+    assert not token.verifies(mac, "lease", b"ab", b"c")
+    assert not Token.new().verifies(mac, "value", b"ab", b"c")
