@@ -71,6 +71,8 @@ def coordinate(what: Coordination) -> int:
         raise ConfigError(f"--port {what.port}: needs 0 to {MOST_PORT}")
     if not what.spare_timeout_s >= 0:
         raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
+    if what.run_dir is not None:
+        _make(what.run_dir)
     with Signals() as signals:
         signals.may_wind_down = True
         running = _Coordination(what)
@@ -211,6 +213,13 @@ class _Coordination:
             self._tasks.end(GRACE_S)
         if self._endpoint is not None:
             self._endpoint.close()
+
+
+def _make(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
 
 
 def _listen(what: Coordination, port: int) -> socket.socket:
