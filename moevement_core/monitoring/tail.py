@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,17 +29,18 @@ class Tail:
 
     Args:
         path: of the file; it need not be there yet.
+        complaint_of: what is wrong with a line, in words; None if nothing is.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, complaint_of: Callable[[dict[str, Any]], str | None] = lambda fields: None) -> None:
+        self._path, self._complaint_of = path, complaint_of
         self._inode, self._offset = 0, 0
 
     def read(self) -> News:
         """Returns what is new.
 
         Raises:
-            RunRecordError: a whole line is no JSON object.
+            RunRecordError: a whole line is no JSON object, or not one of its kind.
         """
         try:
             file = self._path.open("rb")
@@ -61,10 +63,12 @@ class Tail:
     def _parse(self, line: bytes) -> dict[str, Any]:
         try:
             fields = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
             raise RunRecordError(f"{self._path}: {line[:60]!r} is no JSON object; the file was damaged after writing")
+        if (complaint := self._complaint_of(fields)) is not None:
+            raise RunRecordError(f"{self._path}: {complaint}")
         return fields
 
 
