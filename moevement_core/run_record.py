@@ -31,7 +31,9 @@ from moevement_core.events import Event
 from moevement_core.monitoring.figures import RunFigures
 from moevement_core.persistence.lock import FolderLock
 from moevement_core.record_shape import event_complaint, line_complaint, summary_complaint
+from moevement_core.regular_files import read_regular
 
+_MOST_RECORD_BYTES = 1 << 40
 _TAIL_BYTES = 16 << 10
 """More than a line of metrics ever has."""
 
@@ -146,7 +148,7 @@ class RunRecord:
             RunRecordError: there is none, or it is damaged.
         """
         try:
-            config = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+            config = yaml.safe_load(read_regular(self.config_path).decode())
         except OSError as error:
             raise RunRecordError(f"{self.config_path}: {error.strerror}; give the --run-dir of a run") from None
         except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -162,7 +164,7 @@ class RunRecord:
             RunRecordError: there is none, or it is damaged.
         """
         try:
-            summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
+            summary = json.loads(read_regular(self.summary_path))
         except OSError as error:
             if not self.folder.is_dir():
                 raise RunRecordError(f"{self.folder}: no such run directory") from None
@@ -196,7 +198,7 @@ def _replace(path: Path, text: str) -> None:
 
 def _read_lines(path: Path, complaint_of: Callable[[dict[str, Any]], str | None]) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = read_regular(path, most=_MOST_RECORD_BYTES).splitlines(keepends=True)
     except FileNotFoundError:
         return
     except OSError as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from moevement_core.errors import RunRecordError
+from moevement_core.regular_files import open_regular
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Tail:
             RunRecordError: a whole line is no JSON object, or not one of its kind.
         """
         try:
-            file = self._path.open("rb")
+            file = open_regular(self._path)
         except FileNotFoundError:
             return News()
         except OSError as error:

@@ -11,6 +11,7 @@ from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.figures import RunFigures, Sample, samples_of_processes
 from moevement_core.monitoring.tail import Tail
 from moevement_core.record_shape import event_complaint, line_complaint, processes_complaint
+from moevement_core.regular_files import read_regular
 from moevement_core.run_record import RunRecord
 
 
@@ -72,7 +73,7 @@ class WatchedRun:
     def _read_processes(self) -> list[dict[str, Any]]:
         path = self.record.ranks_path
         try:
-            processes = json.loads(path.read_text(encoding="utf-8"))
+            processes = json.loads(read_regular(path))
         except FileNotFoundError:
             return []
         except (OSError, ValueError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,11 @@ Damage = Callable[[RunRecord], None]
 
 def put(name: str, content: bytes) -> Damage:
     """A file of the run with this in it."""
-    return lambda run: (run.folder / name).write_bytes(content) and None
+
+    def write(run: RunRecord) -> None:
+        (run.folder / name).write_bytes(content)
+
+    return write
 
 
 def changed(name: str, **fields: Any) -> Damage:
@@ -50,6 +55,16 @@ def summary(content: Any) -> Damage:
     return put("summary.json", json.dumps(content).encode())
 
 
+def pipe(name: str) -> Damage:
+    """A pipe where a file was, to which nobody writes."""
+
+    def make(run: RunRecord) -> None:
+        (run.folder / name).unlink(missing_ok=True)
+        os.mkfifo(run.folder / name)
+
+    return make
+
+
 def folder(name: str) -> Damage:
     """A folder where a file was."""
 
@@ -77,6 +92,11 @@ DAMAGES: list[tuple[str, tuple[str, ...], Damage, str]] = [
     ("metrics deep", LINES, put("metrics.jsonl", DEEP), "no JSON object"),
     ("metrics zeros", LINES, put("metrics.jsonl", bytes(5000) + b"\n"), "no JSON object"),
     ("metrics folder", LINES, folder("metrics.jsonl"), "metrics.jsonl: Is a directory"),
+    ("metrics pipe", LINES, pipe("metrics.jsonl"), "metrics.jsonl: no regular file"),
+    ("events pipe", EVENTS, pipe("events.jsonl"), "events.jsonl: no regular file"),
+    ("summary pipe", SUMMARIES, pipe("summary.json"), "summary.json: no regular file"),
+    ("ranks pipe", ("top",), pipe("ranks.json"), "no regular file"),
+    ("config pipe", ("top",), pipe("config.yaml"), "config.yaml: no regular file"),
     ("metrics empty", ("report", "html"), put("metrics.jsonl", b""), "no metrics"),
     ("iteration text", LINES, changed("metrics.jsonl", iteration="one"), "iteration 'one'; needs a whole number"),
     ("iteration none", LINES, changed("metrics.jsonl", iteration=None), "iteration None; needs a whole number"),
