@@ -17,7 +17,10 @@ from moevement_cli.bench_run import SCRIPT
 from moevement_cli.ettr_prediction import predicted
 from moevement_cli.ettr_samples import FREE, HEADER, NEVER, Sample, plot, rows_of, sample_of
 from moevement_cli.killed_job import KilledJob, run_killed
+from moevement_cli.outputs import check_output
 from moevement_core.errors import ConfigError
+from moevement_core.launching import config_file
+from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
 from moevement_core.simulator.scenario import load
 
@@ -77,13 +80,13 @@ class Schedule:
 
 def ettr(arguments: argparse.Namespace) -> int:
     """Run, print the table; returns the exit code."""
-    numbers = (arguments.iterations, arguments.repeats, arguments.nproc)
-    if min(numbers) < 1 or min((*arguments.mtbf, arguments.speedup)) <= 0:
-        raise ConfigError(
-            f"--iterations {arguments.iterations} --repeats {arguments.repeats} --nproc {arguments.nproc} --mtbf "
-            f"{' '.join(f'{one:g}' for one in arguments.mtbf)} --speedup {arguments.speedup:g}; needs 1 or more of the "
-            "first three, and numbers above 0"
-        )
+    for name, its in (("iterations", AT_LEAST_ONE), ("repeats", AT_LEAST_ONE), ("nproc", AT_LEAST_ONE),
+                      ("speedup", POSITIVE), ("spares", NOT_NEGATIVE), ("seed", NOT_NEGATIVE)):  # fmt: skip
+        its.check(f"--{name}", getattr(arguments, name))
+    for mtbf_s in arguments.mtbf:
+        POSITIVE.check("--mtbf", mtbf_s)
+    config_file.flags_of(arguments.config)
+    check_output("--plot", arguments.plot)
     scenario = load(arguments.scenario) if arguments.scenario is not None else None
     schedules, console = _schedules(arguments), Console()
     if scenario is not None and scenario.job.ranks != arguments.nproc:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from moevement_cli.bench_run import samples_of
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import AT_LEAST_ONE
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +55,9 @@ def overhead(arguments: argparse.Namespace) -> int:
             f"--blocks {arguments.blocks} --block-iterations {arguments.block_iterations}; each needs 2 or more: the "
             "first ones warm up"
         )
+    AT_LEAST_ONE.check("--window", arguments.window)
+    for count in arguments.micro_batches:
+        AT_LEAST_ONE.check("--micro-batches", count)
     lengths = {
         f"{micro_batches} micro-batches, {recovery}": summarise(_run(arguments, micro_batches, recovery))
         for micro_batches in arguments.micro_batches

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from moevement_cli.bench_run import samples_of
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import AT_LEAST_ONE
 
 ROUTINGS = {
     "even": ["--moe-router-force-load-balancing"],
@@ -42,6 +43,7 @@ def replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"--nproc {arguments.nproc} --rounds {arguments.rounds} --steps {arguments.steps}; each needs 1 or more"
         )
+    AT_LEAST_ONE.check("--micro-batches", arguments.micro_batches)
     shares = [step / arguments.steps for step in range(arguments.steps + 1)]
     routings = {routing: _summarise(_run(arguments, routing, shares), shares) for routing in ROUTINGS}
     _print(routings, shares, Console())

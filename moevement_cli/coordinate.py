@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from moevement_core.errors import ConfigError
+from moevement_core.variables import check_variables
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +49,7 @@ def _folder(text: str) -> Path:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
+    check_variables()
     from moevement_core.launching.coordinate import Coordination, coordinate
     from moevement_core.launching.node_tasks import NodeCommand
 

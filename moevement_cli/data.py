@@ -51,6 +51,8 @@ def build(arguments: argparse.Namespace) -> int:
     from megatron.moevement.data.token_files import ByteTokenizer, FileTokenizer, Tokenizer, build_token_files
 
     prefix: Path = arguments.output
+    if not prefix.name or prefix.is_dir():
+        raise ConfigError(f"--output {str(prefix)!r}: no name for files; give a path without suffix, as data/corpus")
     if prefix.suffix in (".bin", ".idx"):
         raise ConfigError(f"--output {prefix}: needs a path without suffix; give {prefix.with_suffix('')}")
     if Path(f"{prefix}.idx").exists() and not arguments.overwrite:

@@ -16,10 +16,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import POSITIVE, SHARE, Range
 from moevement_core.simulator.availability import changes, nodes_over_time, segment
 from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained
 
 SEGMENT_S = 4800.0
+MOST_SEGMENTS = 100_000
+"""Some minutes of work."""
+MOST_LAYERS = 10_000
 _FLAGS: dict[str, tuple[type, Any, str]] = {
     "experts": (int, 8, "of each layer"),
     "slots": (int, 6, "for experts on a node, in each layer"),
@@ -82,6 +86,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.trace}: no text; needs lines of milliseconds,add|remove,NODE") from None
     if not trace:
         raise ConfigError(f"{arguments.trace}: empty; needs lines of milliseconds,add|remove,NODE")
+    if (count := trace[-1].at_s / arguments.segment) > MOST_SEGMENTS:
+        raise ConfigError(
+            f"--segment {arguments.segment:g}: {count:.3g} segments; needs at most {MOST_SEGMENTS:,}: give longer ones"
+        )
     begins = np.arange(0.0, max(trace[-1].at_s, 1.0), arguments.segment).tolist()
     found: dict[System, list[Trained]] = {}
     nodes: list[float] = []
@@ -106,13 +114,10 @@ def _job(arguments: argparse.Namespace) -> ElasticJob:
         least = "above 0" if name in positive else "0 or more"
         if not (0 < value < float("inf") if name in positive else 0 <= value < float("inf")):
             raise ConfigError(f"--{name.replace('_', '-')} {value:g}; needs a number, {least}")
-    for name, value in (("segment", arguments.segment), ("layers", arguments.layers)):
-        if not 0 < value < float("inf"):
-            raise ConfigError(f"--{name} {value:g}; needs a number, above 0")
-    if not 0 <= arguments.skew < 100:
-        raise ConfigError(f"--skew {arguments.skew:g}; needs a number, 0 to below 100")
-    if given["expert_share"] > 1:
-        raise ConfigError(f"--expert-share {given['expert_share']:g}; needs a share, 0 to 1")
+    POSITIVE.check("--segment", arguments.segment)
+    Range(1, MOST_LAYERS).check("--layers", arguments.layers)
+    Range(0, 99).check("--skew", arguments.skew)
+    SHARE.check("--expert-share", given["expert_share"])
     if given["nodes"] * given["slots"] < given["experts"]:
         raise ConfigError(
             f"--nodes {given['nodes']} of --slots {given['slots']} hold fewer than --experts {given['experts']}; needs "

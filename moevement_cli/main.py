@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
 
 from moevement_core import __version__
-from moevement_core.exit_codes import USAGE_ERROR, exit_cleanly
+from moevement_core.exit_codes import INTERRUPTED, USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
 
 COMMANDS = {
     "launch": "start the ranks of a training script",
@@ -38,14 +39,25 @@ class _OneLineParser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry of the console script; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with exit_cleanly(), output_may_end():
+            return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("moevement: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     parser = _parser(words)
     arguments, others = parser.parse_known_args(words)
     if others and not hasattr(arguments, "flags"):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.flags = [word for word in others if word != "--"]
-    with exit_cleanly():
-        return int(arguments.run(arguments))
+    # A task of Slurm's runs the user's script in this process: what that raises keeps its traceback.
+    with nullcontext() if words[:1] == ["launch"] else files_are_given():
+        code = int(arguments.run(arguments))
+    sys.stdout.flush()
+    return code
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

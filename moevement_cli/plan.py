@@ -19,6 +19,7 @@ from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput, StagePlan
 from moevement_core.description.cluster import GB
 from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Regime
 from moevement_core.replication.protection import protection_of
@@ -67,12 +68,10 @@ def input_of(arguments: argparse.Namespace) -> PlanInput:
     """
     cluster = cluster_of(arguments)  # before the model is built, which takes seconds
     asked = precision.parse(arguments.regime) if arguments.regime else None
-    if not arguments.iteration_time > 0:
-        raise ConfigError(f"--iteration-time {arguments.iteration_time}; needs seconds, more than 0")
-    if arguments.ranks < 1:
-        raise ConfigError(f"--ranks {arguments.ranks}; needs at least 1")
-    if arguments.window is not None and arguments.window < 1:
-        raise ConfigError(f"--window {arguments.window}; needs at least 1, or none for the smallest that fits")
+    POSITIVE.check("--iteration-time", arguments.iteration_time)
+    AT_LEAST_ONE.check("--ranks", arguments.ranks)
+    AT_LEAST_ONE.check("--window", arguments.window)
+    NOT_NEGATIVE.check("--replicas", arguments.replicas)
     from megatron.moevement.describe import describe
 
     path = config_path(arguments.model)

@@ -16,8 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_cli.bench_run import failed
+from moevement_cli.outputs import check_output
 from moevement_core.description.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import AT_LEAST_ONE
 from moevement_core.simulator.pipeline import Pipeline
 
 FEWEST = 8
@@ -54,6 +56,13 @@ def profile(arguments: argparse.Namespace) -> int:
             f"--nproc {arguments.nproc} --iterations {arguments.iterations}; needs 1 or more, and {FEWEST} or more: "
             "the first warm up, the others take turns with and without timers"
         )
+    for size in arguments.micro_batch_sizes or ():
+        AT_LEAST_ONE.check("--micro-batch-sizes", size)
+    if not Path(arguments.script).is_file():
+        raise ConfigError(f"{arguments.script}: no such training script; give its path after the options")
+    if arguments.storage is not None and arguments.storage.exists() and not arguments.storage.is_dir():
+        raise ConfigError(f"--storage {arguments.storage}: is no folder; give one on the storage to be measured")
+    check_output("--output", arguments.output)
     made = profile_of([_run(arguments, size) for size in arguments.micro_batch_sizes or (None,)])
     made.save(arguments.output)
     _print(made, Console())

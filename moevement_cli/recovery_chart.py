@@ -18,6 +18,10 @@ COLORS = dict(
 """By part; told apart also by those who see few colors (Okabe and Ito)."""
 
 
+UNKNOWN = "#000000"
+"""Of a part that another version had."""
+
+
 def recovery_chart(recoveries: Sequence[Mapping[str, Any]]) -> Element:
     """A figure of all ``recoveries``, events of the kind ``failure``, with a legend."""
     longest = max(recovery["total_s"] for recovery in recoveries) or 1.0
@@ -49,7 +53,7 @@ def _row(recovery: Mapping[str, Any], top: float, scale: float) -> list[Element]
     bars, x = [element("text", words, x=LEFT, y=top + FONT_PX + 4, class_="who")], LEFT
     for part, seconds in recovery["parts"].items():
         width = seconds * scale
-        bar = element("rect", x=x, y=top + 21, width=width, height=BAR, fill=COLORS[part])
+        bar = element("rect", x=x, y=top + 21, width=width, height=BAR, fill=COLORS.get(part, UNKNOWN))
         bars.append(element("g", element("title", f"{part}: {seconds:.3f} s"), bar, class_="part"))
         x += width
     bars.append(element("text", f"{recovery['total_s']:.2f} s", x=x + 6, y=top + 33, class_="total"))
@@ -62,7 +66,7 @@ def _legend(recoveries: Sequence[Mapping[str, Any]]) -> Element:
         "ul",
         *(
             element(
-                "li", element("span", style=f"border-top: 10px solid {COLORS[part]}", class_="swatch"),
+                "li", element("span", style=f"border-top: 10px solid {COLORS.get(part, UNKNOWN)}", class_="swatch"),
                 f" {part}",
             )
             for part in parts

@@ -59,7 +59,8 @@ def report(runs: list[Path], plot: Path | None, trace: Path | None, html: Path |
         if row["checkpointing"]:
             print(f"{row['run']}: {cost_line(row['checkpointing'])}")
             for recovery in row["checkpointing"]["recoveries"]:
-                print(f"{row['run']}: {Recovery(**recovery).sentence()}")
+                known = {field.name: recovery[field.name] for field in fields(Recovery)}
+                print(f"{row['run']}: {Recovery(**known).sentence()}")
         for change in row["sizes"]:
             print(f"{row['run']}: {change}")
     if plot is not None:

@@ -159,6 +159,11 @@ class CheckpointPlan:
                 "or more nodes"
             )
         cut = [self._stage(shape) for shape in given.job.stages]
+        if given.window is not None and given.window > (most := max(len(stage.table) for stage in cut)):
+            raise WindowError(
+                f"window {given.window}: no stage has more than {most} operators, so slots would be empty; needs "
+                f"{most} or less"
+            )
         self.size: int = given.window or max(stage.own.size for stage in cut)
         """W of the job, iterations: the largest that one of its stages needs."""
         self.stages: tuple[StagePlan, ...] = tuple(

@@ -13,6 +13,10 @@ class ConfigError(MoEvementError):
     """A flag, a configuration file or a combination of them cannot work; nothing was started."""
 
 
+class VariableError(ConfigError):
+    """An environment variable of this process, maybe of no other one, cannot be."""
+
+
 class FolderInUse(ConfigError):
     """Another job writes to a folder that this one was to write to; nothing was overwritten."""
 

@@ -2,25 +2,76 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moevement_core.errors import ConfigError, DataError, MoEvementError, RunRecordError
+from moevement_core.errors import ConfigError, DataError, MoEvementError, RunRecordError, VariableError
 
 USAGE_ERROR = 2
+INTERRUPTED = 128 + signal.SIGINT
+"""By Ctrl-C, as shells have it."""
+_SHOWN = 200
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 @contextmanager
 def exit_cleanly() -> Iterator[None]:
-    """Turn the errors that a user can mend into one line on stderr, from rank 0 only, and exit code 2."""
+    """Turn the errors that a user can mend into one line on stderr and exit code 2.
+
+    Rank 0 prints it, for all ranks find the same; what a process finds wrong with its own variables it prints itself.
+    """
     try:
         yield
     except (ConfigError, DataError, RunRecordError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, VariableError):
             print(f"moevement: {error}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
     except MoEvementError as error:
         print(f"moevement: {error}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
+
+
+@contextmanager
+def output_may_end() -> Iterator[None]:
+    """End quietly where whoever reads standard output has gone (``| head``), and in one line where it is full.
+
+    Raises:
+        ConfigError: standard output cannot be written any more.
+        SystemExit: nobody reads it, with the code of a process that SIGPIPE has ended.
+    """
+    try:
+        yield
+    except BrokenPipeError:
+        _discard_output()
+        raise SystemExit(128 + signal.SIGPIPE) from None
+    except OSError as error:
+        if error.filename is not None or error.errno not in _FULL:
+            raise
+        _discard_output()
+        raise ConfigError(f"the output cannot be written: {error.strerror}") from None
+
+
+def _discard_output() -> None:
+    """What is buffered would be tried again, in vain, when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def files_are_given() -> Iterator[None]:
+    """Turn what the system says of a file by its name into a line: whoever gave the name can mend it.
+
+    Raises:
+        ConfigError: a file or folder cannot be read or written, and nobody has said more of it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        shown = str(error.filename)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+        raise ConfigError(f"{shown}: {error.strerror}; needs a file or folder that can be used") from None

@@ -13,6 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import Range
 
 Check = Callable[[str, Any], Any]
 """Given a flag and what argparse made of its value, returns the field's value.
@@ -133,6 +134,16 @@ def positive(default: float | None) -> Check:
             return default
         if not value > 0:
             raise ConfigError(f"{name} {value}; needs more than 0")
+        return value
+
+    return check
+
+
+def within(least: float, most: float = math.inf) -> Check:
+    """A finite number from ``least`` to ``most``."""
+
+    def check(name: str, value: float) -> float:
+        Range(least, most).check(name, value)
         return value
 
     return check

@@ -10,6 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import NOT_NEGATIVE
 
 
 class Phase(StrEnum):
@@ -135,6 +136,7 @@ def removals(trace: Path, nodes: int, speedup: float) -> list[tuple[float, int]]
                         "milliseconds,add,NODE or milliseconds,remove,NODE"
                     )
                 node = places.setdefault(row[2], len(places)) % nodes
+                NOT_NEGATIVE.check(f"trace {trace}, line {number}: milliseconds", float(row[0]))
                 if row[1] == "remove":
                     found.append((float(row[0]) / 1e3 / speedup, node))
     except (OSError, ValueError) as error:

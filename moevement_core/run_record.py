@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,10 @@ from moevement_core.events import Event
 from moevement_core.file_modes import make_folder, opener
 from moevement_core.monitoring.figures import RunFigures
 from moevement_core.persistence.lock import FolderLock
+from moevement_core.record_shape import event_complaint, line_complaint, summary_complaint
+from moevement_core.regular_files import read_regular
 
+_MOST_RECORD_BYTES = 1 << 40
 _TAIL_BYTES = 16 << 10
 """More than a line of metrics ever has."""
 
@@ -111,11 +114,12 @@ class RunRecord:
         return self.lock is not None and self.lock.lost is not None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``, in the order written."""
-        lines = list(_read_lines(self.metrics_path))
-        if any("iteration" not in line for line in lines):
-            raise RunRecordError(f"{self.metrics_path}: a line has no iteration; it was not written by this version")
-        return lines
+        """The lines of ``metrics.jsonl``, in the order written.
+
+        Raises:
+            RunRecordError: they are damaged, or of another version.
+        """
+        return list(_read_lines(self.metrics_path, line_complaint))
 
     def newest_metric(self) -> dict[str, Any] | None:
         """The last whole line of ``metrics.jsonl``, read without the lines before it; None if there is none."""
@@ -131,8 +135,12 @@ class RunRecord:
             return None
 
     def events(self) -> list[dict[str, Any]]:
-        """The lines of ``events.jsonl``, in the order written."""
-        return list(_read_lines(self.events_path))
+        """The lines of ``events.jsonl``, in the order written.
+
+        Raises:
+            RunRecordError: they are damaged, or of another version.
+        """
+        return list(_read_lines(self.events_path, event_complaint))
 
     def config(self) -> dict[str, Any]:
         """Every resolved flag.
@@ -141,10 +149,10 @@ class RunRecord:
             RunRecordError: there is none, or it is damaged.
         """
         try:
-            config = yaml.safe_load(self.config_path.read_text(encoding="utf-8"))
+            config = yaml.safe_load(read_regular(self.config_path).decode())
         except OSError as error:
             raise RunRecordError(f"{self.config_path}: {error.strerror}; give the --run-dir of a run") from None
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
             raise RunRecordError(f"{self.config_path}: not YAML ({' '.join(str(error).split())})") from None
         if not isinstance(config, dict):
             raise RunRecordError(f"{self.config_path}: holds {type(config).__name__}, not flags; it was damaged")
@@ -157,20 +165,21 @@ class RunRecord:
             RunRecordError: there is none, or it is damaged.
         """
         try:
-            summary = json.loads(self.summary_path.read_text(encoding="utf-8"))
-        except OSError:
+            summary = json.loads(read_regular(self.summary_path))
+        except OSError as error:
             if not self.folder.is_dir():
                 raise RunRecordError(f"{self.folder}: no such run directory") from None
+            if not isinstance(error, FileNotFoundError):
+                raise RunRecordError(f"{self.summary_path}: {error.strerror}; needs a file that can be read") from None
             raise RunRecordError(
                 f"{self.folder}: no summary.json, so the run is still going or did not come to its end; "
                 "wait for it, or resume it"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RunRecordError(f"{self.summary_path}: not JSON ({error}); the run must be done again") from None
-        digest = summary.get("state_digest") if isinstance(summary, dict) else None
-        if not isinstance(digest, dict) or not {"all", "parts", "ranks"} <= digest.keys():
-            raise RunRecordError(f"{self.summary_path}: holds no state_digest; it was not written by this version")
-        return summary
+        if (complaint := summary_complaint(summary)) is not None:
+            raise RunRecordError(f"{self.summary_path}: {complaint}")
+        return dict(summary)
 
 
 def _line(fields: dict[str, Any]) -> str:
@@ -189,19 +198,22 @@ def _replace(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
+def _read_lines(path: Path, complaint_of: Callable[[dict[str, Any]], str | None]) -> Iterator[dict[str, Any]]:
+    try:
+        lines = read_regular(path, most=_MOST_RECORD_BYTES).splitlines(keepends=True)
+    except FileNotFoundError:
         return
-    with path.open(encoding="utf-8") as file:
-        lines = file.readlines()
+    except OSError as error:
+        raise RunRecordError(f"{path}: {error.strerror}; needs a file that can be read") from None
     for number, line in enumerate(lines, start=1):
         try:
             fields = json.loads(line)
             if not isinstance(fields, dict):
                 raise ValueError(line)
-            yield fields
-        except ValueError:
-            if number < len(lines):
-                raise RunRecordError(
-                    f"{path}, line {number}: no JSON object; the file was damaged after writing"
-                ) from None
+        except (ValueError, RecursionError):
+            if number == len(lines) and not line.endswith(b"\n"):
+                return  # torn: its writer was killed
+            raise RunRecordError(f"{path}, line {number}: no JSON object; the file was damaged after writing") from None
+        if (complaint := complaint_of(fields)) is not None:
+            raise RunRecordError(f"{path}, line {number}: {complaint}")
+        yield fields

@@ -85,7 +85,8 @@ def describe(name: str, flags: list[str], ranks: int) -> JobShape:
 
 def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
     from megatron.moevement.activate import activate
-    from megatron.moevement.preflight import one_line_errors
+    from megatron.moevement.preflight import one_line_errors, refuse
+    from megatron.moevement.preflight.ranges import ranges
 
     activate()
     from megatron.training import arguments
@@ -98,6 +99,7 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
     sys.argv = ["plan", *words, *mock]
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
     args = arguments.parse_args()
+    refuse(ranges(args))
     regime = _regime(args)
     for flag, value in _NEUTRAL.items():
         if hasattr(args, flag):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import AT_LEAST_ONE, POSITIVE
 
 GB = 1e9
 
@@ -38,8 +39,14 @@ class Cluster:
     """Relative speeds of nodes and how many have each, in the order of the nodes; left out all have the speed 1."""
 
     def __post_init__(self) -> None:
-        if self.gpus_per_node < 1:
-            raise ConfigError(f"{self.gpus_per_node} GPUs per node; needs at least 1")
+        AT_LEAST_ONE.check("GPUs per node", self.gpus_per_node)
+        for what, value in (
+            ("bandwidth from device to host", self.d2h_bytes_per_s), ("network bandwidth", self.network_bytes_per_s),
+            ("storage bandwidth", self.storage_bytes_per_s), ("host memory", self.host_memory_bytes),
+            ("flops", self.flops), ("bandwidth of links", self.link_bytes_per_s),
+            ("bandwidth of memory", self.memory_bytes_per_s),
+        ):  # fmt: skip
+            POSITIVE.check(what, value)
         if not 0.0 < self.network_share <= 1.0:
             raise ConfigError(f"a network share of {self.network_share}; needs more than 0 and at most 1")
         if not 0.0 < self.utilization <= 1.0 or not 0.0 <= self.overlap <= 1.0:

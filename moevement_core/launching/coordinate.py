@@ -75,6 +75,8 @@ def coordinate(what: Coordination) -> int:
     file_mode()  # complains about what it cannot be
     if not what.spare_timeout_s >= 0:
         raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
+    if what.run_dir is not None:
+        _make(what.run_dir)
     with Signals() as signals:
         signals.may_wind_down = True
         running = _Coordination(what)
@@ -234,6 +236,13 @@ def _token_for(what: Coordination) -> Token:
     if what.tasks is None:
         raise ConfigError(f"no job token, and the tasks are started by somebody else; {HOW}")
     return Token.new()
+
+
+def _make(run_dir: Path) -> None:
+    try:
+        make_folder(run_dir)
+    except OSError as error:
+        raise ConfigError(f"--run-dir {run_dir}: {error.strerror}; give a folder that can be made") from None
 
 
 def _listen(what: Coordination, port: int) -> socket.socket:

@@ -21,6 +21,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Program, end_with_parent
+from moevement_core.variables import check_variables
 
 SETTLE_ENV = "MOEVEMENT_SETTLE"
 """A file. A process does nothing while it is there: a recovery is under way, and needs the processors more."""
@@ -68,6 +69,8 @@ def run_script(
     Raises:
         SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
     """
+    with exit_cleanly():
+        check_variables()
     end_with_parent()
     _settle(os.environ.pop(SETTLE_ENV, ""))
     script = os.path.abspath(argv[0])

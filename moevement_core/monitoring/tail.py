@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from moevement_core.errors import RunRecordError
+from moevement_core.regular_files import open_regular
 
 
 @dataclass(frozen=True)
@@ -28,20 +30,21 @@ class Tail:
 
     Args:
         path: of the file; it need not be there yet.
+        complaint_of: what is wrong with a line, in words; None if nothing is.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, complaint_of: Callable[[dict[str, Any]], str | None] = lambda fields: None) -> None:
+        self._path, self._complaint_of = path, complaint_of
         self._inode, self._offset = 0, 0
 
     def read(self) -> News:
         """Returns what is new.
 
         Raises:
-            RunRecordError: a whole line is no JSON object.
+            RunRecordError: a whole line is no JSON object, or not one of its kind.
         """
         try:
-            file = self._path.open("rb")
+            file = open_regular(self._path)
         except FileNotFoundError:
             return News()
         except OSError as error:
@@ -61,10 +64,12 @@ class Tail:
     def _parse(self, line: bytes) -> dict[str, Any]:
         try:
             fields = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict):
             raise RunRecordError(f"{self._path}: {line[:60]!r} is no JSON object; the file was damaged after writing")
+        if (complaint := self._complaint_of(fields)) is not None:
+            raise RunRecordError(f"{self._path}: {complaint}")
         return fields
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.figures import RunFigures, Sample, samples_of_processes
 from moevement_core.monitoring.tail import Tail
+from moevement_core.record_shape import event_complaint, line_complaint, processes_complaint
+from moevement_core.regular_files import read_regular
 from moevement_core.run_record import RunRecord
 
 
@@ -30,7 +32,8 @@ class WatchedRun:
 
     def _start_over(self) -> None:
         self.figures = RunFigures()
-        self._lines, self._events = Tail(self.record.metrics_path), Tail(self.record.events_path)
+        self._lines = Tail(self.record.metrics_path, line_complaint)
+        self._events = Tail(self.record.events_path, event_complaint)
 
     def update(self) -> None:
         """Take in what is new.
@@ -70,11 +73,11 @@ class WatchedRun:
     def _read_processes(self) -> list[dict[str, Any]]:
         path = self.record.ranks_path
         try:
-            processes = json.loads(path.read_text(encoding="utf-8"))
+            processes = json.loads(read_regular(path))
         except FileNotFoundError:
             return []
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise RunRecordError(f"{path}: cannot be read ({error}); the file was damaged after writing") from None
-        if not isinstance(processes, list):
-            raise RunRecordError(f"{path}: holds {type(processes).__name__}, not a list; it was damaged after writing")
-        return processes
+        if (complaint := processes_complaint(processes)) is not None:
+            raise RunRecordError(f"{path}: {complaint}")
+        return list(processes)

@@ -18,6 +18,7 @@ import xxhash
 
 from moevement_core.errors import SnapshotError
 from moevement_core.file_modes import opener
+from moevement_core.regular_files import open_regular
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import ALIGNMENT, READ, READ_TEXT, VERSION, Header, Snapshot, numpy_bytes
 
@@ -96,13 +97,18 @@ def read_snapshot(path: Path) -> Snapshot:
         SnapshotError: it is not there, cut off, its header is damaged, or of another version.
     """
     header, payload_at = _read(path)
-    buffer = torch.empty(header.payload_bytes, dtype=torch.uint8)
     try:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
+            if (found := os.fstat(file.fileno()).st_size) < payload_at + header.payload_bytes:
+                raise SnapshotError(
+                    f"{path}: cut off after {found} bytes of {payload_at + header.payload_bytes}; another copy is "
+                    "needed"
+                )
+            buffer = torch.empty(header.payload_bytes, dtype=torch.uint8)
             file.seek(payload_at)
             view, got = memoryview(buffer.numpy().data), 0
             while got < len(view):
-                if not (count := file.readinto(view[got:])):
+                if not (count := file.readinto(view[got:])):  # type: ignore[attr-defined]
                     raise SnapshotError(f"{path}: cut off after {payload_at + got} bytes; another copy is needed")
                 got += count
     except OSError as error:
@@ -112,19 +118,23 @@ def read_snapshot(path: Path) -> Snapshot:
 
 def _read(path: Path) -> tuple[Header, int]:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             prefix = file.read(_PREFIX.size)
             if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
                 raise SnapshotError(f"{path}: no snapshot file, or one that was cut off; another copy is needed")
             _, version, _, length, digest = _PREFIX.unpack(prefix)
             if version not in READ:
                 raise SnapshotError(f"{path}: of version {version}; this program reads {READ_TEXT}")
-            encoded = file.read(length) if length <= _MAX_HEADER_BYTES else b""
+            left = os.fstat(file.fileno()).st_size - _PREFIX.size
+            encoded = file.read(length) if length <= min(left, _MAX_HEADER_BYTES) else b""
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}; another copy is needed") from None
     if xxhash.xxh3_128_digest(encoded) != digest:
         raise SnapshotError(f"{path}: its header is damaged; another copy is needed")
-    return Header.decode(encoded), _payload_at(length)
+    try:
+        return Header.decode(encoded), _payload_at(length)
+    except SnapshotError as error:
+        raise SnapshotError(f"{path}: {error}; another copy is needed") from None
 
 
 def _payload_at(header_bytes: int) -> int:

@@ -25,6 +25,7 @@ from types import TracebackType
 
 from moevement_core.errors import FolderInUse
 from moevement_core.file_modes import file_mode, make_folder
+from moevement_core.regular_files import read_regular
 
 LOCK = ".moevement-lock"
 BEAT_S = 2.0
@@ -232,7 +233,7 @@ def _write(descriptor: int, holder: Holder) -> None:
 def _read(path: Path) -> bytes | None:
     """Opened again each time: only then does NFS ask the server."""
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         return None
 

@@ -15,15 +15,22 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from moevement_core.errors import SnapshotError
 from moevement_core.file_modes import make_folder, opener
 from moevement_core.persistence.files import is_snapshot_file
+from moevement_core.regular_files import read_regular
 
-VERSION = 1
+VERSION = 2
+_UNSEALED = 1
+"""A version without a digest, which is read, too."""
+_MOST_BYTES = 64 << 20
+_MOST_SNAPSHOTS = 1 << 20
 MARKER = ".moevement-window"
 """In the folder of every window, from before its first snapshot on: says that the folder is this project's."""
 _NAME = re.compile(r"window_(?P<reaches>\d{7,})_(?P<job>[0-9a-f]{4,}(?:\.\d+)?)")
@@ -45,6 +52,8 @@ class Manifest:
     """Iteration and consumed samples then."""
     settings: Mapping[str, Any]
     """What another job must have in common with this one to load it."""
+    is_sealed: bool = field(default=True, compare=False)
+    """Whether the file has a digest of all this; those of version 1 have none."""
 
     @property
     def name(self) -> str:
@@ -55,8 +64,9 @@ class Manifest:
         """Rename it into place; its files are durable by then."""
         path = directory / f"{self.name}.json"
         partial = path.with_name(f".{path.name}.{os.getpid()}")
+        content = {name: its for name, its in asdict(self).items() if name != "is_sealed"}
         with open(partial, "w", encoding="utf-8", opener=opener) as file:
-            json.dump({"version": VERSION, **asdict(self)}, file, indent=2)
+            json.dump({"version": VERSION, "digest": _digest(content), **content}, file, indent=2)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -67,26 +77,74 @@ def read_manifest(path: Path) -> Manifest:
     """The inverse of :meth:`Manifest.write`.
 
     Raises:
-        SnapshotError: it is no manifest of this version.
+        SnapshotError: it is no manifest that this program reads, or was changed after it was written.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if found.pop("version") != VERSION:
-            raise SnapshotError(f"{path}: a manifest of another version; this program reads version {VERSION}")
-        return Manifest(**found)
+        found = json.loads(read_regular(path, _MOST_BYTES))
+        version = found.pop("version")
+        if version not in (_UNSEALED, VERSION):
+            raise SnapshotError(
+                f"{path}: a manifest of version {str(version)[:20]}; this program reads {_UNSEALED} and {VERSION}"
+            )
+        if version == VERSION and found.pop("digest") != _digest(found):
+            raise SnapshotError(f"{path}: was changed or damaged after it was written; another window is needed")
+        manifest = Manifest(**found, is_sealed=version == VERSION)
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise SnapshotError(f"{path}: no manifest of a window ({error})") from None
+    _check(path, manifest)
+    return manifest
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    """XXH3-128 of the fields, whatever their order and the blanks between them. Finds what was changed by mistake."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def _check(path: Path, manifest: Manifest) -> None:
+    """Refuse what cannot be in a manifest, which those without a digest may say.
+
+    Raises:
+        SnapshotError: it is there.
+    """
+    numbers = (manifest.first, manifest.last, manifest.reaches)
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
+        raise SnapshotError(f"{path}: first, last and reaches are {numbers}; needs whole numbers")
+    if not 0 <= manifest.first <= manifest.last or manifest.last - manifest.first > _MOST_SNAPSHOTS:
+        raise SnapshotError(f"{path}: snapshots {manifest.first} to {manifest.last}; needs a window of them")
+    if not isinstance(manifest.progress, dict) or not all(
+        isinstance(one, int) and one >= 0 for one in manifest.progress.values()
+    ):
+        raise SnapshotError(f"{path}: a progress of {str(manifest.progress)[:60]}; needs counts")
+    if not isinstance(manifest.settings, dict):
+        raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs flags and values")
+    if path.name != f"{manifest.name}.json":
+        raise SnapshotError(
+            f"{path}: is the manifest of {manifest.name[:60]}; needs the name that it was written under"
+        )
 
 
 def manifests(directory: Path) -> list[Manifest]:
     """All readable ones in ``directory``, the newest first."""
-    found = []
+    return manifests_and_refused(directory)[0]
+
+
+def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, str]]:
+    """All readable ones in ``directory``, the newest first; and why others, by their windows' names, are not."""
+    found, refused = [], dict[str, str]()
     for path in directory.glob("window_*.json"):
-        with suppress(SnapshotError):
+        try:
             found.append(read_manifest(path))
-    return sorted(found, key=lambda manifest: (manifest.reaches, manifest.job), reverse=True)
+        except SnapshotError as error:
+            if _NAME.fullmatch(path.stem):
+                refused[path.stem] = str(error)
+    return sorted(found, key=lambda manifest: (manifest.reaches, manifest.job), reverse=True), refused
+
+
+def reach_of(name: str) -> int:
+    """The iteration whose state the window of a name gives."""
+    return int(name.split("_")[1])
 
 
 def make_window_folder(directory: Path, name: str) -> Path:

@@ -34,19 +34,37 @@ def most_held(kept: Kept, count: int) -> int:
 def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
     """Bytes of each snapshot of a window on one rank of the schedule's table, without pages and records."""
     slots, table = schedule.slots(), schedule.table
-    by_contents = {
-        Saved.COMPUTE: table.compute[rank], Saved.FULL: table.full[rank], Saved.GRADIENT: table.gradient[rank],
-    }  # fmt: skip
-    kept = np.zeros((len(slots), schedule.size if schedule.supersedes else 1), dtype=np.int64)
+    compute, full, gradient = table.compute[rank], table.full[rank], table.gradient[rank]
+    steps = schedule.size if schedule.supersedes else 1
+    kept = np.zeros((len(slots), steps), dtype=np.int64)
+    superseded_after = _superseded_after(schedule) if schedule.supersedes else {}
     for row, slot in enumerate(slots):
         contents = schedule.contents_of_slot(slot)
         assert contents is not None
-        for step in range(kept.shape[1]):
-            here = ~schedule.superseded(slot, step) if step else np.ones(len(contents), dtype=bool)
-            kept[row, step] = sum(
-                int(nbytes[(contents == saved) & here].sum()) for saved, nbytes in by_contents.items()
-            )
+        gradients = contents == Saved.GRADIENT
+        kept[row] = compute[contents == Saved.COMPUTE].sum() + full[contents == Saved.FULL].sum()
+        kept[row] += gradient[gradients].sum()
+        if schedule.supersedes:
+            gone = np.zeros(steps + 1, dtype=np.int64)
+            np.add.at(gone, superseded_after[slot][gradients], gradient[gradients])
+            kept[row] -= np.cumsum(gone)[:steps]
     return kept
+
+
+def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
+    """How many slots after each slot the full state of each operator is saved again, int64 ``[operators]``; a window's
+    length where that is never. What :meth:`Schedule.superseded` says of every slot and step, in one pass.
+    """
+    size = schedule.size
+    saved = [schedule.contents_of_slot(slot) for slot in range(size)]
+    after: dict[int, npt.NDArray[np.int64]] = {}
+    newest = np.full(len(schedule.table), 2 * size, dtype=np.int64)
+    for place in range(2 * size - 1, -1, -1):
+        if place < size:
+            after[place] = np.minimum(newest - place, size)
+        if (contents := saved[place % size]) is not None:
+            newest[contents == Saved.FULL] = place
+    return after
 
 
 def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray[np.bool_]]:

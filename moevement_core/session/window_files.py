@@ -13,7 +13,7 @@ import torch.distributed as dist
 from moevement_core import log
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
-from moevement_core.persistence.manifest import Manifest, manifests
+from moevement_core.persistence.manifest import Manifest, manifests_and_refused, reach_of
 from moevement_core.recovery.places import Holding, Source
 from moevement_core.recovery.plan import Report
 from moevement_core.replication.transport import Transport
@@ -61,7 +61,9 @@ class WindowFiles(SnapshotSource):
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """One of them, not yet checked; nothing if it cannot be read."""
         try:
-            return read_snapshot(self._folder / file_name(owner, iteration))
+            snapshot = read_snapshot(self._folder / file_name(owner, iteration))
+            snapshot.check_record()
+            return snapshot
         except SnapshotError as error:
             log.warning(str(error))
             return None
@@ -143,10 +145,15 @@ def load_newest(
         ConfigError: the newest window is of a job with other settings.
         RecoveryError: there are windows, and none of them is whole.
     """
-    everyones = windows_of_all(place)
+    everyones, unreadable = _windows_of_all(place)
     candidates = [one for one in everyones if one.reaches > after and is_wanted(one)]
     refused = []
     for manifest in candidates:
+        if not manifest.is_sealed and dist.get_rank() == 0:
+            log.warning(
+                f"{manifest.name} in {place.path}: its manifest has no digest (version 1), so that a change of it by "
+                "hand would not be found"
+            )
         free = resize.free if resize is not None else ()
         _refuse_other_settings(place, manifest, {name: its for name, its in settings.items() if name not in free})
         files = WindowFiles(place, manifest)
@@ -160,6 +167,7 @@ def load_newest(
             refused.append(f"{manifest.name}: {error}")
             if dist.get_rank() == 0:
                 log.warning(refused[-1])
+    refused += [why for name, why in unreadable.items() if reach_of(name) > after]
     if refused:
         raise RecoveryError(f"no window in {place.path} is whole. {refused[0]}")
     return None
@@ -167,8 +175,18 @@ def load_newest(
 
 def windows_of_all(place: SharedFolder) -> list[Manifest]:
     """The windows that any rank sees in its folder, the newest first; every rank calls it."""
-    everyones = {one.name: one for found in all_gather_objects(manifests(place.path), list[Manifest]) for one in found}
-    return sorted(everyones.values(), key=_newest, reverse=True)
+    return _windows_of_all(place)[0]
+
+
+def _windows_of_all(place: SharedFolder) -> tuple[list[Manifest], dict[str, str]]:
+    """Those, and why others, which no rank can read the manifest of, are left out."""
+    told = all_gather_objects(manifests_and_refused(place.path), tuple[list[Manifest], dict[str, str]])
+    everyones = {one.name: one for found, _ in told for one in found}
+    refused = {name: why for _, its in told for name, why in its.items() if name not in everyones}
+    if dist.get_rank() == 0:
+        for why in refused.values():
+            log.warning(why)
+    return sorted(everyones.values(), key=_newest, reverse=True), refused
 
 
 def _newest(manifest: Manifest) -> tuple[int, str]:

@@ -28,7 +28,7 @@ def changes(trace: Path) -> list[Change]:
     at: dict[float, tuple[set[str], set[str]]] = {}
     with trace.open(newline="", encoding="utf-8") as file:
         for number, row in enumerate(csv.reader(file), start=1):
-            if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdigit():
+            if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
                 raise ConfigError(f"{trace}, line {number}: {','.join(row)!r}; needs milliseconds,add or remove,node")
             at.setdefault(int(row[0]) / 1000.0, (set(), set()))[row[1] == "remove"].add(row[2])
     return [Change(at_s, frozenset(added), frozenset(gone)) for at_s, (added, gone) in sorted(at.items())]

@@ -91,7 +91,7 @@ def run(
     if workers == 1:
         return [_cell(*task) for task in tasks]
     # Forked, a worker would inherit threads of whatever else this process does.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn")) as pool:
         return list(pool.map(_cell, *zip(*tasks, strict=True)))
 
 

@@ -11,6 +11,12 @@ import numpy as np
 
 from moevement_core.errors import ConfigError
 from moevement_core.injection import removals
+from moevement_core.numbers import AT_LEAST_ONE, POSITIVE, Range
+
+MOST_FAILURES = 1_000_000
+"""In all trainings at one failure rate: some minutes of work."""
+SHAPES = Range(0.1, 100.0)
+"""Below, nearly all failures of a training come within an instant."""
 
 
 @dataclass(frozen=True, order=True)
@@ -38,18 +44,19 @@ class FailureModel:
     """Probability that a failure takes the next node along, and that one the next."""
 
     def __post_init__(self) -> None:
-        for what, value, fits in (
-            ("a mean time between failures", self.mtbf_s, self.mtbf_s > 0),
-            ("nodes", self.nodes, self.nodes >= 1),
-            ("a Weibull shape", self.shape, self.shape > 0),
-        ):
-            if not fits:
-                raise ConfigError(f"{what} of {value}; needs more than 0")
+        POSITIVE.check("mtbf", self.mtbf_s)
+        AT_LEAST_ONE.check("nodes", self.nodes)
+        SHAPES.check("Weibull shape", self.shape)
         if not 0 <= self.together < 1:
             raise ConfigError(f"{self.together} as the probability of failing together; needs 0 or more, less than 1")
 
     def draw(self, until_s: float, seed: int) -> list[Failure]:
-        """Failures before ``until_s``, in order."""
+        """Failures before ``until_s``, in order.
+
+        Raises:
+            ConfigError: they would be too many.
+        """
+        check_count(self.mtbf_s, until_s)
         generator = np.random.default_rng(seed)
         scale = self.mtbf_s / math.gamma(1 + 1 / self.shape)
         found: list[Failure] = []
@@ -61,6 +68,19 @@ class FailureModel:
             first = int(generator.integers(self.nodes))
             count = min(int(generator.geometric(1 - self.together)), self.nodes)
             found.append(Failure(at, tuple((first + number) % self.nodes for number in range(count))))
+
+
+def check_count(mtbf_s: float, until_s: float, trainings: int = 1) -> None:
+    """Raise if so many trainings have more failures than can be simulated.
+
+    Raises:
+        ConfigError: they have.
+    """
+    if trainings * (1 + until_s / mtbf_s) > MOST_FAILURES:
+        raise ConfigError(
+            f"mtbf {mtbf_s:g}: {3600 / mtbf_s:.3g} failures an hour, in {trainings} trainings of {until_s / 3600:g} "
+            f"hours; at most {MOST_FAILURES:,} are simulated: give a longer mtbf, fewer hours or fewer trainings"
+        )
 
 
 def recorded(trace: Path, nodes: int, speedup: float = 1.0) -> list[Failure]:

@@ -18,10 +18,11 @@ from moevement_core.description.job import JobShape
 from moevement_core.description.profile import Profile
 from moevement_core.description.transformer import Layout, MultiLatentAttention, Transformer, describe
 from moevement_core.errors import ConfigError
+from moevement_core.numbers import NOT_NEGATIVE, POSITIVE, SHARE, Range
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Scaling
 from moevement_core.simulator.experiment import Draws
-from moevement_core.simulator.failures import FailureModel, mean_time_between, recorded
+from moevement_core.simulator.failures import FailureModel, check_count, mean_time_between, recorded
 from moevement_core.simulator.iteration import IterationTime, from_machines, from_profile, from_total
 from moevement_core.simulator.strategies import STRATEGIES, Costs
 from moevement_core.simulator.training import Spares
@@ -86,24 +87,21 @@ class Scenario:
     run: Run = field(default_factory=Run)
 
     def __post_init__(self) -> None:
-        checks = (
-            ("iteration_s", self.iteration_s, 0.0, False),
-            ("hours", self.run.hours, 0.0, False),
-            ("speedup", self.failures.speedup, 0.0, False),
-            ("storage bandwidth", self.cluster.storage_bytes_per_s, 0.0, False),
-            *(("mtbf", one, 0.0, False) for one in self.failures.mtbf_s),
-            ("detect", self.checkpointing.detect_s, 0.0, True),
-            ("regroup", self.checkpointing.regroup_s, 0.0, True),
-            ("interference", self.checkpointing.interference, 0.0, True),
-        )
-        for what, value, least, is_included in checks:
-            if value is None:
-                continue
-            if not (least <= value if is_included else least < value) or value == math.inf:
-                raise ConfigError(f"{what} {value}; needs {'0 or more' if is_included else 'more than 0'}")
+        for what, value, its in (
+            ("iteration_s", self.iteration_s, POSITIVE),
+            ("hours", self.run.hours, POSITIVE),
+            ("speedup", self.failures.speedup, POSITIVE),
+            *(("mtbf", one, POSITIVE) for one in self.failures.mtbf_s),
+            ("repair", self.failures.repair_s, Range(0.0, or_infinite=True)),
+            ("first_seed", self.run.first_seed, NOT_NEGATIVE),
+            ("detect", self.checkpointing.detect_s, NOT_NEGATIVE),
+            ("regroup", self.checkpointing.regroup_s, NOT_NEGATIVE),
+            ("interference", self.checkpointing.interference, NOT_NEGATIVE),
+            ("weight_gradient_share", self.checkpointing.weight_gradient_share, SHARE),
+            ("skew", self.checkpointing.skew, SHARE),
+        ):
+            its.check(what, value)
         self._check_checkpointing()
-        if not self.failures.repair_s >= 0:
-            raise ConfigError(f"repair {self.failures.repair_s}; needs 0 or more")
         if self.run.seeds < 1 or (self.failures.spares is not None and self.failures.spares < 0):
             raise ConfigError(f"seeds {self.run.seeds}, spares {self.failures.spares}; needs 1 or more, and 0 or more")
         if not self.failures.mtbf_s or not self.run.strategies:
@@ -122,9 +120,6 @@ class Scenario:
             raise ConfigError(f"window {saved.window}; needs at least 1, or none for the smallest that fits")
         if saved.replicas < 0:
             raise ConfigError(f"replicas {saved.replicas}; needs 0 or more")
-        for name in ("weight_gradient_share", "skew"):
-            if not 0 <= getattr(saved, name) <= 1:
-                raise ConfigError(f"{name} {getattr(saved, name)}; needs 0 to 1")
 
     @property
     def time(self) -> IterationTime:
@@ -171,6 +166,8 @@ class Scenario:
                 )
             return [Draws(mean_time_between(found, self.until_s), (found,))]
         seeds = range(self.run.first_seed, self.run.first_seed + self.run.seeds)
+        for mtbf_s in how.mtbf_s:
+            check_count(mtbf_s, self.until_s, self.run.seeds)
         models = [FailureModel(mtbf_s, nodes, how.weibull, how.together) for mtbf_s in how.mtbf_s]
         return [Draws(model.mtbf_s, tuple(model.draw(self.until_s, seed) for seed in seeds)) for model in models]
 
@@ -275,7 +272,7 @@ def _cluster(given: object, measured: Profile | None) -> Cluster:
         if key in given
     }
     if "gpus_per_node" in values:
-        values["gpus_per_node"] = int(values["gpus_per_node"])
+        values["gpus_per_node"] = _converted("cluster.gpus_per_node", "int", values["gpus_per_node"])
     speeds = given.get("speeds", ())
     try:
         pairs = tuple((float(speed), int(count)) for speed, count in speeds)
@@ -333,7 +330,7 @@ def _converted(where: str, kind: str, value: Any) -> Any:
         return value
     number = _number(where, value)
     if kind.startswith("int"):
-        if number != int(number):
+        if not number.is_integer():
             raise ConfigError(f"{where} {value!r}; needs a whole number")
         return int(number)
     return number

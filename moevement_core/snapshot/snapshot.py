@@ -28,6 +28,7 @@ READ = (2, 3)
 """Versions that this program reads. Those of 2 do not say the places of operators."""
 READ_TEXT = f"versions {' and '.join(map(str, READ))}"
 ALIGNMENT = 64
+_MOST_BYTES = 1 << 62
 BOUNDARY = ""
 """In the place of an operator's name: tensors of the boundary record."""
 
@@ -135,10 +136,12 @@ class Header:
             if found["version"] not in READ:
                 raise SnapshotError(f"a snapshot of version {found['version']}; this program reads {READ_TEXT}")
             entries = tuple(
-                Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d), *map(int, place))
+                _checked(Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d), *map(int, place)))
                 for o, s, k, t, at, n, d, *place in found["entries"]
             )
             whole, on_disk = found["whole"], found.get("on_disk")
+            if not isinstance(found["record"], dict | None):
+                raise ValueError(f"a record of type {type(found['record']).__name__}")
             return Header(
                 rank=int(found["rank"]),
                 iteration=int(found["iteration"]),
@@ -151,8 +154,17 @@ class Header:
                 whole=None if whole is None else {str(name): str(digest) for name, digest in whole.items()},
                 on_disk=None if on_disk is None else OnDisk(str(on_disk[0]), tuple(map(str, on_disk[1]))),
             )
-        except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
             raise SnapshotError(f"no header of a snapshot ({type(error).__name__}: {error})") from None
+
+
+def _checked(entry: Entry) -> Entry:
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{entry.key}: dtype {entry.dtype[:20]!r}")
+    if entry.nbytes % dtype.itemsize or entry.offset % ALIGNMENT or entry.offset + entry.nbytes >= _MOST_BYTES:
+        raise ValueError(f"{entry.key}: {entry.nbytes} bytes at {entry.offset}")
+    return entry
 
 
 def _size(value: Any) -> int:
@@ -245,6 +257,20 @@ class Snapshot:
         return plain.restore(
             self.header.record, [self.bytes_of(e) for e in self.header.entries if e.operator == BOUNDARY]
         )
+
+    def check_record(self) -> None:
+        """Refuse a snapshot without the state at the boundary, which nothing can be restored from.
+
+        Raises:
+            SnapshotError: it has none, or its record cannot be read.
+        """
+        record = self.record()
+        parts = (record.get("boundary"), record.get("iteration", {})) if isinstance(record, dict) else (None, None)
+        if not isinstance(parts[0], dict) or not isinstance(parts[1], dict | None):
+            raise SnapshotError(
+                f"snapshot {self.iteration} of rank {self.header.rank}: its record has no boundary; another copy "
+                "is needed"
+            )
 
     def damaged(self) -> Entry | None:
         """The first tensor whose bytes are not those that were captured; nothing if all are."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moevement_core.errors import ConfigError
-from moevement_core.flags import AUTO, flag
+from moevement_core.flags import AUTO, flag, within
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.dynamic_k import PLT_LIMIT
 from moevement_core.policy.popularity import Ordering, OrderingConfig
@@ -128,15 +128,15 @@ class StrategyConfig:
         "back-to-front without experts)",
     )  # fmt: skip
     order_alpha: float = flag(
-        "--moevement-order-alpha", type=float, default=0.9, metavar="A",
+        "--moevement-order-alpha", type=float, default=0.9, check=within(0.0, 1.0), metavar="A",
         help="weight of the past for --moevement-order decayed, 0 to 1 (default: 0.9)",
     )  # fmt: skip
     reorder_threshold: float = flag(
-        "--moevement-reorder-threshold", type=float, default=0.10, metavar="F",
+        "--moevement-reorder-threshold", type=float, default=0.10, check=within(0.0), metavar="F",
         help="relative change of an expert's activation share that counts (default: 0.10)",
     )  # fmt: skip
     reorder_fraction: float = flag(
-        "--moevement-reorder-fraction", type=float, default=0.25, metavar="F",
+        "--moevement-reorder-fraction", type=float, default=0.25, check=within(0.0, 1.0), metavar="F",
         help="operators are reordered when more than this fraction of the experts has changed (default: 0.25)",
     )  # fmt: skip
     has_experts: bool = True

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.moevement import patches, platform
+from moevement_core.errors import ConfigError
 from tests.harness import run_ranks
 from tests.training import ROOT
 
@@ -186,7 +187,7 @@ def test_the_platform_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEVEMENT_PLATFORM", "cuda")
     assert not platform.is_cpu()
     monkeypatch.setenv("MOEVEMENT_PLATFORM", "tpu")
-    with pytest.raises(ValueError, match="needs 'cpu' or 'cuda'"):
+    with pytest.raises(ConfigError, match="needs 'cpu' or 'cuda'"):
         platform.is_cpu()
 
 

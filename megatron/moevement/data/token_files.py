@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -110,19 +111,22 @@ def build_token_files(
         on_bytes: called with the number of input bytes each time some have been read.
 
     Raises:
-        DataError: an input cannot be read, is not UTF-8 where the tokenizer needs that, or there is no text at all.
+        DataError: an input cannot be read or is not UTF-8 where the tokenizer needs that, there is no text at all, or
+            the output cannot be written.
     """
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
+    if not prefix.name:
+        raise DataError(f"output {str(prefix)!r}: needs a name for the files; give a path without suffix")
     try:
         prefix.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{prefix}: its folder cannot be made ({error.strerror}); give another place") from None
     partial = prefix.with_name(f".{prefix.name}.{os.getpid()}.partial")
     dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
     written_documents = written_tokens = 0
     try:
+        builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=dtype)
         for path in inputs:
             for chunk, is_last in _pieces(path, documents, json_key, on_bytes):
                 ids = _encode(tokenizer, chunk, path)
@@ -143,6 +147,8 @@ def build_token_files(
         # .idx last: Megatron takes a prefix whose .idx exists for complete.
         for suffix in (".json", ".bin", ".idx"):
             os.replace(f"{partial}{suffix}", f"{prefix}{suffix}")
+    except OSError as error:
+        raise DataError(f"{prefix}: cannot be written ({error.strerror}); give another place") from None
     finally:
         for suffix in (".json", ".bin", ".idx"):
             Path(f"{partial}{suffix}").unlink(missing_ok=True)
@@ -174,6 +180,8 @@ def _pieces(
                 yield from _lines_or_paragraphs(file, documents, on_bytes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except (EOFError, zlib.error) as error:
+        raise DataError(f"{path}: cut off or damaged ({error}); compress it again") from None
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -11,6 +11,8 @@ import os
 
 import torch
 
+from moevement_core.errors import ConfigError
+
 PLATFORM_ENV = "MOEVEMENT_PLATFORM"
 """``cpu`` forces the CPU on a machine that has a GPU; ``cuda`` refuses to start without one; unset decides itself."""
 
@@ -19,7 +21,7 @@ def is_cpu() -> bool:
     """Whether this process runs Megatron on the CPU."""
     wanted = os.environ.get(PLATFORM_ENV, "")
     if wanted not in ("", "cpu", "cuda"):
-        raise ValueError(f"{PLATFORM_ENV}={wanted!r}: needs 'cpu' or 'cuda', or leave it unset")
+        raise ConfigError(f"{PLATFORM_ENV}={wanted!r}: needs 'cpu' or 'cuda', or leave it unset")
     return wanted == "cpu" or (wanted == "" and not torch.cuda.is_available())
 
 

@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement.elastic.setup import put_experts_in_slots
-from megatron.moevement.preflight import elastic, files, machine, sizes, sparse
+from megatron.moevement.preflight import elastic, files, machine, ranges, sizes, sparse
 from moevement_core import log
 from moevement_core.errors import ConfigError
 
 Check = Callable[[Namespace], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
-    files.empty_paths, sizes.positive_sizes, sizes.world_size, sizes.experts, sizes.initialization, sizes.layers,
-    sizes.widths, sizes.lengths_and_batches, sizes.learning_rate, machine.without_gpu, machine.attention,
-    machine.reruns, machine.optimizer, machine.fp8,
-    files.data, files.run_directory, files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints,
-    elastic.elastic,
+    files.empty_paths, ranges.ranges, sizes.missing, sizes.world_size, sizes.experts, sizes.initialization,
+    sizes.layers, sizes.widths, sizes.lengths_and_batches, sizes.learning_rate, machine.without_gpu,
+    machine.attention, machine.reruns, machine.optimizer, machine.fp8, files.data, files.written_folders,
+    files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints, elastic.elastic,
 )  # fmt: skip
 """In the order in which they are made."""
 
@@ -68,8 +67,13 @@ def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
 def check(args: Namespace) -> None:
     """Raise the first complaint about ``args`` as a :class:`ConfigError`."""
     for one in CHECKS:
-        for complaint in one(args):
-            raise ConfigError(complaint)
+        refuse(one(args))
+
+
+def refuse(complaints: Iterator[str]) -> None:
+    """Raise the first of them as a :class:`ConfigError`."""
+    for complaint in complaints:
+        raise ConfigError(complaint)
 
 
 def _one_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from moevement_core.monitoring.config import unserved
 
 def empty_paths(args: Namespace) -> Iterator[str]:
     """A path that is empty comes from a variable that was not set; as a path it would mean the current folder."""
-    for flag in ("run_dir", "moevement_persist_dir", "moevement_load", "moevement_inject_trace"):
+    for flag in ("run_dir", "save", "load", "moevement_persist_dir", "moevement_load", "moevement_inject_trace"):
         value = getattr(args, flag, None)
         if value is not None and not value.strip():
             yield (
@@ -85,13 +86,19 @@ def _empty_shares(args: Namespace) -> Iterator[str]:
                 )
 
 
-def run_directory(args: Namespace) -> Iterator[str]:
-    """The run directory can be made."""
-    if args.run_dir:
+def written_folders(args: Namespace) -> Iterator[str]:
+    """Every folder that the job writes to can be made and written."""
+    for flag in ("run_dir", "save", "tensorboard_dir"):
+        if not (path := getattr(args, flag)):
+            continue
+        name = f"--{flag.replace('_', '-')} {path}"
         try:
-            make_folder(Path(args.run_dir))
+            make_folder(Path(path))
         except OSError as error:
-            yield f"--run-dir {args.run_dir}: {error.strerror}; give a folder that can be made"
+            yield f"{name}: {error.strerror}; give a folder that can be made"
+        else:
+            if not os.access(path, os.W_OK | os.X_OK):
+                yield f"{name}: cannot be written; give a folder that can be"
 
 
 def metrics_endpoint(args: Namespace) -> Iterator[str]:

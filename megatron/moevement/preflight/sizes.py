@@ -6,8 +6,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 
-def positive_sizes(args: Namespace) -> Iterator[str]:
-    """Sizes that divide others must be positive numbers."""
+def missing(args: Namespace) -> Iterator[str]:
+    """What Megatron cannot do without has to be given; what it may be ``ranges`` says."""
     required = {
         "--hidden-size": args.hidden_size,
         "--num-attention-heads": args.num_attention_heads,
@@ -20,22 +20,6 @@ def positive_sizes(args: Namespace) -> Iterator[str]:
     for flag, value in required.items():
         if value is None and not args.use_checkpoint_args and not args.yaml_cfg:
             yield f"{flag}: missing; Megatron has no default, give a positive number"
-        if value is not None and value <= 0:
-            yield f"{flag} {value}: needs a positive number"
-    optional = {
-        "--num-experts": args.num_experts,
-        "--global-batch-size": args.global_batch_size,
-        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
-        "--context-parallel-size": args.context_parallel_size,
-        "--expert-model-parallel-size": args.expert_model_parallel_size,
-        "--expert-tensor-parallel-size": args.expert_tensor_parallel_size,
-        "--moe-router-topk": args.moe_router_topk if args.num_experts else None,
-        "--seed": args.seed,
-    }
-    for flag, value in optional.items():
-        if value is not None and value <= 0:
-            yield f"{flag} {value}: needs a positive number"
     if args.train_iters is None and args.train_samples is None and not args.skip_train:
         yield "--train-iters: missing; say how long to train (or give --train-samples)"
     if not args.eval_interval and args.train_iters is not None and not args.skip_train:

@@ -44,9 +44,9 @@ def test_recorded_loads(trace: Path, tmp_path: Path) -> None:
     ("words", "message"),
     [
         (["--nodes", "1"], "hold fewer than --experts 8"),
-        (["--segment", "nan"], "--segment nan; needs a number, above 0"),
+        (["--segment", "nan"], "--segment nan; needs more than 0"),
         (["--iteration-s", "0"], "--iteration-s 0; needs a number, above 0"),
-        (["--expert-share", "2"], "--expert-share 2; needs a share"),
+        (["--expert-share", "2"], "--expert-share 2.0; needs 0 to 1"),
         (["--routing", "/nowhere.npz"], "/nowhere.npz: No such file"),
         (["--routing", __file__], "--routing .*needs tokens_per_expert"),
     ],

@@ -1,0 +1,181 @@
+"""What lines, events and the summary of a run must look like to be read: files may be damaged, or of another version.
+
+Each function returns what is wrong, in words, or None. Fields that nobody computes with are not looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from moevement_core.events import Planned, Resized
+from moevement_core.recovery.account import Account
+from moevement_core.recovery.outcome import Recovery
+
+_OF_EVENTS: dict[str, type] = {kind.kind: kind for kind in (Account, Planned, Recovery, Resized)}
+"""Those whose fields are computed with."""
+_MOST = 1 << 53
+"""Beyond it neighbouring whole numbers are one float."""
+_NUMBERS = (
+    "time", "iteration_s", "tokens_per_s", "stall_s", "copied_bytes", "replicated_bytes", "replication_lag",
+    "copies_under_way", "persisted_from", "window", "windows_abandoned", "snapshot_memory_bytes", "log_bytes",
+    "log_memory_bytes", "on_disk", "disk_written_bytes", "tokens_owed",
+)  # fmt: skip
+_MAY_BE_NAMED = ("loss", "grad_norm", "learning_rate", "loss_scale", "validation_loss", "test_loss")
+"""Numbers that JSON has no word for are there by their names."""
+_OF_SPARSE = ("copied_bytes", "replicated_bytes", "snapshot_memory_bytes", "log_memory_bytes")
+"""Fields of a line that come together."""
+_COST = (
+    "stall_s", "stall_share", "training_thread_s", "training_thread_share", "copied_bytes", "replicated_bytes",
+    "windows", "window", "windows_abandoned", "memory_bytes",
+)  # fmt: skip
+
+
+def line_complaint(line: Mapping[str, Any]) -> str | None:
+    """Of a line of ``metrics.jsonl``."""
+    iteration: Any = line.get("iteration")
+    if "iteration" not in line:
+        return "no iteration; it was not written by this version"
+    if not _is_whole(iteration) or not 0 <= iteration < _MOST:
+        return f"iteration {_shown(iteration)}; needs a whole number"
+    if "copied_bytes" in line and (missing := _missing(line, _OF_SPARSE)):
+        return f"no {missing[0]}; it was not written by this version"
+    return _numbers(line)
+
+
+def event_complaint(event: Mapping[str, Any]) -> str | None:
+    """Of a line of ``events.jsonl``."""
+    kind = event.get("event")
+    if not isinstance(kind, str):
+        return f"event {_shown(kind)}; needs the kind of one"
+    if not _is_number(event.get("time")):
+        return f"time {_shown(event.get('time'))}; needs a number"
+    world_size = event.get("world_size")
+    if world_size is not None and not _is_whole(world_size):
+        return f"world_size {_shown(world_size)}; needs a whole number"
+    if kind not in _OF_EVENTS:
+        return None
+    if complaint := _fields_of(_OF_EVENTS[kind], event):
+        return f"{kind}: {complaint}"
+    if kind == Account.kind:
+        return _account(event)
+    if kind == Resized.kind and "total" not in event["seconds"]:
+        return "resized: no total of seconds; it was not written by this version"
+    return None
+
+
+def summary_complaint(summary: Any) -> str | None:
+    """Of ``summary.json``."""
+    digest = summary.get("state_digest") if isinstance(summary, dict) else None
+    if not isinstance(digest, dict) or _missing(digest, ("all", "parts", "ranks")):
+        return "holds no state_digest; it was not written by this version"
+    ranks = digest["ranks"]
+    if not isinstance(digest["all"], str) or not isinstance(digest["parts"], dict):
+        return "its state_digest is none; it was damaged after writing"
+    if not isinstance(ranks, list) or not all(isinstance(rank, dict) for rank in ranks):
+        return "its state_digest has no ranks; it was damaged after writing"
+    told = summary.get("checkpointing")
+    if told is not None:
+        if not isinstance(told, dict) or not all(_is_number(told.get(name)) for name in _COST):
+            return "its checkpointing lacks numbers; it was not written by this version"
+        recoveries = told.get("recoveries")
+        if not isinstance(recoveries, list) or any(_fields_of(Recovery, one) for one in recoveries):
+            return "its recoveries are none; it was not written by this version"
+    return _numbers(summary)
+
+
+def processes_complaint(processes: Any) -> str | None:
+    """Of ``ranks.json``."""
+    if not isinstance(processes, list):
+        return f"holds {type(processes).__name__}, not a list; it was damaged after writing"
+    for one in processes:
+        if not isinstance(one, dict) or one.get("role") not in ("active", "spare"):
+            return f"{_shown(one)} is no process; it was damaged after writing"
+        if not isinstance(one.get("host"), str) or not isinstance(one.get("node", ""), str):
+            return f"a process of host {_shown(one.get('host'))}; needs its name"
+        if one["role"] == "active" and not _is_whole(one.get("rank")):
+            return f"a process of rank {_shown(one.get('rank'))}; needs a whole number"
+    return None
+
+
+def _account(event: Mapping[str, Any]) -> str | None:
+    parts = event.get("parts")
+    if not isinstance(parts, dict) or not all(map(_is_number, parts.values())):
+        return "failure: no parts; it was not written by this version"
+    if not _is_number(event.get("total_s")):
+        return f"failure: total_s {_shown(event.get('total_s'))}; needs a number"
+    if event["recovery"] is not None and (complaint := _fields_of(Recovery, event["recovery"])):
+        return f"failure: recovery: {complaint}"
+    return None
+
+
+def _numbers(fields: Mapping[str, Any]) -> str | None:
+    for name in (*_NUMBERS, *_MAY_BE_NAMED):
+        value = fields.get(name)
+        if value is None or _is_number(value) or (name in _MAY_BE_NAMED and value in ("nan", "inf", "-inf")):
+            continue
+        return f"{name} {_shown(value)}; needs a number"
+    return None
+
+
+def _fields_of(kind: type, found: Any) -> str | None:
+    """What is wrong with the fields of an event of a dataclass."""
+    if not isinstance(found, Mapping):
+        return f"{_shown(found)} has no fields"
+    for name, (wanted, is_optional) in _annotated(kind).items():
+        if name not in found:
+            if is_optional:
+                continue
+            return f"no {name}; it was not written by this version"
+        if not _fits(found[name], wanted):
+            return f"{name} {_shown(found[name])}; needs {getattr(wanted, '__name__', wanted)}"
+    return None
+
+
+@cache
+def _annotated(kind: type) -> dict[str, tuple[Any, bool]]:
+    """Type of each field of a dataclass, and whether it may be missing."""
+    hints = typing.get_type_hints(kind)
+    return {
+        one.name: (hints[one.name], one.default is not dataclasses.MISSING)
+        for one in dataclasses.fields(kind)
+    }  # fmt: skip
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    if wanted is Any:
+        return True
+    origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, one) for one in inner)
+    if origin in (Mapping, dict):
+        return isinstance(value, dict) and all(_fits(one, inner[1]) for one in value.values())
+    if origin in (Sequence, list, tuple):
+        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+    if wanted is int:
+        return _is_whole(value)
+    if wanted is float:
+        return _is_number(value)
+    return isinstance(value, wanted)
+
+
+def _missing(found: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    return [name for name in names if name not in found]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
+
+
+def _is_number(value: Any) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
