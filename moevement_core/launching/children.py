@@ -68,7 +68,7 @@ class Child:
         """How it ended; negative: by which signal."""
         environment = {**environment, PARENT_ENV: str(os.getpid())}
         with ExitStack() as opened:
-            streams = [opened.enter_context((logs / f"{label}.{s}").open("w")) for s in ("out", "err")] if logs else []
+            streams = [opened.enter_context(_emptied(logs / f"{label}.{s}")) for s in ("out", "err")] if logs else []
             if program.function is not None:
                 forked = multiprocessing.get_context("fork").Process(
                     target=_run, args=(program, dict(environment), streams), name=label
@@ -111,6 +111,13 @@ class Child:
         """What it has printed to ``out`` or ``err``; nothing where that is not kept."""
         path = self.logs / f"{self.label}.{stream}" if self.logs is not None else None
         return path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
+
+
+def _emptied(path: Path) -> TextIO:
+    """To append to: whoever rotates it makes it empty under its writer."""
+    path.unlink(missing_ok=True)
+    path.with_name(f"{path.name}.1").unlink(missing_ok=True)
+    return path.open("a")
 
 
 @contextmanager
