@@ -24,7 +24,7 @@ Check = Callable[[Namespace], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     files.empty_paths, sizes.positive_sizes, sizes.world_size, sizes.experts, sizes.initialization, sizes.layers,
     sizes.widths, sizes.lengths_and_batches, sizes.learning_rate, machine.without_gpu, machine.attention,
-    machine.reruns, machine.optimizer, machine.fp8,
+    machine.reruns, machine.optimizer, machine.fp8, machine.shared_memory,
     files.data, files.run_directory, files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints,
     elastic.elastic,
 )  # fmt: skip
