@@ -25,6 +25,7 @@ COMMANDS = {
     "elastic": "what nodes that come and go cost, with elastic experts and without",
     "profile": "measure what an iteration of a real run is made of, for moevement simulate",
     "bench": "measure on this machine",
+    "drill": "flip bits of a job's data, and see that all of it is found",
     "verify": "whether two runs are the same, bit for bit",
     "top": "what a run does now, in the terminal",
     "report": "summary and plot of finished or running runs",

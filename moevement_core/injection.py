@@ -98,6 +98,63 @@ class Fault:
         return Fault(int(words["rank"]), Phase(words["phase"]), Signal(words.get("signal", Signal.KILL)), iteration)
 
 
+class FlipKind(StrEnum):
+    """Data of which a drill flips a bit."""
+
+    COPIES = "copies"
+    """A copy of a snapshot in a peer's memory, that a recovery reads."""
+    OWN = "own"
+    """A snapshot of its own that a rank which rolls back reads."""
+    PARITY = "parity"
+    """A block of parity that a recovery reads."""
+    LOGS = "logs"
+    """What a rank sent over its stage's boundary, and is to feed again."""
+    GRADIENTS = "gradients"
+    """A logged gradient that updates are made again from."""
+    WINDOWS = "windows"
+    """A file of a window on disk that is loaded."""
+    WIRE = "wire"
+    """A snapshot on its way to a peer."""
+    HEADERS = "headers"
+    """Its header on its way there."""
+    FETCHES = "fetches"
+    """A snapshot on its way back to the rank that it is of."""
+    FEEDS = "feeds"
+    """A tensor on its way to a stage that replays alone."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A bit that is flipped, once in a job."""
+
+    kind: FlipKind
+    rank: int | None = None
+    """On which rank; None: on the first that has such data in use."""
+    iteration: int = 0
+    """Of what is sent on the wire: the first; of other data: the first to be recovered."""
+    seed: int = 0
+    """Draws which tensor and which bit."""
+
+    @staticmethod
+    def parse(text: str) -> Flip:
+        """From ``kind=copies,rank=2,iteration=17,seed=1``.
+
+        Raises:
+            ConfigError: it says something else.
+        """
+        flag = f"--moevement-inject-flip {text}"
+        words = dict(word.partition("=")[::2] for word in text.split(","))
+        if unknown := words.keys() - {"kind", "rank", "iteration", "seed"}:
+            raise ConfigError(f"{flag}: {sorted(unknown)[0]!r} is none of kind, rank, iteration, seed")
+        if words.get("kind") not in list(FlipKind):
+            raise ConfigError(f"{flag}: kind={words.get('kind', '')}; needs one of {', '.join(FlipKind)}")
+        numbers = {name: value for name, value in words.items() if name != "kind"}
+        for name, value in numbers.items():
+            if not (value.isascii() and value.isdecimal()):
+                raise ConfigError(f"{flag}: {name}={value}; needs a number")
+        return Flip(FlipKind(words["kind"]), **{name: int(value) for name, value in numbers.items()})
+
+
 def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) -> Iterator[float]:
     """When a rank is killed, in seconds after it began, so that the job sees a failure every ``mtbf_s`` on average.
 

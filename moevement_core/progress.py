@@ -35,7 +35,8 @@ class Progress:
         self._last: dict[str, Any] = {}
         self._printed: dict[str, Any] = {}
         self._plain_due_s = time.monotonic() + PLAIN_EVERY_S
-        self._started_s = time.time()
+        self._started_s = time.monotonic()
+        self._earlier = _identity(self._record.metrics_path) if self._record is not None else None
         self._console = Console(file=sys.stdout)
         self._bar: Bar | None = None
 
@@ -82,7 +83,11 @@ class Progress:
 
     def _show_our_lines(self) -> None:
         """What rank 0 has to say to the user: defaults that were filled in, a checkpoint that was not saved."""
-        if self._log is None or not self._log.exists() or self._log.stat().st_size <= self._log_offset:
+        if self._log is None or not self._log.exists():
+            return
+        if (size := self._log.stat().st_size) < self._log_offset:  # it was rotated
+            self._log_offset = 0
+        if size <= self._log_offset:
             return
         with self._log.open("rb") as file:
             file.seek(self._log_offset)
@@ -104,17 +109,26 @@ class Progress:
     def _remaining(self) -> str:
         done = self._last["iteration"]
         if self._total is None or done >= self._total:
-            return f"{time.time() - self._started_s:.0f} s"
+            return f"{time.monotonic() - self._started_s:.0f} s"
         return f"{(self._total - done) * (self._last.get('iteration_s') or 0):.0f} s to go"
 
     def _newest_line(self) -> dict[str, Any] | None:
         assert self._record is not None
         path = self._record.metrics_path
         # A file left by an earlier run is replaced when this one begins.
-        if not path.exists() or path.stat().st_size == self._offset or path.stat().st_mtime < self._started_s:
+        if not path.exists() or path.stat().st_size == self._offset or _identity(path) == self._earlier:
             return None
         self._offset = path.stat().st_size
         return self._record.newest_metric()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of a file: which one it is of all that have had its name."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _has_loss(line: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@
 ====================  ==============================================================================
 
 Lines are appended and flushed one by one, so a killed run leaves whole lines and at most one torn one at the end, which
-reading skips and the next start cuts off.
+reading skips and the next line cuts off.
 """
 
 from __future__ import annotations
@@ -187,8 +187,22 @@ def _line(fields: dict[str, Any]) -> str:
 
 
 def _append(path: Path, fields: dict[str, Any]) -> None:
-    with open(path, "a", encoding="utf-8", opener=opener) as file:
-        file.write(_line(fields))
+    with open(path, "ab", opener=opener) as file:
+        _cut_off_torn_line(path)
+        file.write(_line(fields).encode())
+
+
+def _cut_off_torn_line(path: Path) -> None:
+    """A writer died in the middle of it, or the disk was full: what follows begins a line of its own."""
+    with path.open("rb") as file:
+        if (end := file.seek(0, os.SEEK_END)) == 0:
+            return
+        file.seek(end - 1)
+        if file.read(1) == b"\n":
+            return
+        file.seek(0)
+        whole = file.read().rfind(b"\n") + 1
+    os.truncate(path, whole)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -21,7 +21,6 @@ from typing import Any, TextIO
 
 import psutil
 
-from moevement_core.file_modes import opener
 from moevement_core.restart.environment import PARENT_ENV
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -69,11 +68,7 @@ class Child:
         """How it ended; negative: by which signal."""
         environment = {**environment, PARENT_ENV: str(os.getpid())}
         with ExitStack() as opened:
-            streams = (
-                [opened.enter_context(open(logs / f"{label}.{s}", "w", opener=opener)) for s in ("out", "err")]
-                if logs
-                else []
-            )
+            streams = [opened.enter_context(_emptied(logs / f"{label}.{s}")) for s in ("out", "err")] if logs else []
             if program.function is not None:
                 forked = multiprocessing.get_context("fork").Process(
                     target=_run, args=(program, dict(environment), streams), name=label
@@ -116,6 +111,13 @@ class Child:
         """What it has printed to ``out`` or ``err``; nothing where that is not kept."""
         path = self.logs / f"{self.label}.{stream}" if self.logs is not None else None
         return path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
+
+
+def _emptied(path: Path) -> TextIO:
+    """To append to: whoever rotates it makes it empty under its writer."""
+    path.unlink(missing_ok=True)
+    path.with_name(f"{path.name}.1").unlink(missing_ok=True)
+    return open(path, "a", opener=opener)
 
 
 @contextmanager

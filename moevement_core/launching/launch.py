@@ -25,6 +25,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.file_modes import FLAG, make_folder, use_file_mode
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
+from moevement_core.launching.logs import LogFolder
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.launching.worker import Trainer
@@ -142,8 +143,11 @@ def launch_on_this_host(launch: Launch) -> int:
                         lease_of(launch.argv), pages, RunRecord(run_dir) if run_dir is not None else None, progress,
                         children, launch.respawn_after_s,
                     )  # fmt: skip
+                folder = LogFolder(logs) if logs is not None else None
                 while watch.is_running():
                     signals.check()
+                    if folder is not None:
+                        folder.look({child.label for child in children if child.code is None})
                     if signals.asked_by is not None:
                         _wind_down(watch, signals, progress)
                     if endpoint is not None:

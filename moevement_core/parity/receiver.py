@@ -10,7 +10,7 @@ from moevement_core.parity.store import MemberStore, Stripe
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.receiver import PATIENCE_S, Receiver, Report
 from moevement_core.replication.transport import Transport
-from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot.arena import in_pages
 from moevement_core.snapshot.blocks import block_bytes, blocks_of
 from moevement_core.snapshot.snapshot import Header, digest_of
@@ -55,7 +55,7 @@ class ParityReceiver(Receiver):
             return True
         flags = torch.zeros(len(blocks), dtype=torch.uint8)
         flags[wanted] = 1
-        go = Message(Kind.GO, self._rank, iteration, payload_bytes=len(blocks))
+        go = Message(Kind.GO, self._rank, iteration, payload_bytes=len(blocks), check=checksum(flags))
         self._transport.send(source, TO_SOURCE, go.encode())
         self._transport.send(source, TO_SOURCE, flags)
         for number in wanted:

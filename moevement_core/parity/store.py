@@ -13,6 +13,7 @@ from typing import override
 
 import torch
 
+from moevement_core import damage
 from moevement_core.device import Device
 from moevement_core.parity.code import coefficients
 from moevement_core.parity.field import add_product
@@ -149,6 +150,8 @@ class GroupStore:
                 return None
             stripe.users += 1
         if stripe.digest is not None and digest_of(*stripe.total.pieces(0, stripe.total.nbytes)) != stripe.digest:
+            what = f"parity of iteration {iteration} of ranks {', '.join(map(str, self.group.members))}"
+            damage.report("the digest of a sum that is read", what, "planning again without it")
             self.give_back(stripe)
             return None
         return stripe

@@ -116,6 +116,15 @@ def read_snapshot(path: Path) -> Snapshot:
     return Snapshot(header, Buffer(buffer))
 
 
+def payload_start(path: Path) -> int:
+    """Where the tensors of a snapshot file begin.
+
+    Raises:
+        SnapshotError: as :func:`read_header`.
+    """
+    return _read(path)[1]
+
+
 def _read(path: Path) -> tuple[Header, int]:
     try:
         with open_regular(path) as file:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from moevement_core import damage
 from moevement_core.boundary_log import BoundaryLog, Direction
-from moevement_core.errors import RecoveryError
+from moevement_core.errors import RecoveryError, SnapshotError
 from moevement_core.replication.transport import Transport
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_STAGE, Kind, Message
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_STAGE, Kind, Message, checksum
 from moevement_core.snapshot.snapshot import as_bytes, digest_of
 
 
@@ -31,7 +33,7 @@ def feed(
             payload = as_bytes(one.tensor)
             about = {"order": one.order, "dtype": one.dtype, "shape": one.shape, "digest": one.digest}
             header = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
-            said = Message(Kind.TENSOR, rank, iteration, header.numel(), payload.numel())
+            said = Message(Kind.TENSOR, rank, iteration, header.numel(), payload.numel(), check=checksum(header))
             for data in (said.encode(), header, payload):
                 transport.send(peer, TO_STAGE[direction], data)
             total += payload.numel()
@@ -63,16 +65,28 @@ class Feed:
         payload = torch.empty(message.payload_bytes, dtype=torch.uint8)
         self._transport.receive(self._peer, tag, header)
         self._transport.receive(self._peer, tag, payload)
-        about = json.loads(header.numpy().tobytes())
-        found = (message.kind, message.iteration, about["order"])
-        if found != (Kind.TENSOR, self._iteration, self._order) or digest_of(payload) != about["digest"]:
+        about = self._whole(message, header, payload)
+        if (message.kind, message.iteration, about["order"]) != (Kind.TENSOR, self._iteration, self._order):
             raise RecoveryError(
                 f"rank {self._peer} fed tensor {about['order']} of iteration {message.iteration}; tensor {self._order} "
-                f"of iteration {self._iteration} was wanted, undamaged"
+                f"of iteration {self._iteration} was wanted"
             )
         self._order += 1
         self.received_bytes += payload.numel()
         return payload.view(getattr(torch, about["dtype"])).view(about["shape"])
+
+    def _whole(self, message: Message, header: torch.Tensor, payload: torch.Tensor) -> dict[str, Any]:
+        """What the header says, if neither it nor the payload is damaged."""
+        what = f"tensor {self._order} of iteration {message.iteration}, which rank {self._peer} feeds"
+        try:
+            message.refuse_unless_whole(header)
+            about: dict[str, Any] = json.loads(header.numpy().tobytes())
+            if digest_of(payload) == about["digest"]:
+                return about
+        except SnapshotError:
+            pass
+        damage.report("the checksums of what a neighbour feeds", what, "the recovery begins again")
+        raise RecoveryError(f"{what}, was damaged on its way or in the memory of that rank")
 
 
 class Feeds:

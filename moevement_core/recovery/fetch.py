@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
+from moevement_core import damage
 from moevement_core.errors import SnapshotError
 from moevement_core.recovery.places import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.take_part import OpenSum, take_part
 from moevement_core.replication.transport import Transport
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message, checksum
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Header, Snapshot
 
@@ -47,8 +49,7 @@ def fetch(
                     open_sum, transport,
                 )  # fmt: skip
             if rank == one.owner:
-                snapshot = _checked(_receive(one, transport), one)
-                fetched[one.iteration] = one if snapshot is None else snapshot
+                fetched[one.iteration] = _receive(one, transport)
             continue
         if rank not in (one.owner, one.holder):
             continue
@@ -58,7 +59,8 @@ def fetch(
             if rank == one.holder:
                 _send(rank, one, snapshot, transport)
                 continue
-            snapshot = _checked(_receive(one, transport), one)
+            fetched[one.iteration] = _receive(one, transport)
+            continue
         fetched[one.iteration] = one if snapshot is None else snapshot
     return fetched
 
@@ -68,10 +70,21 @@ def _checked(snapshot: Snapshot | None, one: Fetch) -> Snapshot | None:
     if snapshot is None or snapshot.header.rank != one.owner or snapshot.iteration != one.iteration:
         return None
     try:
-        snapshot.check("")
-    except SnapshotError:
+        snapshot.check(_PLACES[one.source])
+    except SnapshotError as error:
+        what, _, _ = str(error).partition(";")
+        damage.report("the digest of a snapshot that is fetched", what, "planning again without it")
         return None
     return snapshot
+
+
+_PLACES = {
+    Source.MEMORY: "in its own memory",
+    Source.PEER: "as a copy in a peer's memory",
+    Source.PARITY: "made from parity",
+    Source.REPLICA: "made from live state",
+    Source.FILE: "in a file",
+}
 
 
 def _send(rank: int, one: Fetch, snapshot: Snapshot | None, transport: Transport) -> None:
@@ -80,23 +93,32 @@ def _send(rank: int, one: Fetch, snapshot: Snapshot | None, transport: Transport
         return
     packed, pieces = snapshot.packed()
     header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
-    said = Message(Kind.SNAPSHOT, rank, one.iteration, header.numel(), packed.payload_bytes)
+    said = Message(
+        Kind.SNAPSHOT, rank, one.iteration, header.numel(), packed.payload_bytes, check=checksum(header)
+    )  # fmt: skip
     for data in (said.encode(), header, *pieces):
         transport.send(one.owner, TO_OWNER, data)
 
 
-def _receive(one: Fetch, transport: Transport) -> Snapshot | None:
+def _receive(one: Fetch, transport: Transport) -> Snapshot | Fetch:
+    """What the holder sends; the fetch itself if that is nothing, or not what was wanted."""
     data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
     transport.receive(one.holder, TO_OWNER, data)
     message = Message.decode(data)
     if message.kind is not Kind.SNAPSHOT:
-        return None
+        return one
     header = torch.empty(message.header_bytes, dtype=torch.uint8)
     payload = torch.empty(message.payload_bytes, dtype=torch.uint8)
     transport.receive(one.holder, TO_OWNER, header)
     if payload.numel():
         transport.receive(one.holder, TO_OWNER, payload)
     try:
-        return Snapshot(Header.decode(header.numpy().tobytes()), Buffer(payload))
-    except SnapshotError:
-        return None
+        message.refuse_unless_whole(header)
+        snapshot = Snapshot(Header.decode(header.numpy().tobytes()), Buffer(payload))
+        snapshot.check(f"as it came from rank {one.holder}")
+    except SnapshotError as error:
+        what, _, _ = str(error).partition(";")
+        damage.report("the checksums of what another rank sends back", what, "it is asked for again")
+        return replace(one, was_sent=True)
+    is_wanted = snapshot.header.rank == one.owner and snapshot.iteration == one.iteration
+    return snapshot if is_wanted else one

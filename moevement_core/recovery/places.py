@@ -76,3 +76,5 @@ class Fetch:
     holder: int
     source: Source
     sum: Sum | None = None
+    was_sent: bool = False
+    """Whether the holder had it, whole, and it was damaged on its way."""

@@ -16,7 +16,7 @@ from moevement_core.parity.store import GroupStore, Stripe, tensors_between
 from moevement_core.recovery.places import Source, Sum, Term
 from moevement_core.recovery.sums import Part, Summed
 from moevement_core.replication.transport import Transport
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_OWNER, Kind, Message, checksum
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot
 
@@ -61,7 +61,9 @@ def take_part(
             return
         if after == owner:
             encoded = torch.frombuffer(bytearray(leases[-1][1].headers[owner].encode()), dtype=torch.uint8)
-            announced = Message(Kind.SNAPSHOT, rank, iteration, encoded.numel(), sum_.nbytes)
+            announced = Message(
+                Kind.SNAPSHOT, rank, iteration, encoded.numel(), sum_.nbytes, check=checksum(encoded)
+            )  # fmt: skip
             transport.send(after, TO_OWNER, announced.encode())
             transport.send(after, TO_OWNER, encoded)
         else:

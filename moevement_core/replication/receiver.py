@@ -9,6 +9,7 @@ from typing import override
 
 import torch
 
+from moevement_core import damage
 from moevement_core.errors import SnapshotError
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.peer_store import PeerStore
@@ -103,6 +104,12 @@ class Receiver(ABC):
         data = torch.empty(message.header_bytes, dtype=torch.uint8)
         self._transport.receive(self.store.source, TO_PEER, data)
         try:
+            message.refuse_unless_whole(data)
+        except SnapshotError:
+            self._report_damaged(message.iteration, "its header", "the checksum of a header on the wire")
+            self._say(Kind.DAMAGED, message.iteration)
+            return
+        try:
             header = self._checked(Header.decode(data.numpy().tobytes()), message)
         except SnapshotError as error:
             self._report(f"refused a snapshot of rank {self.store.source}: {error}")
@@ -114,11 +121,10 @@ class Receiver(ABC):
     def _take_in(self, header: Header, message: Message) -> None:
         """Receive the payload of a snapshot whose header was checked, and answer what came of it."""
 
-    def _report_damaged(self, iteration: int, damaged: Entry) -> None:
-        self._report(
-            f"snapshot {iteration} of rank {self.store.source} arrived damaged ({damaged.key} of "
-            f"{damaged.operator or 'the boundary record'}); asked for it again"
-        )
+    def _report_damaged(self, iteration: int, part: Entry | str, by: str = "the digest of a copy as it came") -> None:
+        what = part if isinstance(part, str) else part.name
+        text = f"snapshot {iteration} of rank {self.store.source} arrived damaged ({what})"
+        damage.report(by, text, "asked for it again")  # at once: what else goes wrong now does not explain it
 
     def _checked(self, header: Header, message: Message) -> Header:
         store = self.store

@@ -15,7 +15,7 @@ import torch
 from moevement_core.errors import ReplicationError
 from moevement_core.replication.pace import Pace
 from moevement_core.replication.transport import Transport
-from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot.blocks import blocks_of
 from moevement_core.snapshot.snapshot import Header, Snapshot
 
@@ -231,18 +231,24 @@ class Sender:
     def _transfer(self, snapshot: Snapshot) -> Kind:
         packed, pieces = snapshot.packed()
         header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
-        self._say(Message(Kind.SNAPSHOT, self.rank, snapshot.iteration, header.numel(), packed.payload_bytes))
+        self._say(
+            Message(
+                Kind.SNAPSHOT, self.rank, snapshot.iteration, header.numel(), packed.payload_bytes,
+                check=checksum(header),
+            )
+        )  # fmt: skip
         self._transport.send(self.peer, TO_PEER, header)
         if (answer := self._answered_by()).kind is not Kind.GO:
             return answer.kind
         if answer.payload_bytes:
-            pieces = self._wanted(snapshot, packed, answer.payload_bytes)
+            pieces = self._wanted(snapshot, packed, answer)
         return self._send(pieces)
 
-    def _wanted(self, snapshot: Snapshot, packed: Header, blocks: int) -> list[torch.Tensor]:
+    def _wanted(self, snapshot: Snapshot, packed: Header, answer: Message) -> list[torch.Tensor]:
         """Of a snapshot that is added to parity the blocks that are not in it yet."""
-        flags = torch.empty(blocks, dtype=torch.uint8)
+        flags = torch.empty(answer.payload_bytes, dtype=torch.uint8)
         self._transport.receive(self.peer, TO_SOURCE, flags)
+        answer.refuse_unless_whole(flags)
         pieces: list[torch.Tensor] = []
         held = iter(snapshot.in_order())
         for block, is_wanted in zip(blocks_of(packed), flags.tolist(), strict=True):

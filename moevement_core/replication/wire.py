@@ -16,8 +16,8 @@ import xxhash
 from moevement_core.errors import SnapshotError
 
 MESSAGE_BYTES = 64
-_MAGIC = b"MoEvmnt1"
-_FIELDS = struct.Struct("<8sIIqQQQ")  # magic, kind, rank, iteration, header bytes, payload bytes, count
+_MAGIC = b"MoEvmnt2"
+_FIELDS = struct.Struct("<8sIIqQQQQ")  # magic, kind, rank, iteration, header bytes, payload bytes, count, check
 MAX_HEADER_BYTES = 1 << 30
 
 TO_PEER, TO_SOURCE, TO_OWNER = 1, 2, 3
@@ -62,11 +62,13 @@ class Message:
     header_bytes: int = 0
     payload_bytes: int = 0
     count: int = 0
+    check: int = 0
+    """Checksum of what follows and has no digest of its own: a header, or flags. See :func:`checksum`."""
 
     def encode(self) -> torch.Tensor:
         """As it travels, uint8 ``[64]``."""
         fields = _FIELDS.pack(
-            _MAGIC, self.kind, self.rank, self.iteration, self.header_bytes, self.payload_bytes, self.count
+            _MAGIC, self.kind, self.rank, self.iteration, self.header_bytes, self.payload_bytes, self.count, self.check
         )
         padded = fields.ljust(MESSAGE_BYTES - 8, b"\0")
         return torch.frombuffer(bytearray(padded + xxhash.xxh3_64_digest(padded)), dtype=torch.uint8)
@@ -81,7 +83,24 @@ class Message:
         raw = data.numpy().tobytes()
         if raw[-8:] != xxhash.xxh3_64_digest(raw[:-8]):
             raise SnapshotError("a message whose checksum is wrong; the connection carries something else")
-        magic, kind, rank, iteration, header_bytes, payload_bytes, count = _FIELDS.unpack_from(raw)
+        magic, kind, rank, iteration, header_bytes, payload_bytes, count, check = _FIELDS.unpack_from(raw)
         if magic != _MAGIC or kind not in tuple(Kind) or header_bytes > MAX_HEADER_BYTES:
             raise SnapshotError(f"a message of kind {kind} with magic {magic!r}; the other side is another version")
-        return Message(Kind(kind), rank, iteration, header_bytes, payload_bytes, count)
+        return Message(Kind(kind), rank, iteration, header_bytes, payload_bytes, count, check)
+
+    def refuse_unless_whole(self, data: torch.Tensor) -> None:
+        """Compare what followed this message with its checksum.
+
+        Raises:
+            SnapshotError: it was damaged on its way.
+        """
+        if checksum(data) != self.check:
+            raise SnapshotError(f"the header of iteration {self.iteration} was damaged on its way")
+
+
+def checksum(data: torch.Tensor) -> int:
+    """Of a header, or of flags, as :attr:`Message.check` has it.
+
+    Headers name every tensor, and hold the record of an iteration; digests of tensors say nothing of either.
+    """
+    return xxhash.xxh3_64_intdigest(data.numpy())

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moevement_core.flags import at_least, each, flag, positive
-from moevement_core.injection import Fault, Phase
+from moevement_core.injection import Fault, Flip, FlipKind, Phase
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,12 @@ class DrillConfig:
         check=each(lambda name, text: Fault.parse(text), tuple),
         help="a drill: once, let signal (KILL, STOP, EXC, or WAIT: stay there until another rank fails) happen to a "
         f"rank in a phase ({', '.join(Phase)}); several are several failures",
+    )  # fmt: skip
+    flips: tuple[Flip, ...] = flag(
+        "--moevement-inject-flip", action="extend", nargs="+", default=(),
+        metavar="kind=K[,rank=N][,iteration=N][,seed=N]", check=each(lambda name, text: Flip.parse(text), tuple),
+        help=f"a drill: once, flip a bit of data of a kind ({', '.join(FlipKind)}) on a rank, after its digest was "
+        "made and before it is used; see moevement drill",
     )  # fmt: skip
     mtbf_s: float | None = flag(
         "--moevement-inject-mtbf", type=float, metavar="S", check=positive(None),

@@ -146,17 +146,18 @@ def start_clock(mtbf_s: float | None, seed: int, trace: Path | None, speedup: fl
     now, rank = generation(), dist.get_rank()
     life = now.roster.generation if now is not None else 0
     times: list[float] = []
+    """Seconds from now."""
     if mtbf_s is not None:
-        times.append(time.time() + next(poisson_times(mtbf_s, len(nodes), rank, seed, life)))
+        times.append(next(poisson_times(mtbf_s, len(nodes), rank, seed, life)))
     if trace is not None:
         began = _job_began()
         names = sorted(set(nodes))
         mine = names.index(nodes[rank])
-        hits = [began + after for after, node in removals(trace, len(names), speedup) if node == mine]
-        times += [hit for hit in hits if hit > time.time()][:1]
+        hits = [began + after - time.time() for after, node in removals(trace, len(names), speedup) if node == mine]
+        times += [hit for hit in hits if hit > 0][:1]
     if times:
         name = f"moevement-inject-{life}"
-        threading.Thread(target=_kill_at, args=(min(times), rank, now), name=name, daemon=True).start()
+        threading.Thread(target=_kill_after, args=(min(times), rank, now), name=name, daemon=True).start()
 
 
 def _job_began() -> float:
@@ -167,7 +168,7 @@ def _job_began() -> float:
     return float(connect(address).claim(_BEGAN, str(time.time())))
 
 
-def _kill_at(when: float, rank: int, its_generation: Generation | None) -> None:
-    time.sleep(max(0.0, when - time.time()))
+def _kill_after(seconds: float, rank: int, its_generation: Generation | None) -> None:
+    time.sleep(seconds)
     if generation() is its_generation:  # else another one has its own
         strike(Fault(rank, Phase.START, Signal.KILL), "what it does now")

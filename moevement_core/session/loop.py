@@ -127,7 +127,7 @@ class _Loop(Training):
     ) -> None:
         self._make, self._config, self._loop, self._backend, self._run_dir = make, config, loop, backend, run_dir
         self._flags = flags
-        self._began_at = time.time()
+        self._began_s = time.monotonic()
         self._binding: Binding | None = None
         self._session: Session | None = None
         self._rejoined: Rejoined | None = None
@@ -228,7 +228,7 @@ class _Loop(Training):
         record.write_summary(
             {
                 "iterations": session.binding.iteration,
-                "wall_s": time.time() - self._began_at,
+                "wall_s": time.monotonic() - self._began_s,
                 "world_size": dist.get_world_size(),
                 "checkpointing": checkpointing,
                 "state_digest": digests,

@@ -16,10 +16,14 @@ from moevement_core.recovery.places import Fetch, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_from_replicas, plan_recovery, plan_redo
 from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
+from moevement_core.session import flips
 from moevement_core.session.codec import Plain
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.sources import SnapshotSource
 from moevement_core.snapshot.snapshot import Snapshot
+
+ATTEMPTS = 3
+"""How often what is damaged on its way is asked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +91,10 @@ def prepare(
     sent = all_gather_objects((mine_of, Plain(dict(report.outcomes))), tuple[Report, Plain])
     reports = [replace(its, outcomes=outcomes.value) for its, outcomes in sent]
     of_sums = sources.get(Source.PARITY)
+    asked_again = 0
     while True:
         plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
+        flips.at_plans(report.rank, plans, sources)
         snapshots: dict[int, Snapshot] = {}
         missing: list[Fetch] = []
         for plan in plans:
@@ -105,7 +111,8 @@ def prepare(
             return Prepared(plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began)
         if report.rank == 0:
             log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
-        reports = [_without(one, failed) for one in reports]
+        asked_again += 1
+        reports = [_without(one, _gone(failed, asked_again)) for one in reports]
 
 
 def _plans(
@@ -175,6 +182,11 @@ def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
         if report.replica == mine.replica:
             found |= report.outcomes
     return found
+
+
+def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
+    """Those that are not asked for again where they were. What was damaged on its way is still whole there."""
+    return {one for one in failed if not one.was_sent or attempt >= ATTEMPTS}
 
 
 def _without(report: Report, failed: set[Fetch]) -> Report:

@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
+from moevement_core import damage
 from moevement_core.errors import RecoveryError
 from moevement_core.events import RecoveredFromDisk
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.recovery.places import Source
 from moevement_core.recovery.plan import Report
+from moevement_core.session import flips
 from moevement_core.session.carry_out import carry_out
 from moevement_core.session.commit import Mark
 from moevement_core.session.kept import Kept, check_kept
@@ -234,9 +236,11 @@ class Recoverer:
             return ()
         if scope is None or parts.topology.stage not in scope.feeding:
             return tuple(log.iterations)
+        flips.at_log(parts.topology.rank, log)
         damaged = log.damaged(log.iterations)
         if damaged:
-            self._reports.report(f"what iterations {', '.join(map(str, damaged))} sent is damaged in host memory")
+            what = f"what iterations {', '.join(map(str, damaged))} sent is damaged in host memory"
+            damage.report("the digests of a boundary log that is to be fed", what, "it is not fed")
         return tuple(iteration for iteration in log.iterations if iteration not in damaged)
 
     def _scope(self, parts: Parts, lost: frozenset[int]) -> Scope | None:

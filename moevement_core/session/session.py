@@ -20,7 +20,7 @@ from moevement_core.injection import Phase
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
 from moevement_core.restart.generation import generation
-from moevement_core.session import observer
+from moevement_core.session import flips, observer
 from moevement_core.session.binding import Binding
 from moevement_core.session.commit import Mark
 from moevement_core.session.config import SessionConfig
@@ -61,6 +61,7 @@ class Session:
         refuse_without_wipe(binding, config.drill.wipe_at)
         self.binding = binding
         self._drill = config.drill
+        flips.begin(config.drill.flips)
         self._peer_timeout_s = config.timeouts.peer_s
         self.saving = saving = Saving(binding, config, names, joining, is_resized=is_resized)
         strategy = saving.windows.strategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.parity.store import GroupStore, MemberStore, Stripe
@@ -23,6 +24,10 @@ class SnapshotSource(ABC):
     @abstractmethod
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
         """One of them; nothing if it is gone meanwhile."""
+
+    def path_of(self, owner: int, iteration: int) -> Path | None:
+        """The file of one of them; nothing if it is not in one."""
+        return None
 
     def summed(self) -> Sequence[Summed]:
         """The parity that it has."""

@@ -31,7 +31,7 @@ from moevement_core.replication.placement import (
 from moevement_core.replication.protection import Parity
 from moevement_core.replication.transport import Transport
 from moevement_core.restart.injection import InjectingTransport
-from moevement_core.session import wind_down
+from moevement_core.session import flips, wind_down
 from moevement_core.session.address import own_address
 from moevement_core.session.binding import Binding, Place
 from moevement_core.session.config import SessionConfig
@@ -183,8 +183,8 @@ def connect(
         stage_group=_make_stage_groups(stages, stage),
         agreement=_agreement(world),
         snapshots=_for_snapshots(config, guard, connections),
-        fetches=connections.channel("fetches") if world > 1 else None,
-        feeds=connections.channel("feeds") if pipeline.stages > 1 else None,
+        fetches=flips.on_the_way("fetches", connections.channel("fetches")) if world > 1 else None,
+        feeds=flips.on_the_way("feeds", connections.channel("feeds")) if pipeline.stages > 1 else None,
     )
     return Topology(
         rank=rank,
@@ -221,7 +221,7 @@ def _agreement(world: int) -> Agreement:
 def _for_snapshots(config: SessionConfig, guard: _Guard, connections: Connections) -> Transport | None:
     if not any(guard.peers):
         return None
-    transport = connections.channel("snapshots")
+    transport = flips.on_the_way("snapshots", connections.channel("snapshots"))
     return InjectingTransport(transport) if config.drill.faults else transport
 
 

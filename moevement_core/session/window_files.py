@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from moevement_core import log
+from moevement_core import damage, log
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.persistence.manifest import Manifest, manifests_and_refused, reach_of
@@ -36,6 +36,10 @@ class WindowFiles(SnapshotSource):
         """Whether ``SS_iteration`` belongs to the window."""
         return iteration in self._range
 
+    def path_of(self, owner: int, iteration: int) -> Path:
+        """The file of one of them."""
+        return self._folder / file_name(owner, iteration)
+
     def holdings(self) -> list[Holding]:
         """All that are there and look whole."""
         return list(self._holdings())
@@ -48,7 +52,7 @@ class WindowFiles(SnapshotSource):
             try:
                 header = read_header(self._folder / name)
             except SnapshotError as error:
-                log.warning(str(error))
+                damage.report("the digest of a file's header", str(error).partition(";")[0], "planning without it")
                 continue
             if (header.rank, header.iteration) == found:
                 yield Holding(
@@ -80,6 +84,10 @@ class JobWindows(SnapshotSource):
     def __init__(self, place: SharedFolder, windows: Sequence[Manifest]) -> None:
         self.windows = windows
         self._files = [WindowFiles(place, manifest) for manifest in windows]
+
+    def path_of(self, owner: int, iteration: int) -> Path:
+        """The file of one of them."""
+        return next(window for window in self._files if window.has(iteration)).path_of(owner, iteration)
 
     def holdings(self) -> list[Holding]:
         """All that are there and look whole; a snapshot that belongs to two windows is listed once."""

@@ -14,6 +14,7 @@ from moevement_core import log
 from moevement_core.errors import ConfigError, RecoveryError
 from moevement_core.persistence.manifest import Manifest, is_of_job
 from moevement_core.replication.connections import Address, Connections
+from moevement_core.session import flips
 from moevement_core.session.address import own_address
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
@@ -41,6 +42,7 @@ def load_window(
         ConfigError: the windows are of a job with other settings.
         RecoveryError: there are windows, and none of them is whole.
     """
+    flips.begin(config.drill.flips)
     host = own_address()
     loaded = _load_own(binding, config, names, host, resize) if names.is_restart else None
     if loaded is None and not is_resumed:

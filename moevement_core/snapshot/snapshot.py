@@ -66,6 +66,11 @@ class Entry:
     place: int = -1
     """Of the operator in the stage's table, and so in :attr:`Header.contents`; -1 for the boundary record."""
 
+    @property
+    def name(self) -> str:
+        """In words."""
+        return f"{self.key} of {self.operator or 'the boundary record'}"
+
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
@@ -289,9 +294,8 @@ class Snapshot:
             )
         if entry := self.damaged():
             raise SnapshotError(
-                f"snapshot {self.iteration} of rank {self.header.rank} {where}: {entry.key} of "
-                f"{entry.operator or 'the boundary record'} is damaged (digest {entry.digest} expected); another copy "
-                "is needed"
+                f"snapshot {self.iteration} of rank {self.header.rank} {where}: {entry.name} is damaged (digest "
+                f"{entry.digest} expected); another copy is needed"
             )
 
 

@@ -52,6 +52,7 @@ ELSEWHERE = {
     r"moevement verify \S+ \S+": "tests/unit/test_run_record.py",
     r"moevement report .*": "tests/functional/test_kills.py::test_a_rank_killed_in_every_phase_of_an_iteration",
     r"moevement data build .*": "tests/unit/test_token_files.py::test_the_command",
+    r"moevement drill.*": "tests/functional/test_drill.py::test_two_ranks",
     r"moevement profile .*": "tests/functional/test_profile.py::test_a_run_is_measured_and_simulated",
 }  # fmt: skip
 """What is too slow to be run here, and the test that runs the same thing."""
@@ -91,6 +92,11 @@ def _is_understood(command: Command) -> None:
 
 def _subcommand(words: list[str]) -> None:
     arguments, others = cli._parser(words).parse_known_args(words)
+    if words[0] == "drill":
+        assert not others
+        if arguments.job:
+            _training(arguments.job[1], arguments.job[2:])
+        return
     if words[0] in ("launch", "profile"):
         assert not others
         if getattr(arguments, "trainer", "megatron") == "megatron":

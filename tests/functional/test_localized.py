@@ -129,7 +129,8 @@ def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_pa
     failure_free = train(2, tmp_path / "failure_free", **job)
     argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "recovered")]
     outcomes = run_ranks(wiped_with_a_damaged_log, 2, argv, 0, init_process_group=False)
-    assert "WARNING rank 0: what iterations 6 sent is damaged in host memory" in outcomes[0].output
+    found = "damage found by the digests of a boundary log that is to be fed: what iterations 6 sent is damaged"
+    assert f"WARNING rank 0: {found} in host memory; it is not fed" in outcomes[0].output
     recovered = RunRecord(tmp_path / "recovered")
     check_scope(recovered, check(failure_free, recovered, sparse), {0, 1})
 

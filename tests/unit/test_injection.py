@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moevement_core.errors import ConfigError
-from moevement_core.injection import Fault, Phase, Signal, poisson_times, removals
+from moevement_core.injection import Fault, Flip, FlipKind, Phase, Signal, poisson_times, removals
 
 
 def test_a_fault_is_parsed() -> None:
@@ -49,3 +49,23 @@ def test_a_trace_is_laid_onto_the_nodes_of_the_job(tmp_path: Path) -> None:
         removals(trace, 2, 1.0)
     with pytest.raises(ConfigError, match="No such file"):
         removals(tmp_path / "none.csv", 2, 1.0)
+
+
+def test_a_flip_is_parsed() -> None:
+    assert Flip.parse("kind=copies") == Flip(FlipKind.COPIES)
+    assert Flip.parse("seed=7,kind=wire,rank=2,iteration=17") == Flip(FlipKind.WIRE, 2, 17, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank=1", "kind=; needs one of copies, own"),
+        ("kind=lunch", "kind=lunch; needs one of copies, own"),
+        ("kind=own,rank=-1", "rank=-1; needs a number"),
+        ("kind=own,seed=²", "seed=²; needs a number"),
+        ("kind=own,bit=3", "'bit' is none of kind, rank"),
+    ],
+)
+def test_what_is_no_flip_is_said(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"--moevement-inject-flip {text}: .*{message}"):
+        Flip.parse(text)

@@ -217,3 +217,15 @@ def test_a_split_that_leaves_no_document_is_refused(parse: Callable[..., Namespa
     assert main(["data", "build", str(text), "--output", str(prefix), "--overwrite"]) == 0
     with pytest.raises(ConfigError, match=r"of the 1 documents of .* none is left for training"):
         parse(split="40,30,30", **its)
+
+
+def test_workers_without_shared_memory_are_refused(
+    parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        f_bavail, f_frsize = 3, 4096
+
+    monkeypatch.setattr(machine.os, "statvfs", lambda path: Full)
+    parse()  # no workers: nothing goes through it
+    with pytest.raises(ConfigError, match=r"--num-workers 2: /dev/shm has 0.0 MB free, .* or --num-workers 0"):
+        parse(num_workers=2)

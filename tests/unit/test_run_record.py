@@ -146,3 +146,21 @@ def test_a_run_whose_directory_another_job_has_taken_over_writes_nothing_more(tm
     assert not run.events()
     with pytest.raises(RunRecordError, match="taken over by job bbbb"):
         run.write_summary({})
+
+
+@pytest.mark.parametrize("torn", ['{"iteration": 2, "lo', '{"iteration": 2, "loss": 1.0}'])
+def test_a_line_after_a_torn_one_begins_a_line_of_its_own(tmp_path: Path, torn: str) -> None:
+    """Its writer was killed in the middle of it; whoever writes next is another process."""
+    RunRecord(tmp_path).metric(iteration=1, loss=2.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(torn)
+    assert RunRecord(tmp_path).metrics()[0]["iteration"] == 1
+    RunRecord(tmp_path).metric(iteration=3, loss=1.0)
+    assert [line["iteration"] for line in RunRecord(tmp_path).metrics()] == [1, 3]
+
+
+def test_a_file_of_one_torn_line_is_begun_again(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"itera')
+    assert RunRecord(tmp_path).metrics() == []
+    RunRecord(tmp_path).metric(iteration=1, loss=2.0)
+    assert [line["iteration"] for line in RunRecord(tmp_path).metrics()] == [1]

@@ -32,7 +32,7 @@ FLAGS = {
     "--moevement-strategy", "--moevement-dense-interval", "--moevement-overhead-cap", "--moevement-capacity-boost",
     "--moevement-plt-limit", "--moevement-snapshot-experts", "--moevement-selection", "--moevement-persist-experts",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
-    "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-mtbf",
+    "--moevement-wipe-at", "--moevement-inject", "--moevement-inject-flip", "--moevement-inject-mtbf",
     "--moevement-inject-seed", "--moevement-inject-trace", "--moevement-inject-speedup", "--moevement-wipe-stages",
 }  # fmt: skip
 MEGATRONS: dict[str, Any] = {

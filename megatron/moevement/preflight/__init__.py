@@ -24,8 +24,8 @@ Check = Callable[[Namespace], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     files.empty_paths, ranges.ranges, sizes.missing, sizes.world_size, sizes.experts, sizes.initialization,
     sizes.layers, sizes.widths, sizes.lengths_and_batches, sizes.learning_rate, machine.without_gpu,
-    machine.attention, machine.reruns, machine.optimizer, machine.fp8, files.data, files.written_folders,
-    files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints, elastic.elastic,
+    machine.attention, machine.reruns, machine.optimizer, machine.fp8, machine.shared_memory, files.data,
+    files.written_folders, files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints, elastic.elastic,
 )  # fmt: skip
 """In the order in which they are made."""
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron.moevement import platform
 from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
@@ -54,6 +55,26 @@ def reruns(args: Namespace) -> Iterator[str]:
         yield (
             "--rerun-mode report_stats: Megatron's parser takes it and its state machine does not (there it is "
             "report_determinism_stats); give validate_results or disabled"
+        )
+
+
+SHARED = Path("/dev/shm")
+_PREFETCHED, _BYTES_OF_TOKEN = 2, 24
+"""Batches that each worker has ready; tokens, labels and positions of eight bytes each."""
+_SEMAPHORES = 1 << 16
+"""Bytes that the queues of workers take."""
+
+
+def shared_memory(args: Namespace) -> Iterator[str]:
+    """Data workers hand batches over through shared memory: without room a rank fails at its first batch."""
+    if not args.num_workers or not SHARED.is_dir():
+        return
+    needed = _SEMAPHORES + args.num_workers * _PREFETCHED * args.micro_batch_size * args.seq_length * _BYTES_OF_TOKEN
+    found = os.statvfs(SHARED)
+    if (free := found.f_bavail * found.f_frsize) < needed:
+        yield (
+            f"--num-workers {args.num_workers}: {SHARED} has {free / 1e6:.1f} MB free, and batches on their way from "
+            f"workers take {needed / 1e6:.1f} MB and more; free some, give the container more, or --num-workers 0"
         )
 
 

@@ -39,7 +39,7 @@ def record_pretrain(process: Process) -> Wrapper:
         def pretrain(*args: Any, **kwargs: Any) -> Any:
             if not process.job.has_begun:
                 process.start_over()
-            started_s = time.time()
+            started_s = time.monotonic()
             try:
                 result = original(*args, **kwargs)
             except SystemExit as exit_:
@@ -187,7 +187,7 @@ def _write_summary(job: Job, started_s: float) -> None:
             "final_loss": ledger.last_loss,
             "validation_loss": ledger.held_out.get("validation"),
             "test_loss": ledger.held_out.get("test"),
-            "wall_s": time.time() - started_s,
+            "wall_s": time.monotonic() - started_s,
             "world_size": torch.distributed.get_world_size(),
             "checkpointing": checkpointing,
             "state_digest": digest,

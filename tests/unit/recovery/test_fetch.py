@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
@@ -72,5 +73,5 @@ def test_what_is_gone_damaged_or_somebody_elses_is_named() -> None:
     }  # fmt: skip
     got = carry_out(fetches, held, wire)
     assert got[0] == {0: fetches[0], 1: fetches[1], 2: fetches[2]}, "gone at its peer, damaged, another's"
-    assert got[2] == {0: fetches[3]}, "damaged on the way"
+    assert got[2] == {0: replace(fetches[3], was_sent=True)}, "damaged on the way, and whole where it was"
     assert isinstance(got[1][0], Snapshot)

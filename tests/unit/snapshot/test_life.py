@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from moevement_core.damage import Damage
 from moevement_core.device import CpuDevice
 from moevement_core.engine.checkpointer import Checkpointer
 from moevement_core.engine.memory import SnapshotMemory
@@ -23,7 +24,7 @@ from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.places import Source
 from moevement_core.replication.allowance import Allowance
-from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.session.sources import MemorySource
 from moevement_core.snapshot.agreement import NONE, Alone
 from moevement_core.snapshot.arena import PAGE
@@ -192,7 +193,7 @@ def test_training_never_waits_for_a_silent_peer() -> None:
         assert made.members[0].senders[0].silent_s > 0
 
 
-def test_a_snapshot_that_is_damaged_on_the_way_is_asked_for_again() -> None:
+def test_a_snapshot_that_is_damaged_on_the_way_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
     with job(ranks=2) as made:
         damaged: list[int] = []
 
@@ -205,7 +206,10 @@ def test_a_snapshot_that_is_damaged_on_the_way_is_asked_for_again() -> None:
         made.wire.damage = flip_once
         made.run(8)
         assert damaged
-        assert "arrived damaged" in reports(made)
+        (found,) = [Damage.parse(one.message) for one in caplog.records if "damage found" in one.message]
+        assert found is not None
+        assert found.what.startswith("snapshot"), "and which"
+        assert found.instead == "asked for it again"
         assert made.members[0].checkpointer.progress.persisted == 3
 
 
@@ -260,6 +264,11 @@ def header(rank: int = 0, iteration: int = 50, nbytes: int = 64) -> Header:
     return Header(rank, iteration, "x", 0, "2", (entry,), None, iteration)
 
 
+def announce(sent: Header, iteration: int, payload_bytes: int) -> Message:
+    data = torch.frombuffer(bytearray(sent.encode()), dtype=torch.uint8)
+    return Message(Kind.SNAPSHOT, 0, iteration, data.numel(), payload_bytes, check=checksum(data))
+
+
 def offer(transport: Loopback, sent: Header, announced: Message) -> Kind:
     data = torch.frombuffer(bytearray(sent.encode()), dtype=torch.uint8)
     transport.send(1, TO_PEER, announced.encode())
@@ -267,6 +276,25 @@ def offer(transport: Loopback, sent: Header, announced: Message) -> Kind:
     answer = torch.empty(64, dtype=torch.uint8)
     transport.receive(1, TO_SOURCE, answer)
     return Message.decode(answer).kind
+
+
+def test_a_header_that_is_damaged_on_the_way_is_asked_for_again(caplog: pytest.LogCaptureFixture) -> None:
+    """It names tensors and holds the record of an iteration: digests of tensors say nothing of that."""
+    with job(ranks=2) as made:
+        damaged: list[int] = []
+
+        def flip_once(source: int, peer: int, data: torch.Tensor) -> torch.Tensor:
+            if source == 0 and data[0] == ord("{") and not damaged:
+                where = bytes(data.numpy().tobytes()).index(b'"record"') + 3  # it stays JSON, of another key
+                damaged.append(where)
+                data[where] ^= 1
+            return data
+
+        made.wire.damage = flip_once
+        made.run(8)
+        assert damaged
+        assert "the checksum of a header on the wire" in caplog.text
+        assert made.members[1].receivers[0].store.snapshots(), "it came at the second attempt"
 
 
 @pytest.mark.parametrize(
@@ -282,7 +310,7 @@ def test_a_foreign_or_torn_snapshot_never_becomes_state(sent: Header, payload_by
     with job(ranks=2) as made:
         made.run(4)
         before = made.members[1].receivers[0].store.snapshots().keys()
-        announced = Message(Kind.SNAPSHOT, 0, 50, len(sent.encode()), payload_bytes)
+        announced = announce(sent, 50, payload_bytes)
         assert offer(stranger(made), sent, announced) is Kind.REFUSED
         assert found in reports(made)
         assert made.members[1].receivers[0].store.snapshots().keys() == before
@@ -292,7 +320,7 @@ def test_a_stale_snapshot_is_refused() -> None:
     with job(ranks=2) as made:
         made.run(9)
         sent = header(iteration=1)
-        announced = Message(Kind.SNAPSHOT, 0, 1, len(sent.encode()), 64)
+        announced = announce(sent, 1, 64)
         assert offer(stranger(made), sent, announced) is Kind.REFUSED
         assert "iteration 1 is stale; a window from" in reports(made)
 

@@ -1,0 +1,264 @@
+"""Bits that are flipped for drills (``--moevement-inject-flip``): after their digest was made, before they are used.
+
+What a recovery reads is flipped when it has been planned, so that the damage is always needed; what is sent, on its
+way.
+The bytes are the real ones: of a snapshot in memory, of a sum, of a file, of a frame. Nothing else knows of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import override
+
+import torch
+
+from moevement_core import log
+from moevement_core.boundary_log import BoundaryLog, Direction
+from moevement_core.injection import Flip, FlipKind
+from moevement_core.persistence.files import payload_start
+from moevement_core.policy.schedule import Saved
+from moevement_core.recovery.places import Fetch, Source
+from moevement_core.recovery.plan import RecoveryPlan
+from moevement_core.replication.transport import Transport
+from moevement_core.replication.wire import MESSAGE_BYTES, Kind, Message
+from moevement_core.restart.store import connect, store_address
+from moevement_core.session.sources import SnapshotSource
+from moevement_core.snapshot.buffer import Buffer
+from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
+
+_FLIPPED = "flipped/{}"
+PREFIX = "flipped a bit: "
+"""How the line begins that says so in the log of the rank, before a :class:`Place` as JSON."""
+_SOURCES = {
+    FlipKind.COPIES: (Source.PEER,),
+    FlipKind.OWN: (Source.MEMORY,),
+    FlipKind.GRADIENTS: (Source.MEMORY, Source.PEER),
+    FlipKind.WINDOWS: (Source.FILE,),
+}
+_ON_THE_WIRE = {
+    "snapshots": (FlipKind.WIRE, FlipKind.HEADERS),
+    "fetches": (FlipKind.FETCHES,),
+    "feeds": (FlipKind.FEEDS,),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a bit was flipped."""
+
+    kind: str
+    rank: int
+    """In whose memory, folder, or on the way from whom."""
+    owner: int
+    """Whose data it is."""
+    iteration: int
+    what: str
+    byte: int
+    """Of what is named."""
+    bit: int
+
+
+class _Flipper:
+    """Of this process."""
+
+    def __init__(self, flips: Sequence[Flip]) -> None:
+        self.flips = flips
+        self._left = list(enumerate(flips))
+        address = store_address()
+        self._store = connect(address) if address is not None and self._left else None
+
+    def due(self, kinds: Sequence[FlipKind], rank: int, iteration: int) -> Iterator[tuple[int, Flip]]:
+        """Those that could happen here."""
+        for number, flip in list(self._left):
+            if flip.kind in kinds and flip.rank in (None, rank) and flip.iteration <= iteration:
+                yield number, flip
+
+    def takes(self, number: int) -> bool:
+        """Whether it happens here; it has not happened anywhere yet."""
+        self._left = [(one, flip) for one, flip in self._left if one != number]
+        mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+        return self._store is None or self._store.claim(_FLIPPED.format(number), mine) == mine
+
+
+_flipper = _Flipper(())
+
+
+def begin(flips: Sequence[Flip]) -> None:
+    """Have ``flips`` happen from now on; does nothing if they are there already."""
+    global _flipper
+    if flips != _flipper.flips:
+        _flipper = _Flipper(flips)
+
+
+def at_plans(rank: int, plans: Sequence[RecoveryPlan], sources: Mapping[Source, SnapshotSource]) -> None:
+    """Fetches are about to be carried out: flip in what one of them reads here."""
+    until = max(plan.until for plan in plans)
+    for number, flip in _flipper.due((*_SOURCES, FlipKind.PARITY), rank, until):
+        draw = random.Random(flip.seed)
+        fetches = [one for plan in plans for one in plan.fetches]
+        draw.shuffle(fetches)
+        find = _of_parity if flip.kind is FlipKind.PARITY else _of_fetch
+        for one in fetches:
+            if (found := find(rank, one, flip, sources, draw)) is not None:
+                if _flipper.takes(number):
+                    _flip(*found)
+                break
+
+
+def _of_fetch(
+    rank: int, one: Fetch, flip: Flip, sources: Mapping[Source, SnapshotSource], draw: random.Random
+) -> tuple[torch.Tensor, Place] | None:
+    if one.holder != rank or one.sum is not None or one.source not in _SOURCES[flip.kind]:
+        return None
+    snapshot = sources[one.source].open(one.source, one.owner, one.iteration)
+    if snapshot is None or (entry := _entry(snapshot, flip.kind, draw)) is None:
+        return None
+    buffer, offset, at = snapshot.buffer, entry.offset, draw.randrange(entry.nbytes)
+    if (path := sources[one.source].path_of(one.owner, one.iteration)) is not None:
+        memory = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        buffer, offset = Buffer(memory), offset + payload_start(path)
+    place = Place(flip.kind, rank, one.owner, one.iteration, entry.name, at, draw.randrange(8))
+    return _byte(buffer, offset + at), place
+
+
+def _entry(snapshot: Snapshot, kind: FlipKind, draw: random.Random) -> Entry | None:
+    is_gradient = kind is FlipKind.GRADIENTS
+    entries = [
+        one for one in snapshot.header.entries if one.nbytes and (not is_gradient or one.saved is Saved.GRADIENT)
+    ]
+    return draw.choice(entries) if entries else None
+
+
+def _of_parity(
+    rank: int, one: Fetch, flip: Flip, sources: Mapping[Source, SnapshotSource], draw: random.Random
+) -> tuple[torch.Tensor, Place] | None:
+    terms = one.sum.terms if one.sum is not None else ()
+    for term in terms:
+        if term.rank != rank or term.source is not Source.PARITY:
+            continue
+        if (found := sources[Source.PARITY].open_sum(term.owner, one.iteration)) is None:
+            continue
+        group, stripe = found
+        group.give_back(stripe)
+        at = draw.randrange(stripe.total.nbytes)
+        return _byte(stripe.total, at), Place(
+            flip.kind, rank, term.owner, one.iteration, f"the sum of its group, for rank {one.owner}", at,
+            draw.randrange(8),
+        )  # fmt: skip
+    return None
+
+
+def at_log(rank: int, boundary_log: BoundaryLog) -> None:
+    """A boundary log is about to be checked, and fed."""
+    iterations = boundary_log.iterations
+    for number, flip in _flipper.due((FlipKind.LOGS,), rank, max(iterations, default=-1)):
+        draw = random.Random(flip.seed)
+        iteration = iterations[-1]
+        sent = [
+            (direction, one)
+            for direction in Direction
+            for one in boundary_log.sent(iteration, direction) or ()
+            if one.buffer.numel()
+        ]
+        if not sent or not _flipper.takes(number):
+            continue
+        direction, one = draw.choice(sent)
+        _ = one.digest  # it was made when the tensor was sent
+        at = draw.randrange(one.buffer.numel())
+        what = f"tensor {one.order} that was sent {direction.name.lower()}"
+        _flip(_byte(Buffer(one.buffer), at), Place(flip.kind, rank, rank, iteration, what, at, draw.randrange(8)))
+
+
+def on_the_way(channel: str, inner: Transport) -> Transport:
+    """``inner``, or, if this process is to flip a bit of what goes through it, a transport that does."""
+    kinds = _ON_THE_WIRE[channel]
+    return _Flipping(inner, kinds) if any(flip.kind in kinds for flip in _flipper.flips) else inner
+
+
+@dataclass(slots=True)
+class _Announced:
+    """What is being sent to a peer."""
+
+    message: Message
+    header: torch.Tensor | None = None
+    """Once it has been sent."""
+
+    def covered(self, payload: torch.Tensor, draw: random.Random) -> tuple[str, int]:
+        """A byte of the first piece of the payload that some digest covers, and what it is of: not one that fills up
+        the room between two tensors.
+        """
+        if self.message.kind is not Kind.SNAPSHOT or self.header is None:
+            return f"tensor of iteration {self.message.iteration}", draw.randrange(payload.numel())
+        entries = [one for one in Header.decode(self.header.numpy().tobytes()).entries if one.nbytes]
+        inside = [one for one in entries if one.offset + one.nbytes <= payload.numel()]
+        entry = draw.choice(inside) if inside else min(entries, key=lambda one: one.offset)
+        last = min(entry.offset + entry.nbytes, payload.numel())
+        return entry.name, draw.randrange(entry.offset, last)
+
+
+class _Flipping(Transport):
+    """Sends what it is given, once with another bit in it."""
+
+    def __init__(self, inner: Transport, kinds: Sequence[FlipKind]) -> None:
+        self._inner, self._kinds = inner, kinds
+        self._announced: dict[tuple[int, int], _Announced] = {}
+
+    @override
+    def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
+        self._inner.receive(peer, tag, data)
+
+    @override
+    def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
+        self._inner.send(peer, tag, self._maybe_flipped(peer, tag, data))
+
+    def _maybe_flipped(self, peer: int, tag: int, data: torch.Tensor) -> torch.Tensor:
+        if (message := _message(data)) is not None:
+            self._announced.pop((peer, tag), None)
+            if message.kind in (Kind.SNAPSHOT, Kind.TENSOR):
+                self._announced[peer, tag] = _Announced(message)
+            return data
+        if (about := self._announced.get((peer, tag))) is None or not data.numel():
+            return data
+        if about.header is None:
+            about.header = data
+            return self._flipped(peer, data, about, FlipKind.HEADERS)
+        del self._announced[peer, tag]  # the rest of a payload goes by as it is
+        return self._flipped(peer, data, about, next(one for one in self._kinds if one is not FlipKind.HEADERS))
+
+    def _flipped(self, peer: int, data: torch.Tensor, about: _Announced, kind: FlipKind) -> torch.Tensor:
+        message, rank = about.message, int(os.environ["RANK"])
+        for number, flip in _flipper.due([kind] if kind in self._kinds else [], rank, message.iteration):
+            if not _flipper.takes(number):
+                continue
+            draw, data = random.Random(flip.seed), data.clone()
+            what, at = (
+                ("header", draw.randrange(data.numel())) if kind is FlipKind.HEADERS else about.covered(data, draw)
+            )
+            where = f"{what}, on its way to rank {peer}"
+            _flip(data[at : at + 1], Place(kind, rank, message.rank, message.iteration, where, at, draw.randrange(8)))
+        return data
+
+
+def _message(data: torch.Tensor) -> Message | None:
+    if data.numel() != MESSAGE_BYTES:
+        return None
+    try:
+        return Message.decode(data)
+    except Exception:
+        return None
+
+
+def _byte(buffer: Buffer, at: int) -> torch.Tensor:
+    (piece,) = buffer.pieces(at, 1)
+    return piece
+
+
+def _flip(byte: torch.Tensor, place: Place) -> None:
+    byte ^= 1 << place.bit
+    log.info(PREFIX + json.dumps(asdict(place)))

@@ -1,0 +1,38 @@
+"""Bits are flipped in the data of real jobs: all of it is found, and every job comes to the undamaged final state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.injection import FlipKind
+from tests.training import SCRIPT, flags
+
+QUICK = (FlipKind.HEADERS, FlipKind.LOGS)
+
+
+def drilled(kinds: list[str], nproc: int, out: Path, capsys: pytest.CaptureFixture[str], **layout: object) -> None:
+    words = flags(moevement_window=2, moevement_replicas_on_same_node=True, train_iters=14, bf16=True, **layout)
+    argv = ["drill", "--flip", *kinds, "--at", "9", "--nproc", str(nproc), "--out", str(out), "--json"]
+    code = main([*argv, "--", str(SCRIPT), *words])
+    printed = capsys.readouterr().out
+    found = json.loads(printed.splitlines()[-1])["drills"]
+    assert code == 0, printed
+    assert [one["kind"] for one in found] == kinds
+    assert all(one["is_equal"] for one in found), printed
+
+
+def test_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drilled(list(QUICK), 2, tmp_path / "drill", capsys, pipeline_model_parallel_size=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", FlipKind)
+def test_each_kind(kind: FlipKind, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drilled(
+        [kind], 4, tmp_path / "drill", capsys, pipeline_model_parallel_size=2, expert_model_parallel_size=2,
+        use_distributed_optimizer=True, moevement_ranks_per_node=1,
+    )  # fmt: skip

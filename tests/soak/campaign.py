@@ -1,0 +1,294 @@
+"""Jobs of any layout, recovery, recipe and protection, whose ranks and nodes are killed at random moments, until 10,000
+ranks and 1,000 nodes were.
+
+    python -m tests.soak.campaign --out runs/campaign               # goes on from where it stopped, however it stopped
+    python -m tests.soak.campaign --out runs/campaign --report      # writes its table into benchmarks/soak.md
+
+Every job has to come to its end, with the bits of a failure-free one; the first that does not ends the campaign with 1,
+and its run directory stays. ``OUT/jobs.jsonl`` has a line for each job that is over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moevement_core.run_record import RunRecord
+from tests.soak.__main__ import ROOT, digest, kind, run
+from tests.soak.cells import WITH_WINDOWS, Cell, draw_cell
+
+KILLS, NODES = 10_000, 1_000
+LOOK_S = 0.02
+BEGIN, END = "<!-- campaign -->\n", "<!-- end of campaign -->\n"
+REPORT = ROOT / "benchmarks" / "soak.md"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job of the campaign is run."""
+
+    iterations: int
+    kills: int
+    """Of ranks, at most."""
+    mean_s: float
+    """Between kills."""
+    timeout_s: float
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of ``path``; one that was being written when the campaign was killed is cut off."""
+    if not path.exists():
+        return []
+    whole, _, torn = path.read_bytes().rpartition(b"\n")
+    if torn:
+        os.truncate(path, len(whole) + 1 if whole else 0)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def append(path: Path, fields: dict[str, Any]) -> None:
+    """A line, at once and durable."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(fields) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def commit() -> str:
+    """Of the code that runs, ``+`` if it was changed since."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def failure_free(cell: Cell, plan: Plan, out: Path, code: str) -> str:
+    """The digest of a failure-free run of a cell's trainer, made once for each commit."""
+    known, name = out / "failure_free.jsonl", f"{cell.layout}, {cell.recipe}, {plan.iterations}, {code}"
+    found = {one["name"]: one["digest"] for one in read(known)}
+    if name not in found:
+        run_dir = out / "failure_free"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        run([*cell.trainer, *_length(plan)], [], run_dir).wait()
+        if (its := digest(run_dir)) is None:
+            raise SystemExit(f"{cell}: the run without kills failed; see {run_dir}.console")
+        append(known, {"name": name, "digest": its})
+        found[name] = its
+    return str(found[name])
+
+
+def _length(plan: Plan) -> list[str]:
+    return ["--train-iters", str(plan.iterations), "--lr-decay-iters", "1000", "--eval-iters", "0"]
+
+
+def job(cell: Cell, plan: Plan, run_dir: Path, draw: random.Random) -> dict[str, Any]:
+    """Run one and kill; what came of it."""
+    for left in run_dir.parent.glob(f"{run_dir.name}*"):  # of an attempt that was interrupted
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    windows = str(run_dir.with_suffix(".windows"))
+    on_disk = ["--moevement-persist-dir", windows] if cell.protection in WITH_WINDOWS else []
+    began_s = time.monotonic()
+    process = run([*cell.trainer, *_length(plan), *cell.guard, *on_disk], cell.options, run_dir)
+    kills, nodes = [], []
+    try:
+        for killed, node in strike(process, RunRecord(run_dir), cell, plan, draw):
+            kills += killed
+            nodes += [node] if node is not None else []
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            if process.poll() is None:
+                process.kill()
+    record = RunRecord(run_dir)
+    failures = [event for event in record.events() if event["event"] == "failure"]
+    return {
+        "kills": kills, "nodes": nodes, "rc": process.wait(), "digest": digest(run_dir),
+        "seconds": round(time.monotonic() - began_s, 1), "recoveries": [kind(event) for event in failures],
+        "restarts": sum(event["event"] == "restart" for event in record.events()),
+    }  # fmt: skip
+
+
+def strike(
+    process: subprocess.Popen[bytes], record: RunRecord, cell: Cell, plan: Plan, draw: random.Random
+) -> Iterator[tuple[list[int], str | None]]:
+    """Kill ranks, or whole nodes, until the job is over; the ranks of each time, and the node if it was one."""
+    done, next_s, deadline_s = 0, None, time.monotonic() + plan.timeout_s
+    while process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(LOOK_S)
+        if next_s is None:
+            if record.newest_metric() is not None:
+                next_s = time.monotonic() + draw.expovariate(1 / plan.mean_s)
+            continue
+        if done >= plan.kills or time.monotonic() < next_s:
+            continue
+        everyone = json.loads(record.ranks_path.read_text())
+        active = [one for one in everyone if one["role"] == "active"]
+        node = None
+        if cell.per_node > 1 and draw.random() < 0.4:
+            node = draw.choice(sorted({one["node"] for one in active}))
+            chosen = [one for one in everyone if one["node"] == node]
+        else:
+            chosen = draw.sample(active, 2 if draw.random() < 0.15 else 1)
+        killed = [one["rank"] for one in chosen if _kill(one["pid"]) and one["role"] == "active"]
+        done += len(killed)
+        yield killed, node if killed else None
+        next_s = time.monotonic() + draw.expovariate(1 / plan.mean_s)
+
+
+def _kill(pid: int) -> bool:
+    """Whether it still lived: who was killed a moment ago may not have been replaced yet."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def counts(jobs: Sequence[dict[str, Any]]) -> tuple[int, int]:
+    """Kills and lost nodes."""
+    return sum(len(one["kills"]) for one in jobs), sum(len(one["nodes"]) for one in jobs)
+
+
+def progress(jobs: Sequence[dict[str, Any]]) -> str:
+    """How far it is."""
+    kills, nodes = counts(jobs)
+    hours = sum(one["seconds"] for one in jobs) / 3600
+    left = max((KILLS - kills) / kills if kills else 0.0, (NODES - nodes) / nodes if nodes else 0.0, 0.0) * hours
+    return (
+        f"{kills} of {KILLS} kills, {nodes} of {NODES} nodes, in {len(jobs)} jobs and {hours:.1f} h; about "
+        f"{left:.1f} h more at this rate"
+    )
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """One campaign to a folder."""
+    with (out / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SystemExit(f"--out {out}: a campaign runs there; let it, or give another folder") from None
+        yield
+
+
+def campaign(given: argparse.Namespace, out: Path) -> int:
+    """Job after job; 1 as soon as one was lost, or came to other bits."""
+    log, jobs = out / "jobs.jsonl", read(out / "jobs.jsonl")
+    plan = Plan(given.iterations, given.kills_per_job, given.mean_s, given.timeout)
+    stop_s = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
+    while time.monotonic() < stop_s and (counts(jobs)[0] < KILLS or counts(jobs)[1] < NODES):
+        number, seed, code = len(jobs), f"{given.seed}/{len(jobs)}", commit()
+        draw = random.Random(seed)
+        cell = draw_cell(draw)
+        wanted = failure_free(cell, plan, out, code)
+        run_dir = out / f"job_{number}"
+        its = job(cell, plan, run_dir, draw)
+        outcome = "lost" if its["digest"] is None or its["rc"] else "equal" if its["digest"] == wanted else "different"
+        jobs.append({"job": number, "seed": seed, "commit": code, **cell.as_dict(), **its, "outcome": outcome})
+        append(log, jobs[-1])
+        print(
+            f"job {number} ({cell}): {len(its['kills'])} kills, {len(its['nodes'])} nodes, {outcome}; {progress(jobs)}",
+            flush=True,
+        )
+        if outcome != "equal":
+            said = run_dir.with_suffix(".console").read_text(errors="replace").strip().splitlines()[-1:]
+            print(f"job {number} is {outcome}; its run directory is kept: {run_dir}", *said, sep="\n", flush=True)
+            return 1
+        for left in out.glob(f"{run_dir.name}*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+    return 0
+
+
+ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "layout": lambda one: one["layout"],
+    "recovery": lambda one: one["recovery"],
+    "recipe": lambda one: one["recipe"],
+    "protection": lambda one: one["protection"],
+    "nodes": lambda one: "nodes of two ranks" if one["per_node"] > 1 else "each rank a node",
+}
+
+
+def report(jobs: Sequence[dict[str, Any]]) -> str:
+    """The section of benchmarks/soak.md."""
+    from benchmarks.environment import measured_on
+
+    lines = [
+        "## Campaign\n",
+        "    python -m tests.soak.campaign --out runs/campaign\n",
+        f"{progress(jobs)}. Kills by SIGKILL from outside at random moments, also during recoveries, of single ranks, "
+        "of two at once, and of all processes of a node.\n",
+        "| | jobs | kills | nodes lost | recoveries | restarts from disk or the beginning | jobs lost | other bits |",
+        "|---|---|---|---|---|---|---|---|",
+        _row("**all**", jobs),
+    ]
+    for name, of in ROWS.items():
+        groups = defaultdict(list)
+        for one in jobs:
+            groups[of(one)].append(one)
+        lines += [_row(f"{name}: {value}", its) for value, its in sorted(groups.items())]
+    seeds, commits = ({one[name].partition("/")[0] for one in jobs} for name in ("seed", "commit"))
+    lines += [
+        "",
+        f"Seeds {', '.join(sorted(seeds))}, commits {', '.join(sorted(commits))} (+: with changes). "
+        f"{measured_on('torch', 'megatron-core')}, gloo.\n",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, jobs: Sequence[dict[str, Any]]) -> str:
+    kills, nodes = counts(jobs)
+    recoveries, restarts = sum(len(one["recoveries"]) for one in jobs), sum(one["restarts"] for one in jobs)
+    lost, other = (sum(one["outcome"] == outcome for one in jobs) for outcome in ("lost", "different"))
+    return f"| {name} | {len(jobs)} | {kills} | {nodes} | {recoveries} | {restarts} | {lost} | {other} |"
+
+
+def put_in(page: str, section: str) -> str:
+    """``page`` with the section in it, in the place of the one that was there."""
+    before, begin, rest = page.partition(BEGIN)
+    after = rest.partition(END)[2] if begin else ""
+    return f"{before.rstrip()}\n\n{BEGIN}{section}{END}{after}"
+
+
+def main() -> int:
+    """Go on, or report."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.campaign", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="its state, and the run that fails")
+    parser.add_argument("--report", action="store_true", help="write the table, and run nothing")
+    parser.add_argument("--minutes", type=float, metavar="M", help="begin no job after so long (default: go on)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--iterations", type=int, default=120, help="of each job (default: 120)")
+    parser.add_argument("--kills-per-job", type=int, default=20, help="at most (default: 20)")
+    parser.add_argument("--mean-s", type=float, default=2.5, help="between kills (default: 2.5)")
+    parser.add_argument("--timeout", type=float, default=600, metavar="S", help="of a job (default: 600)")
+    given = parser.parse_args()
+    out = given.out.absolute()
+    if given.report:
+        jobs = read(out / "jobs.jsonl")
+        if not jobs:
+            raise SystemExit(f"--out {given.out}: no job is over there yet; run the campaign first")
+        REPORT.write_text(put_in(REPORT.read_text(encoding="utf-8"), report(jobs)), encoding="utf-8")
+        print(progress(jobs))
+        return 0
+    out.mkdir(parents=True, exist_ok=True)
+    with alone(out):
+        return campaign(given, out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

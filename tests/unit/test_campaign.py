@@ -1,0 +1,67 @@
+"""A campaign of kills goes on from what is in its folder, and says how far it is."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_core.strategies.config import Recovery
+from tests.soak import campaign
+from tests.soak.cells import LAYOUTS, PER_NODE, RECIPES, RECOVERIES, draw_cell
+
+
+def line(number: int, **its: Any) -> dict[str, Any]:
+    cell = draw_cell(random.Random(f"1/{number}"))
+    return {
+        "job": number, "seed": f"1/{number}", "commit": "abc", **cell.as_dict(), "kills": [0, 3], "nodes": ["1"],
+        "recoveries": ["all stages"], "restarts": 0, "seconds": 36.0, "outcome": "equal", **its,
+    }  # fmt: skip
+
+
+def test_a_torn_line_is_cut_off_and_the_next_one_follows(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    assert campaign.read(path) == []
+    campaign.append(path, line(0))
+    with path.open("a") as file:
+        file.write('{"job": 1, "ki')
+    assert [one["job"] for one in campaign.read(path)] == [0]
+    campaign.append(path, line(1))
+    assert [one["job"] for one in campaign.read(path)] == [0, 1]
+    path.write_text('{"jo')
+    assert campaign.read(path) == []
+    assert path.read_bytes() == b""
+
+
+def test_every_kind_is_drawn_and_the_same_again_for_the_same_seed() -> None:
+    cells = [draw_cell(random.Random(f"1/{number}")) for number in range(400)]
+    assert cells == [draw_cell(random.Random(f"1/{number}")) for number in range(400)]
+    assert {one.layout for one in cells} == set(LAYOUTS)
+    assert {one.recipe for one in cells} == set(RECIPES)
+    assert {one.recovery for one in cells} == set(RECOVERIES) <= set(Recovery)
+    assert {(one.protection, one.per_node) for one in cells} >= {("parity", 1), ("copies", PER_NODE)}
+
+
+def test_progress_counts_and_foresees() -> None:
+    jobs = [line(number) for number in range(100)]
+    assert campaign.progress(jobs) == (
+        "200 of 10000 kills, 100 of 1000 nodes, in 100 jobs and 1.0 h; about 49.0 h more at this rate"
+    )
+    assert "0 of 10000 kills" in campaign.progress([])
+
+
+def test_the_section_takes_its_place_again_and_leaves_the_rest() -> None:
+    page = "# Soak\n\nwhat stood there\n"
+    once = campaign.put_in(page, campaign.report([line(0)]))
+    twice = campaign.put_in(once + "\nand after it\n", campaign.report([line(0), line(1, outcome="lost")]))
+    assert twice.startswith(page)
+    assert twice.endswith("and after it\n")
+    assert twice.count("## Campaign") == 1
+    assert "| **all** | 2 | 4 | 2 | 2 | 0 | 1 | 0 |" in twice
+
+
+def test_two_campaigns_do_not_share_a_folder(tmp_path: Path) -> None:
+    with campaign.alone(tmp_path), pytest.raises(SystemExit, match="a campaign runs there"), campaign.alone(tmp_path):
+        pass

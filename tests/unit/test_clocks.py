@@ -1,0 +1,56 @@
+"""The wall clock may jump: it is written down as a time, and nothing waits or is measured by it."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+import moevement_core
+from moevement_core.progress import Progress
+from moevement_core.run_record import RunRecord
+
+TIMES = {
+    "persistence/lock.py": 1,  # when a folder was taken, for whoever reads it
+    "launching/supervise.py": 1,  # in a name that no other process has
+    "log.py": 1,
+    "run_record.py": 1,
+    "session/run_directory.py": 1,
+    # When a failure was noticed, ranks left, groups were usable, and so on: of several hosts, for the report of it.
+    "session/rejoin.py": 4,
+    "rendezvous/member.py": 1,
+    "rendezvous/coordinator.py": 1,
+    "rendezvous/losses.py": 1,
+    "restart/generation.py": 1,
+    # When a job began for a trace of failures to be laid over it, the same for all hosts; and how far off that is.
+    "restart/injection.py": 3,
+}
+"""Where the wall clock is looked at, and how often. A place that is not a time to be read by people is a mistake."""
+
+
+def test_the_wall_clock_is_looked_at_for_times_alone() -> None:
+    root = Path(moevement_core.__file__).parent
+    found = {
+        str(path.relative_to(root)): count
+        for path in sorted(root.rglob("*.py"))
+        if (count := len(re.findall(r"\btime\.time(?:_ns)?\(|datetime\.now\(", path.read_text(encoding="utf-8"))))
+    }
+    assert found == TIMES
+
+
+def test_progress_is_shown_when_the_clock_has_been_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RunRecord(tmp_path).metric(iteration=7, loss=1.0)  # of an earlier run
+    with Progress(tmp_path, 9) as progress:
+        progress.update()
+        assert not progress._last
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() - 1e6)
+        record = RunRecord(tmp_path)
+        record.begin({}, first_iteration=1)
+        record.metric(iteration=1, loss=2.0)
+        progress.update()
+    assert "iteration 1/9, loss 2.000" in capsys.readouterr().out
