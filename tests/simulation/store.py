@@ -1,0 +1,88 @@
+"""The job's store, and a process's client of it: every question travels, and nothing of a client is atomic but one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from tests.simulation.modules import Waiting, world
+from tests.simulation.network import COORDINATOR, Network
+from tests.simulation.world import Process
+
+
+class Store:
+    """As the process sees it that holds it."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.changed = Waiting()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self.values[key] = value.encode() if isinstance(value, str) else value
+        self.changed.wake_all()
+
+    def get(self, key: str) -> bytes:
+        return self.values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        count = int(self.values.get(key, b"0")) + amount
+        if amount or key not in self.values:
+            self.values[key] = str(count).encode()
+            self.changed.wake_all()
+        return count
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        now = self.values.get(key, b"").decode()
+        if now == expected:
+            self.set(key, desired)
+            return desired.encode()
+        return now.encode()
+
+
+class StoreClient:
+    """As a process sees it.
+
+    Args:
+        store: the job's.
+        network: between here and there.
+        process: whose it is.
+        slow_s: what a question takes at most beside its way.
+    """
+
+    def __init__(self, store: Store, network: Network, process: Process, slow_s: float) -> None:
+        self._store, self._network, self._process, self._slow_s = store, network, process, slow_s
+
+    def _ask(self) -> Store:
+        self._network.round_trip(self._process, COORDINATOR)
+        if self._slow_s:
+            world().sleep(world().rng.uniform(0.0, self._slow_s))
+        return self._store
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask().set(key, value)
+
+    def get(self, key: str) -> bytes:
+        store = self._ask()
+        store.changed.until(lambda: key in store.values)
+        return store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask().add(key, amount)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask().check(keys)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._ask().compare_set(key, expected, desired)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
+        store = self._ask()
+        if not store.changed.until(lambda: store.check(keys), timeout.total_seconds()):
+            raise dist.DistStoreError("wait timeout")
+        if not self._network.reaches(self._process.node, COORDINATOR):
+            self._network.healed.until(lambda: self._network.reaches(self._process.node, COORDINATOR))
