@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from moevement_core.file_modes import opener
 from moevement_core.restart.environment import PARENT_ENV
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)

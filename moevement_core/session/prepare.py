@@ -84,15 +84,10 @@ def prepare(
         RecoveryError: there is no way back. On every rank alike.
     """
     began = time.perf_counter()
-    distinct = {id(source): source for source in sources.values()}
-    holdings = tuple(holding for source in distinct.values() for holding in source.holdings())
-    parity = tuple(one for source in distinct.values() for one in source.summed())
-    mine_of = replace(report, holdings=holdings, summed=parity, outcomes={})
-    sent = all_gather_objects((mine_of, Plain(dict(report.outcomes))), tuple[Report, Plain])
-    reports = [replace(its, outcomes=outcomes.value) for its, outcomes in sent]
-    of_sums = sources.get(Source.PARITY)
-    asked_again = 0
+    of_sums, gone, asked_again = sources.get(Source.PARITY), set[Fetch](), 0
     while True:
+        # Each time anew: a snapshot that a peer came to have meanwhile may be dropped by who took it, and is there now.
+        reports = [_without(one, gone) for one in _of_all(_with_snapshots(report, sources))]
         plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
         flips.at_plans(report.rank, plans, sources)
         snapshots: dict[int, Snapshot] = {}
@@ -112,7 +107,20 @@ def prepare(
         if report.rank == 0:
             log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
         asked_again += 1
-        reports = [_without(one, _gone(failed, asked_again)) for one in reports]
+        gone |= _gone(failed, asked_again)
+
+
+def _with_snapshots(report: Report, sources: Mapping[Source, SnapshotSource]) -> Report:
+    """The report of this rank with what is in its sources now."""
+    distinct = {id(source): source for source in sources.values()}.values()
+    holdings = tuple(holding for source in distinct for holding in source.holdings())
+    return replace(report, holdings=holdings, summed=tuple(one for source in distinct for one in source.summed()))
+
+
+def _of_all(report: Report) -> list[Report]:
+    """The reports of all ranks."""
+    mine = (replace(report, outcomes={}), Plain(dict(report.outcomes)))
+    return [replace(its, outcomes=outcomes.value) for its, outcomes in all_gather_objects(mine, tuple[Report, Plain])]
 
 
 def _plans(

@@ -1,0 +1,92 @@
+"""``python -m tests.simulation --seeds 1000``: so many jobs, each drawn from its seed; exit code 1 if one is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from tests.simulation.simulate import Outcome, simulate, stand_ins
+
+CHUNK = 20
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=1000, metavar="N", help="how many (default: 1000)")
+    parser.add_argument("--first-seed", type=int, default=0, metavar="K", help="the first of them (default: 0)")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes that share them (default: 2)")
+    parser.add_argument("--seed", type=int, metavar="K", help="this one alone")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print everything that happens")
+    asked = parser.parse_args(arguments)
+    if asked.seeds < 1 or asked.jobs < 1 or asked.first_seed < 0 or (asked.seed is not None and asked.seed < 0):
+        parser.error("--seeds and --jobs need 1 or more, --first-seed and --seed 0 or more")
+    if asked.trace and asked.seed is None:
+        parser.error("--trace needs the --seed that is to be shown")
+    if asked.seed is not None:
+        return _one(asked.seed, is_traced=asked.trace)
+    return _many(range(asked.first_seed, asked.first_seed + asked.seeds), asked.jobs)
+
+
+def _one(seed: int, *, is_traced: bool) -> int:
+    with stand_ins():
+        outcome = simulate(seed, full_trace=is_traced)
+    if is_traced:
+        print("\n".join(outcome.trace))
+    elif outcome.violation is not None:
+        _show(outcome)
+    print(f"seed {seed}: {outcome.violation or outcome.reason or 'came to its end'}, {outcome.generations} generations")
+    return 0 if outcome.violation is None else 1
+
+
+def _many(seeds: range, jobs: int) -> int:
+    began, cpu_s, events, failed = time.monotonic(), 0.0, 0, 0
+    ends: Counter[str] = Counter()
+    chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
+    with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        for outcomes, its_cpu_s in pool.imap_unordered(_chunk, chunks):
+            cpu_s += its_cpu_s
+            for outcome in outcomes:
+                events += outcome.events
+                ends[_end_of(outcome)] += 1
+                if outcome.violation is not None:
+                    failed += 1
+                    _show(outcome)
+    wall_s = time.monotonic() - began
+    for end, count in ends.most_common():
+        print(f"{count:8} {end}")
+    each_ms, an_hour = 1e3 * cpu_s / len(seeds), 3600 * len(seeds) / wall_s
+    print(
+        f"{len(seeds)} seeds, {failed} violations; {events / len(seeds):,.0f} events, {each_ms:.0f} ms of a core each"
+    )
+    print(f"{wall_s:.1f} s with {jobs} processes: {an_hour:,.0f} seeds an hour")
+    return 1 if failed else 0
+
+
+def _chunk(seeds: range) -> tuple[list[Outcome], float]:
+    began = time.process_time()
+    with stand_ins():
+        outcomes = [simulate(seed) for seed in seeds]
+    return outcomes, time.process_time() - began
+
+
+def _end_of(outcome: Outcome) -> str:
+    if outcome.violation is not None:
+        return "violations"
+    if outcome.reason:
+        return "stopped: no spare came"
+    return f"came to the end in {outcome.generations} generations"
+
+
+def _show(outcome: Outcome) -> None:
+    print("\n".join(outcome.trace[-80:]))
+    print(f"VIOLATION in seed {outcome.seed}: {outcome.violation}")
+    print(f"replay it: python -m tests.simulation --seed {outcome.seed} --trace", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

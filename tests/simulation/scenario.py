@@ -1,0 +1,164 @@
+"""What is drawn from a seed: the job, what it stands on, and what goes wrong."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+from moevement_core.session.config import SessionConfig, add_session_flags
+from tests.simulation.trainer import Pace, Shape
+
+
+class Kind(StrEnum):
+    """What may happen."""
+
+    KILL = "kill"
+    """A process is gone at once; its supervisor and its peers notice."""
+    NODE = "node"
+    """All processes of a node are gone; others see their connections break."""
+    POWER = "power"
+    """The same, and nobody hears of it."""
+    HANG = "hang"
+    """A process does nothing for a while."""
+    CUT = "cut"
+    """A node reaches nobody for a while."""
+    SUPERVISOR = "supervisor"
+    """A supervisor is gone, and its processes with it; another one starts."""
+    PAUSE = "pause"
+    """The coordinator does nothing for a while."""
+    SLOW = "slow"
+    """What a node sends or is sent beside training takes long for a while."""
+    CLOCK = "clock"
+    """The wall clock jumps; the monotonic one does not."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One of them."""
+
+    kind: Kind
+    at_iteration: int | None
+    """It comes when somebody has committed that; None: after the one before it."""
+    after_s: float
+    """Then."""
+    target: int
+    """A rank, or the node that is on."""
+    for_s: float
+    """How long it lasts, where it ends by itself; a node that is lost is there again then."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A job and what happens to it."""
+
+    shape: Shape
+    iterations: int
+    nodes: int
+    processes: int
+    """On each node, spares among them."""
+    lease_s: float
+    spare_timeout_s: float
+    flags: tuple[str, ...]
+    pace: Pace
+    slowest_s: float
+    drop: float
+    beside_s: float
+    """What is sent beside training takes so much longer, at most, everywhere and always."""
+    slow_store_s: float
+    start_s: float
+    """How long a process takes to start, at most."""
+    faults: tuple[Fault, ...]
+
+    @property
+    def spares(self) -> int:
+        return self.nodes * self.processes - self.shape.ranks
+
+    @property
+    def config(self) -> SessionConfig:
+        return config_of(self.flags)
+
+    def __str__(self) -> str:
+        faults = "; ".join(
+            f"{one.kind} of {one.target} "
+            + (f"at iteration {one.at_iteration}" if one.at_iteration is not None else "then")
+            + f" +{one.after_s:.2f} s for {one.for_s:.1f} s"
+            for one in self.faults
+        )
+        return (
+            f"{self.shape.stages} stages x {self.shape.replicas} replicas, {self.iterations} iterations, "
+            f"{self.nodes} nodes of {self.processes} processes, lease {self.lease_s:g} s, {' '.join(self.flags)}; "
+            f"{faults or 'no faults'}"
+        )
+
+
+@cache
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    add_session_flags(parser)
+    return parser
+
+
+@cache
+def config_of(flags: tuple[str, ...]) -> SessionConfig:
+    """The configuration of a session, from its flags."""
+    return SessionConfig.from_args(_parser().parse_args(flags), has_experts=True)
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(f"scenario {seed}")
+    nodes, processes = rng.choice([(2, 1), (2, 2), (3, 1), (3, 1), (3, 2), (4, 1)])
+    total = nodes * processes
+    shapes = [(s, r) for s in (1, 2, 3) for r in (1, 2, 3) if 2 <= s * r <= min(total, 4)]
+    stages, replicas = rng.choice(shapes)
+    shape = Shape(stages, replicas, rng.randint(2, 4))
+    lease_s = rng.choice([2.0, 3.0, 5.0])
+    iterations = rng.randint(8, 15)
+    return Scenario(
+        shape, iterations, nodes, processes, lease_s, rng.choice([3.0, 10.0, 30.0]),
+        _flags(rng, shape, processes), Pace(rng.choice([0.05, 0.2]), rng.choice([0.001, 0.05, 0.2])),
+        rng.choice([0.002, 0.02, 0.05]), rng.choice([0.0, 0.0, 0.02]), rng.choice([0.0, 0.0, 0.0, 0.2, 1.0]),
+        rng.choice([0.0, 0.0, 0.0, 0.3]),
+        rng.choice([0.2, 2.0]), _faults(rng, shape, iterations, lease_s),
+    )  # fmt: skip
+
+
+def _flags(rng: random.Random, shape: Shape, processes: int) -> tuple[str, ...]:
+    window = rng.randint(1, min(3, shape.operators))
+    flags = [
+        "--moevement-host-memory-gb", "1", "--moevement-window", str(window),
+        "--moevement-window-kind", rng.choice(["aligned", "rolling"]),
+        "--moevement-verify", rng.choice(["nothing", "window"]),
+    ]  # fmt: skip
+    flags += ["--moevement-recovery", rng.choice(["replay", "replay", "redo"])]
+    used = -(-shape.ranks // processes)
+    if used >= 3 and rng.random() < 0.25:
+        flags += ["--moevement-protection", f"parity:{used - 1}+1"]
+    else:
+        flags += ["--moevement-keep-own", rng.choice(["always", "never", "auto"])]
+        if rng.random() < 0.3:
+            flags += ["--moevement-replicas-on-same-node"]
+    return tuple(flags)
+
+
+def _faults(rng: random.Random, shape: Shape, iterations: int, lease_s: float) -> tuple[Fault, ...]:
+    faults, target = list[Fault](), rng.randrange(shape.ranks)
+    for number in range(rng.choice([1, 1, 2, 2, 3, 4])):
+        kind = rng.choices(
+            list(Kind), [8, 3, 2, 3, 3, 1, 1, 2, 1]
+        )[0]  # fmt: skip
+        is_next = number > 0 and rng.random() < 0.6
+        if rng.random() < 0.7:
+            target = rng.randrange(shape.ranks)
+        faults.append(
+            Fault(
+                kind, None if is_next else rng.randint(0, iterations - 1),
+                rng.uniform(0.0, rng.choice([0.0, 0.1, 1.0, 3 * lease_s])), target,
+                rng.uniform(0.1, rng.choice([0.5, 1.0, 4.0]) * lease_s) if kind is not Kind.CLOCK
+                else rng.choice([-3600.0, 3600.0]),
+            )
+        )  # fmt: skip
+    return tuple(faults)

@@ -1,0 +1,336 @@
+"""A trainer whose weights are one integer for each operator: every update mixes in all that it depends on.
+
+So two states are equal only if their histories are: a gradient from a stale weight, an update that is made twice or
+left out, a record of another iteration, each gives other integers from there on, for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+import moevement_core as ft
+from moevement_core.boundary_log import Direction
+from moevement_core.recovery.feed import Alone, Feeds
+from tests.simulation.modules import world
+
+
+def mix(*values: int) -> int:
+    """One number that stands for all of them in their order."""
+    return hash(values)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a job: ranks count through data-parallel replicas first, then through stages."""
+
+    stages: int
+    replicas: int
+    operators: int
+    """Of each stage."""
+
+    @property
+    def ranks(self) -> int:
+        return self.stages * self.replicas
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Stage and replica."""
+        return rank // self.replicas, rank % self.replicas
+
+    def rank(self, stage: int, replica: int) -> int:
+        return stage * self.replicas + replica
+
+    def stage(self, stage: int) -> list[int]:
+        return [self.rank(stage, one) for one in range(self.replicas)]
+
+    def names(self) -> list[str]:
+        return [ft.expert_name(0, number) for number in range(self.operators)]
+
+
+def first_master(rank: int, operator: int) -> int:
+    return mix(rank, operator, 17)
+
+
+def compute_of(master: int) -> int:
+    return mix(master, 5)
+
+
+def batch(iteration: int, replica: int) -> int:
+    return mix(iteration, replica, 3)
+
+
+# A step, in pure functions of integers: what the failure-free job, training and replays share
+
+
+def local_of(iteration: int, computes: Sequence[Sequence[int]]) -> int:
+    """Of a stage's compute weights, on all of its ranks."""
+    return mix(iteration, *(one for of_rank in computes for one in of_rank))
+
+
+def forward(iteration: int, came: int, local: int) -> int:
+    return mix(iteration, came, local, 7)
+
+
+def backward(iteration: int, came: int, local: int, activation: int) -> int:
+    return mix(iteration, came, local, activation, 11)
+
+
+def share_of(activation: int, came: int) -> int:
+    """A replica's part of the gradient, before it is summed."""
+    return mix(activation, came)
+
+
+def gradient_of(rank: int, operator: int, local: int, shares: Sequence[int]) -> int:
+    return mix(rank, operator, local, *shares)
+
+
+def norm_of(gradients: Sequence[Sequence[int]]) -> int:
+    return mix(*(mix(*of_rank) for of_rank in gradients))
+
+
+def updated(master: int, gradient: int, norm: int) -> int:
+    return mix(master, gradient, norm)
+
+
+@lru_cache(maxsize=64)
+def failure_free(shape: Shape, iterations: int) -> list[list[tuple[int, ...]]]:
+    """Masters of every rank after every iteration, without any failure."""
+    masters = [[first_master(rank, one) for one in range(shape.operators)] for rank in range(shape.ranks)]
+    history = [[tuple(one) for one in masters]]
+    for iteration in range(1, iterations + 1):
+        computes = [[compute_of(one) for one in of_rank] for of_rank in masters]
+        local = [local_of(iteration, [computes[r] for r in shape.stage(s)]) for s in range(shape.stages)]
+        shares = [[0] * shape.replicas for _ in range(shape.stages)]
+        for replica in range(shape.replicas):
+            inputs, came = [], batch(iteration, replica)
+            for stage in range(shape.stages):
+                inputs.append(came)
+                came = forward(iteration, came, local[stage])
+            for stage in reversed(range(shape.stages)):
+                shares[stage][replica] = share_of(inputs[stage], came)
+                came = backward(iteration, came, local[stage], inputs[stage])
+        gradients = [
+            [gradient_of(rank, one, local[shape.place(rank)[0]], shares[shape.place(rank)[0]])
+             for one in range(shape.operators)]
+            for rank in range(shape.ranks)
+        ]  # fmt: skip
+        norm = norm_of(gradients)
+        masters = [
+            [updated(m, g, norm) for m, g in zip(*both, strict=True)] for both in zip(masters, gradients, strict=True)
+        ]
+        history.append([tuple(one) for one in masters])
+    return history
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long the parts of an iteration take, seconds."""
+
+    compute_s: float = 0.1
+    update_s: float = 0.01
+
+
+class Trainer(ft.Binding):
+    """Of one rank.
+
+    Args:
+        shape: of the job.
+        pace: of an iteration.
+    """
+
+    def __init__(self, shape: Shape, pace: Pace) -> None:
+        self.shape, self.pace = shape, pace
+        self.process: Any = world().current().process
+        self.rank = self.process.rank
+        self.stage, self.replica = shape.place(self.rank)
+        count = shape.operators
+        self.masters = torch.tensor([first_master(self.rank, one) for one in range(count)])
+        self.compute = torch.tensor([compute_of(one) for one in self.masters.tolist()])
+        self.gradients = torch.zeros(count, dtype=torch.int64)
+        self.live: list[int | None] = [None] * count
+        """Gradients of the iteration that runs; None where there are none."""
+        self.frozen: frozenset[int] = frozenset()
+        self.is_replaying = False
+
+    # A step
+
+    def forward_backward(self, iteration: int, feeds: Feeds | None = None) -> None:
+        """Gradients of ``iteration``, exchanged with the other stages, or with what they are fed instead of them."""
+        its = self.shape
+        computes = self._gather("compute", its.stage(self.stage), self.compute.tolist())
+        local = local_of(iteration, computes)
+        world().sleep(self.pace.compute_s * world().rng.uniform(0.5, 1.5))
+        came = batch(iteration, self.replica) if self.stage == 0 else self._from(-1, iteration, feeds)
+        if self.stage + 1 < its.stages:
+            self._to(+1, iteration, forward(iteration, came, local), feeds)
+            back = self._from(+1, iteration, feeds)
+        else:
+            back = forward(iteration, came, local)
+        if self.stage > 0:
+            self._to(-1, iteration, backward(iteration, back, local, came), feeds)
+        shares = self._gather("share", its.stage(self.stage), share_of(came, back))
+        for one in range(its.operators):
+            self.live[one] = None if one in self.frozen else gradient_of(self.rank, one, local, shares)
+
+    def _gather(self, kind: Any, ranks: Sequence[int], value: Any) -> list[Any]:
+        return world().exchanges.gather(kind, ranks, value)
+
+    def _pair(self, step: int) -> list[int]:
+        return sorted((self.rank, self.shape.rank(self.stage + step, self.replica)))
+
+    def _to(self, step: int, iteration: int, value: int, feeds: Feeds | None) -> None:
+        direction = Direction.FORWARD if step > 0 else Direction.BACKWARD
+        if self.boundary_log is not None:
+            self.boundary_log.note(direction, torch.tensor([value]))
+        if feeds is None or (feeds.after if step > 0 else feeds.before) is None:
+            self._gather(("pipeline", step), self._pair(step), value)
+
+    def _from(self, step: int, iteration: int, feeds: Feeds | None) -> int:
+        if feeds is not None and (feed := feeds.after if step > 0 else feeds.before) is not None:
+            return int(feed.next())
+        pair = self._pair(step)
+        return int(self._gather(("pipeline", -step), pair, None)[pair.index(self.rank) ^ 1])
+
+    def reduce(self) -> dict[str, Any]:
+        mine = [one for one in self.live if one is not None]
+        return {"norm": norm_of(self._gather("norm", range(self.shape.ranks), mine))}
+
+    def update(self, outcome: Mapping[str, Any]) -> None:
+        world().sleep(self.pace.update_s)
+        for one, gradient in enumerate(self.live):
+            if gradient is not None:
+                self._apply(one, gradient, outcome["norm"])
+        self.live = [None] * self.shape.operators
+        world().checks.updated(self)
+
+    def _apply(self, operator: int, gradient: int, norm: int) -> None:
+        master = updated(int(self.masters[operator]), gradient, norm)
+        self.masters[operator], self.gradients[operator] = master, gradient
+        self.compute[operator] = compute_of(master)
+
+    # What there is of this rank
+
+    def place(self) -> ft.Place:
+        its = self.shape
+        pipeline = tuple(its.rank(stage, self.replica) for stage in range(its.stages)) if its.stages > 1 else ()
+        return ft.Place(
+            stage=self.stage, replica=its.rank(0, self.replica), same_state=its.rank(self.stage, 0), pipeline=pipeline,
+            step_spans_job=True,
+        )  # fmt: skip
+
+    def operators(self) -> list[ft.Operator]:
+        weights = ft.StateBytes(compute=8, master=8, optimizer=0, gradient=8)
+        return [ft.Operator(name, ft.OperatorKind.EXPERT, weights) for name in self.shape.names()]
+
+    def states(self) -> dict[str, ft.OperatorState]:
+        def tensor(name: str, saved: ft.Saved, values: torch.Tensor, one: int) -> tuple[ft.StateTensor, ...]:
+            return (ft.StateTensor(name, saved, "value", values[one : one + 1]),)
+
+        return {
+            name: ft.OperatorState(
+                tensor(name, ft.Saved.COMPUTE, self.compute, one), tensor(name, ft.Saved.FULL, self.masters, one),
+                tensor(name, ft.Saved.GRADIENT, self.gradients, one),
+            )
+            for one, name in enumerate(self.shape.names())
+        }  # fmt: skip
+
+    def boundary(self) -> dict[str, Any]:
+        return {"progress": {"iteration": self.iteration}}
+
+    def put_boundary(self, boundary: Mapping[str, Any]) -> None:
+        self.put_progress(boundary["progress"])
+
+    def put_progress(self, progress: Mapping[str, int]) -> None:
+        self.iteration = progress["iteration"]
+
+    def commit_point(self, vote: ft.Vote) -> ft.Commit:
+        return ft.UpdateCommit(self, vote)
+
+    @property
+    def sent_bytes(self) -> int:
+        return 64 if self.shape.stages > 1 else 0
+
+    # After a failure
+
+    def regroup(self) -> None:
+        """Nothing here refers to a group."""
+
+    def build(self, shared: Any) -> bool:
+        return True
+
+    def clear_gradients(self) -> None:
+        self.live = [None] * self.shape.operators
+
+    def gradients_left(self) -> list[str]:
+        return [str(one) for one, gradient in enumerate(self.live) if gradient is not None]
+
+    def complete(self) -> None:
+        """Every rank has saved all of what it has."""
+
+    @contextmanager
+    def replaying(self, shared_from: int | None, alone: Alone | None) -> Iterator[ft.Trainer]:
+        self.is_replaying = True
+        try:
+            yield Replay(self, alone.feeds() if alone is not None else None)
+        finally:
+            self.is_replaying = False
+            self.frozen = frozenset()
+
+
+class Replay(ft.Trainer):
+    """Iterations are run again."""
+
+    def __init__(self, trainer: Trainer, feeds: Feeds | None) -> None:
+        self.trainer, self.feeds = trainer, feeds
+        self.places = {name: place for place, name in enumerate(trainer.shape.names())}
+        self.came_of: Any = None
+
+    def load(self, snapshot: ft.Snapshot, loads: Mapping[str, ft.Saved], *, is_shared: bool = True) -> None:
+        its = self.trainer
+        for entry, tensor in snapshot.tensors_of(loads):
+            place = self.places[entry.operator]
+            if entry.saved is ft.Saved.FULL:
+                its.masters[place] = int(tensor)
+                its.compute[place] = compute_of(int(tensor))
+            else:
+                its.compute[place] = int(tensor)
+
+    def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
+        for name, its in gradients.items():
+            for _, gradient in its:
+                self.trainer._apply(self.places[name], int(gradient), outcome["step"]["norm"])
+
+    def complete(self) -> None:
+        self.trainer.complete()
+
+    def put_boundary(self, boundary: Any) -> None:
+        self.trainer.put_boundary(boundary)
+
+    def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
+        self.trainer.frozen = frozenset(self.places[name] for name in frozen)
+
+    def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
+        its = self.trainer
+        if self.feeds is not None:
+            self.feeds.begin(iteration)
+        if its.boundary_log is not None:
+            its.boundary_log.begin(iteration)
+        its.forward_backward(iteration, self.feeds)
+        if its.boundary_log is not None:
+            its.boundary_log.end()
+        self.came_of = outcome["step"] if outcome is not None else its.reduce()
+        its.update(self.came_of)
+        its.iteration = iteration
+        return {}
+
+    def record(self) -> Mapping[str, Any]:
+        return {"step": self.came_of}
+
+    def sent(self, iteration: int) -> str | None:
+        log = self.trainer.boundary_log
+        return log.digest(iteration) if log is not None else None

@@ -1,0 +1,256 @@
+"""The clock, the tasks that share it, and the processes that they belong to: everything that may be next, in order.
+
+A task is a thread of a simulated process, in a greenlet of its own: product code that blocks gives way to whoever is
+next on the clock. Nothing here depends on real time, so the same seed gives the same order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from typing import Any
+
+import greenlet
+
+from moevement_core.rendezvous import status_page
+from moevement_core.restart import generation
+
+EPOCH_S = 1.7e9
+"""What the wall clock says when a simulation begins."""
+
+
+class Stuck(Exception):
+    """Nothing will ever happen any more, or not within the time that a job may take."""
+
+
+class World:
+    """One simulation.
+
+    Args:
+        seed: of everything that is drawn.
+        full_trace: keep every event, and not only the last ones.
+    """
+
+    def __init__(self, seed: int, *, full_trace: bool = False) -> None:
+        self.seed = seed
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.wall_offset_s = EPOCH_S
+        self.task: Task | None = None
+        self.is_over = False
+        self.events = 0
+        self.trace: list[str] = []
+        self._full_trace = full_trace
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._number = 0
+        self.hub = greenlet.getcurrent()
+        self._tasks: list[Task] = []
+        self.watch: Callable[[], None] = lambda: None
+        """Called after every event."""
+        self.network: Any = None
+        self.exchanges: Any = None
+        self.checks: Any = None
+
+    def say(self, text: str) -> None:
+        """A line of the trace."""
+        self.trace.append(f"{self.now:10.4f} {text}")
+        if not self._full_trace and len(self.trace) > 400:
+            del self.trace[:200]
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        """Have ``what`` called later."""
+        self._number += 1
+        heapq.heappush(self._heap, (self.now + seconds, self._number, what))
+
+    def run(self, until: Callable[[], bool], most_s: float) -> None:
+        """Let everything happen until that holds.
+
+        Raises:
+            Stuck: it does not come to hold.
+        """
+        while not until():
+            if not self._heap:
+                raise Stuck("nothing is left that could happen")
+            at, _, what = heapq.heappop(self._heap)
+            if at > most_s:
+                raise Stuck(f"not over after {most_s:g} s")
+            self.now = max(self.now, at)
+            self.events += 1
+            what()
+            self.watch()
+
+    def end(self) -> None:
+        """Free what the tasks hold."""
+        self.is_over = True
+        for task in self._tasks:
+            task.kill()
+
+    def who_waits(self) -> list[str]:
+        """Where every task of a process that lives is, one line each."""
+        lines = []
+        for task in self._tasks:
+            frame, names = task.greenlet.gr_frame, list[str]()
+            while frame is not None:
+                names.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+                frame = frame.f_back
+            if names and task.process.is_alive:
+                state = ", stopped" if task.process.is_stopped else ""
+                lines.append(f"{task.process.name}{state}, {task.name} waits in {' < '.join(names[3:10])}")
+        return lines
+
+    # Tasks
+
+    def start(self, process: Process, body: Callable[[], Any], name: str) -> Task:
+        """Begin a thread of ``process``."""
+        task = Task(self, process, body, name)
+        process.tasks.append(task)
+        self._tasks.append(task)
+        task.wake()
+        return task
+
+    def current(self) -> Task:
+        """The one that runs; what asks must be in one."""
+        assert self.task is not None, "product code blocks outside of a task"
+        return self.task
+
+    def sleep(self, seconds: float) -> None:
+        """Give way for so long."""
+        self.current().park(seconds)
+
+    def resume(self, task: Task) -> None:
+        """Let ``task`` run until it blocks."""
+        process = task.process
+        if task.is_done or not process.is_alive:
+            return
+        if process.is_stopped:
+            process.deferred.append(task)
+            return
+        before, self.task = self.task, task
+        process.switch_to()
+        try:
+            task.greenlet.switch()
+        finally:
+            self.task = before
+        if task.error is not None:
+            raise task.error
+
+    def give_way(self) -> None:
+        """Back to the clock; returns when the task is resumed."""
+        self.hub.switch()
+
+
+class Process:
+    """A process on a node."""
+
+    def __init__(self, world: World, node: str, name: str) -> None:
+        self.world, self.node, self.name = world, node, name
+        self.is_alive, self.is_stopped = True, False
+        self.tasks: list[Task] = []
+        self.deferred: list[Task] = []
+        self.on_end: list[Callable[[bool], None]] = []
+        """Called when it is gone, with whether anybody can hear of it: not where its node lost its power."""
+        self.generation: generation.Generation | None = None
+        self.page: status_page.StatusPage | None = None
+        self.environment: dict[str, str] = {}
+        self.rank, self.world_size = -1, 0
+        self.exchanged: dict[Any, int] = {}
+        """How many exchanges of a kind it has taken part in."""
+        self.groups_made = 0
+        self.connections: list[Any] = []
+        """Of the generation that it is in."""
+
+    def switch_to(self) -> None:
+        """Module state that there is one of in a process is this one's from now on."""
+        generation._generation = self.generation
+        status_page._page = self.page
+
+    def stop(self) -> None:
+        """As SIGSTOP."""
+        self.is_stopped = self.is_alive
+
+    def go_on(self) -> None:
+        """As SIGCONT."""
+        if self.is_stopped:
+            self.is_stopped = False
+            deferred, self.deferred = self.deferred, []
+            for task in deferred:
+                self.world.after(0.0, lambda task=task: self.world.resume(task))  # type: ignore[misc]
+
+    def end(self, *, is_heard: bool = True) -> None:
+        """As SIGKILL, or as its own end."""
+        if self.is_alive:
+            self.is_alive = self.is_stopped = False
+            for call in self.on_end:
+                call(is_heard)
+
+
+class Task:
+    """A thread of a process."""
+
+    def __init__(self, world: World, process: Process, body: Callable[[], Any], name: str) -> None:
+        self.world, self.process, self.name = world, process, name
+        self.error: BaseException | None = None
+        self.is_done = False
+        self.ended: list[Callable[[], None]] = []
+        self.pending: BaseException | None = None
+        """Raised in it as soon as it may be."""
+        self.atomic = 0
+        self.greenlet = greenlet.greenlet(self._run, world.hub)
+        self._body = body
+        self._token = 0
+        self._timed_out = False
+
+    def _run(self) -> None:
+        try:
+            self._body()
+        except greenlet.GreenletExit:
+            pass
+        except BaseException as error:
+            self.error = error
+        self.is_done = True
+        for call in self.ended:
+            call()
+
+    def wake(self) -> None:
+        """Resume it now, if it is parked."""
+        self._token += 1
+        token = self._token
+        self.world.after(0.0, lambda: self._resume(token, timed_out=False))
+
+    def park(self, timeout_s: float | None = None) -> bool:
+        """Block until woken; whether that came before the timeout."""
+        if self.world.is_over:
+            raise greenlet.GreenletExit
+        self.raise_pending()
+        self._token += 1
+        token = self._token
+        if timeout_s is not None:
+            self.world.after(timeout_s, lambda: self._resume(token, timed_out=True))
+        self.world.give_way()
+        if self.world.is_over:
+            raise greenlet.GreenletExit
+        self.raise_pending()
+        return not self._timed_out
+
+    def raise_pending(self) -> None:
+        """Raise what came from outside, unless that has to wait."""
+        if self.pending is not None and not self.atomic:
+            error, self.pending = self.pending, None
+            raise error
+
+    def interrupt(self, error: BaseException) -> None:
+        """Raise ``error`` in it, wherever it is."""
+        self.pending = error
+        if not self.atomic:
+            self.wake()
+
+    def _resume(self, token: int, *, timed_out: bool) -> None:
+        if token == self._token:
+            self._timed_out = timed_out
+            self.world.resume(self)
+
+    def kill(self) -> None:
+        """Unwind it."""
+        if self.greenlet and not self.greenlet.dead:
+            self.greenlet.throw(greenlet.GreenletExit)
