@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from moevement_core.rendezvous.now_and_then import Now
@@ -51,7 +50,7 @@ class Membership:
             new = {int(one) for one in numbers if one.isdecimal() and len(one) < MOST_DIGITS} - known
             for member in sorted(new):
                 if (card := self._store.read(MEMBER.format(member))) is not None:
-                    self.alive[member] = MemberInfo(**json.loads(card))
+                    self.alive[member] = MemberInfo.decode(card)
                     self.joined_at = self._clock()
                     self._renewed.setdefault(member, self._clock())
 
