@@ -20,7 +20,7 @@ KEY = f"{prefix_of(TOKEN)}/key"
 
 
 class Stranger:
-    """Somebody else at the same store; what it did is done when it says so, which the store's ``set`` does not wait for."""
+    """Somebody else at the same store; what it did is done when it says so. The store's own ``set`` does not wait."""
 
     def __init__(self) -> None:
         self._store = dist.TCPStore(
