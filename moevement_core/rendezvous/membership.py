@@ -10,8 +10,6 @@ from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
 """How many lease times a rank has to stop what it does after an interruption, or to acknowledge a roster."""
-MOST_DIGITS = 20
-"""Of the number of a member."""
 RESET_GRACE_S = 0.5
 """How long a supervisor whose connection broke has to connect again."""
 
@@ -45,11 +43,10 @@ class Membership:
         if not self._look.is_due(rung=self._store.has_rung(JOINED)):
             return
         with self._look:
-            numbers = (key.removeprefix(CARDS) for key in self._store.keys(CARDS))
-            known = self.alive.keys() | self.dead
-            new = {int(one) for one in numbers if one.isdecimal() and len(one) < MOST_DIGITS} - known
-            for member in sorted(new):
-                if (card := self._store.read(MEMBER.format(member))) is not None:
+            named = (key.removeprefix(CARDS).split("/") for key in self._store.keys(CARDS))
+            numbers = {int(name[0]) for name in named if len(name) == 2 and name[1] == self._store.tag(name[0])}
+            for member in sorted(numbers - self.alive.keys() - self.dead):
+                if (card := self._store.read(MEMBER.format(member, self._store.tag(str(member))))) is not None:
                     self.alive[member] = MemberInfo.decode(card)
                     self.joined_at = self._clock()
                     self._renewed.setdefault(member, self._clock())

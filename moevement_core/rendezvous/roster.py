@@ -15,6 +15,8 @@ import msgspec
 
 from moevement_core.errors import ExchangeError
 
+JOB_NAME = "job/name"
+"""Eight hexadecimal digits."""
 RANKS = "job/ranks"
 """How many ranks the job has."""
 TASK = "tasks/{}"
@@ -24,8 +26,8 @@ LATE_TASK = "tasks/late/{}"
 JOINED = "members/joined"
 """Rings when a member has joined."""
 CARDS = "members/card/"
-MEMBER = CARDS + "{}"
-"""By member, its information."""
+MEMBER = CARDS + "{}/{}"
+"""By member, with the tag of its number, its information."""
 ROSTER = "generation/{}/roster"
 """A proposal, until :data:`START` says that all of its members have acknowledged it."""
 ACKNOWLEDGED = "generation/{}/acknowledged"

@@ -138,6 +138,7 @@ class Stranger:
         key, value = draw.choice((
             (f"members/card/{member}", json.dumps(card)),
             (f"members/card/{'9' * 400}", json.dumps(card)),
+                (f"members/card/{draw.randrange(100)}/{draw.randbytes(16).hex()}", json.dumps(card)),
             ("members/card/x", "x"),
             (f"members/{member}/given_up", "is gone"),
             ("stop", "because I say so"),
