@@ -91,7 +91,7 @@ class Coordinator:
         """Members that the job goes on without though nobody saw them end: whoever started them ends them."""
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
         self._interrupt, self._clock = interrupt, clock
-        self._entered = Entered(store)
+        self._entered = Entered(store, clock)
         self._attempts = Attempts()
         self._is_reported = False
         self._interrupted_at = self._proposed_at = 0.0
@@ -101,7 +101,7 @@ class Coordinator:
         """Since when everyone else is there and only spares are missing."""
         self._grid: Grid | None = None
         """Of an elastic job, as soon as any of its ranks has said that it is one."""
-        self._adopts = Now()
+        self._adopts = Now(clock)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # whoever asks later finds it, and it is kept from here on
         store.set(NEWEST, "-1")
 

@@ -31,7 +31,7 @@ class Membership:
         self.joined_at = clock()
         """When the newest member joined."""
         self._store, self._clock = store, clock
-        self._look = Now()
+        self._look = Now(clock)
         self._renewed: dict[int, float] = {}
         """When the lease of each member was last renewed."""
         self._disconnected: dict[int, float] = {}
