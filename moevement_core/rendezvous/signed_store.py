@@ -211,8 +211,14 @@ class SignedStore:
             return  # the same, seen again
         self._refused[key] = raw[:256]
         self.rejected += 1
-        if self.rejected == 1:
+        global _is_reported
+        if not _is_reported:
+            _is_reported = True
             log.warning(f"a value in the job's store ({key}) is of none of its processes, and does not count")
+
+
+_is_reported = False
+"""Whether this process has said that there are values that do not count."""
 
 
 def prefix_of(token: Token) -> str:
