@@ -10,6 +10,7 @@ it: only then does any of them enter training.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -24,6 +25,7 @@ from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     ELASTIC,
     GIVEN_UP,
+    JOB_NAME,
     NEWEST,
     ROSTER,
     START,
@@ -34,7 +36,7 @@ from moevement_core.rendezvous.roster import (
     Roster,
     assign_devices,
 )
-from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.signed_store import CLAIMED, SignedStore
 
 LEASE_S = 10.0
 """The default of ``--moevement-lease-seconds``, from which every other timeout derives."""
@@ -89,7 +91,7 @@ class Coordinator:
         """Members that the job goes on without though nobody saw them end: whoever started them ends them."""
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
         self._interrupt, self._clock = interrupt, clock
-        self._entered = Entered(store)
+        self._entered = Entered(store, clock)
         self._attempts = Attempts()
         self._is_reported = False
         self._interrupted_at = self._proposed_at = 0.0
@@ -99,7 +101,8 @@ class Coordinator:
         """Since when everyone else is there and only spares are missing."""
         self._grid: Grid | None = None
         """Of an elastic job, as soon as any of its ranks has said that it is one."""
-        self._adopts = Now()
+        self._adopts = Now(clock)
+        store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # whoever asks later finds it, and it is kept from here on
         store.set(NEWEST, "-1")
 
     @property
@@ -154,10 +157,14 @@ class Coordinator:
         self._store.set(STOP, reason)
         self.state = State.STOPPED
 
+    def _report_rejected(self) -> None:
+        if rejected := self._store.rejected:
+            self._report(f"{rejected} values in the job's store were of none of its processes, and did not count")
+
     def step(self) -> None:
         """Look at the store and the leases and do what is to be done; never waits."""
         self._store.keep_written()
-        if self._adopts.is_due(rung=False):
+        if self._adopts.is_due(rung=self._store.has_rung(CLAIMED)):
             with self._adopts:
                 self._store.adopt(*WRITTEN_ONCE)
         self.membership.welcome()
@@ -166,6 +173,7 @@ class Coordinator:
         if self.state in (State.STOPPED, State.DONE):
             return
         if self._all_finished():
+            self._report_rejected()
             self.state = State.DONE
             self._store.set(STOP, "")
         elif self.state is State.RUNNING and (self._leaving() or self._is_to_grow()):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from moevement_core.rendezvous.now_and_then import Now
@@ -16,9 +17,10 @@ class Entered:
 
     Args:
         store: the job's.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, store: SignedStore) -> None:
+    def __init__(self, store: SignedStore, clock: Callable[[], float] = time.monotonic) -> None:
         self.generation = -1
         """The newest whose ranks have entered training."""
         self.members: Collection[int] = ()
@@ -28,7 +30,7 @@ class Entered:
         self._found: dict[str, int] = {}
         self._looks: dict[str, Now] = {}
         """So that a job of a thousand ranks is not asked a thousand questions at every step."""
-        self._store = store
+        self._store, self._clock = store, clock
 
     def begin(self, generation: int, members: Collection[int]) -> None:
         """These have entered it."""
@@ -40,7 +42,7 @@ class Entered:
     def written_by(self, key: str, generation: int, members: Collection[int]) -> set[int] | None:
         """Those of ``members`` that have written ``key``; None if that is nobody new since the last look."""
         name = key.format(generation)
-        look = self._looks.setdefault(name, Now())
+        look = self._looks.setdefault(name, Now(self._clock))
         if not look.is_due(rung=self._store.has_rung(name)):
             return None
         with look:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -46,7 +45,8 @@ class Member:
         """Be there to be given a rank."""
         # Asked before the coordinator knows of this member, so that no roster with it in is passed over.
         self._generation = int(self._store.get(NEWEST))
-        self._store.set(MEMBER.format(self._info.member), json.dumps(asdict(self._info)))
+        number = str(self._info.member)
+        self._store.set(MEMBER.format(number, self._store.tag(number)), self._info.encode())
         self._store.ring(JOINED)
 
     def wait_for_rank(self) -> tuple[Roster, int]:

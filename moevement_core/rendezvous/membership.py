@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from moevement_core.rendezvous.now_and_then import Now
@@ -11,8 +10,6 @@ from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
 """How many lease times a rank has to stop what it does after an interruption, or to acknowledge a roster."""
-MOST_DIGITS = 20
-"""Of the number of a member."""
 RESET_GRACE_S = 0.5
 """How long a supervisor whose connection broke has to connect again."""
 
@@ -34,7 +31,7 @@ class Membership:
         self.joined_at = clock()
         """When the newest member joined."""
         self._store, self._clock = store, clock
-        self._look = Now()
+        self._look = Now(clock)
         self._renewed: dict[int, float] = {}
         """When the lease of each member was last renewed."""
         self._disconnected: dict[int, float] = {}
@@ -46,12 +43,11 @@ class Membership:
         if not self._look.is_due(rung=self._store.has_rung(JOINED)):
             return
         with self._look:
-            numbers = (key.removeprefix(CARDS) for key in self._store.keys(CARDS))
-            known = self.alive.keys() | self.dead
-            new = {int(one) for one in numbers if one.isdecimal() and len(one) < MOST_DIGITS} - known
-            for member in sorted(new):
-                if (card := self._store.read(MEMBER.format(member))) is not None:
-                    self.alive[member] = MemberInfo(**json.loads(card))
+            named = (key.removeprefix(CARDS).split("/") for key in self._store.keys(CARDS))
+            numbers = {int(name[0]) for name in named if len(name) == 2 and name[1] == self._store.tag(name[0])}
+            for member in sorted(numbers - self.alive.keys() - self.dead):
+                if (card := self._store.read(MEMBER.format(member, self._store.tag(str(member))))) is not None:
+                    self.alive[member] = MemberInfo.decode(card)
                     self.joined_at = self._clock()
                     self._renewed.setdefault(member, self._clock())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Self
 
 SOONEST_S = 1.0
@@ -14,10 +15,13 @@ class Now:
     """Something that is looked at when a bell has rung, and now and then without.
 
     A bell that is heard rings for a change; a stranger may ring it, or keep it from ringing.
+
+    Args:
+        clock: seconds, monotonic.
     """
 
-    def __init__(self) -> None:
-        self._next_at = 0.0
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._next_at = clock, -float("inf")
 
     def is_due(self, *, rung: bool) -> bool:
         """Whether to look now.
@@ -25,12 +29,12 @@ class Now:
         Args:
             rung: whether the bell has rung since the last call.
         """
-        return rung or time.monotonic() >= self._next_at
+        return rung or self._clock() >= self._next_at
 
     def __enter__(self) -> Self:
-        self._began = time.monotonic()
+        self._began = self._clock()
         return self
 
     def __exit__(self, *error: object) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._next_at = now + max(SOONEST_S, SHARE * (now - self._began))

@@ -7,12 +7,16 @@ are in no roster are spares.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
 
+import msgspec
+
+from moevement_core.errors import ExchangeError
+
+JOB_NAME = "job/name"
+"""Eight hexadecimal digits."""
 RANKS = "job/ranks"
 """How many ranks the job has."""
 TASK = "tasks/{}"
@@ -22,8 +26,8 @@ LATE_TASK = "tasks/late/{}"
 JOINED = "members/joined"
 """Rings when a member has joined."""
 CARDS = "members/card/"
-MEMBER = CARDS + "{}"
-"""By member, its information."""
+MEMBER = CARDS + "{}/{}"
+"""By member, with the tag of its number, its information."""
 ROSTER = "generation/{}/roster"
 """A proposal, until :data:`START` says that all of its members have acknowledged it."""
 ACKNOWLEDGED = "generation/{}/acknowledged"
@@ -71,6 +75,19 @@ class MemberInfo:
     """The local number of the device that it was started for."""
     devices: int = 0
     """How many devices it can see; 0 without a GPU."""
+
+    def encode(self) -> str:
+        """As it stands in the store."""
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def decode(text: str | bytes) -> MemberInfo:
+        """The inverse of :meth:`encode`.
+
+        Raises:
+            ExchangeError: it is none.
+        """
+        return _decoded(text, MemberInfo)
 
 
 @dataclass(frozen=True)
@@ -124,18 +141,23 @@ class Roster:
 
     def encode(self) -> str:
         """As it stands in the store."""
-        return json.dumps(asdict(self))
+        return msgspec.json.encode(self).decode()
 
     @staticmethod
     def decode(text: str | bytes) -> Roster:
-        """The inverse of :meth:`encode`."""
-        fields: dict[str, Any] = json.loads(text)
-        for name in ("ranks", "nodes", "devices"):  # JSON knows no numbers as keys
-            fields[name] = {int(rank): value for rank, value in fields[name].items()}
-        for name in ("deaths", "earlier"):
-            fields[name] = tuple(Death(**death) for death in fields[name])
-        fields["reasons"] = tuple(fields["reasons"])
-        return Roster(**fields)
+        """The inverse of :meth:`encode`.
+
+        Raises:
+            ExchangeError: it is none.
+        """
+        return _decoded(text, Roster)
+
+
+def _decoded[T](text: str | bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ExchangeError(f"no {kind.__name__}: {error}; all processes need the same version") from None
 
 
 def assign_devices(members: Mapping[int, MemberInfo], before: Mapping[int, int]) -> dict[int, int]:

@@ -9,6 +9,7 @@ wrote a value that is needed writes it again (:meth:`SignedStore.keep_written`).
 from __future__ import annotations
 
 import hmac
+import random
 import secrets
 import time
 from datetime import timedelta
@@ -24,8 +25,12 @@ _ABSENT = "-"
 _MAC_CHARACTERS = 64
 _ANNOUNCED = "moevement/token"
 """Outside of the prefix, so that a process with another token finds it."""
+CLAIMED = "claimed"
+"""Rings when a process has claimed something, which whoever holds the store is to keep."""
 KEEP_S = 0.25
 """How often it is looked whether what was written is still there."""
+MOST_ADOPTED = 100
+"""Keys that are looked at, at a time."""
 _LOOK_S = 0.05
 POLL = timedelta(seconds=1)
 
@@ -108,6 +113,7 @@ class SignedStore:
             if (found := self._verified(key, raw)) is not None:
                 if raw == signed.encode():
                     self._written[key] = signed
+                    self.ring(CLAIMED)
                 return found.decode()
             expected = raw
 
@@ -122,6 +128,10 @@ class SignedStore:
         self._bells[bell] = raw[:64]
         return is_new
 
+    def tag(self, name: str) -> str:
+        """What ``name`` has beside it in a key that nobody else can make, so that no key is read in vain."""
+        return self._token.mac("tag", name.encode()).hex()[:32]
+
     def keys(self, prefix: str) -> list[str]:
         """Those that begin so, whoever wrote them."""
         return [key for key in self._store.list_keys() if key.startswith(prefix)]
@@ -130,7 +140,7 @@ class SignedStore:
         """Write again what this process wrote and somebody else changed; call it often, it looks now and then."""
         if time.monotonic() - self._kept_at < KEEP_S:
             return
-        for key, signed in self._written.items():
+        for key, signed in list(self._written.items()):
             if (raw := self._raw(key)) != signed.encode():
                 if raw != _ABSENT.encode():
                     self._reject(key, raw)
@@ -142,8 +152,9 @@ class SignedStore:
 
     def adopt(self, *prefixes: str) -> None:
         """Keep what others of this job wrote once under keys that begin so, as this process's own."""
-        for key in self.keys(""):
-            if key.startswith(prefixes) and key not in self._written and (value := self.read(key)) is not None:
+        new = [key for key in self.keys("") if key.startswith(prefixes) and key not in self._written]
+        for key in random.sample(new, min(len(new), MOST_ADOPTED)):  # a stranger's, maybe, and any number of them
+            if (value := self.read(key)) is not None:
                 self._written[key] = self._sign(key, value)
 
     def forget(self, prefix: str) -> None:
@@ -200,8 +211,14 @@ class SignedStore:
             return  # the same, seen again
         self._refused[key] = raw[:256]
         self.rejected += 1
-        if self.rejected == 1:
+        global _is_reported
+        if not _is_reported:
+            _is_reported = True
             log.warning(f"a value in the job's store ({key}) is of none of its processes, and does not count")
+
+
+_is_reported = False
+"""Whether this process has said that there are values that do not count."""
 
 
 def prefix_of(token: Token) -> str:

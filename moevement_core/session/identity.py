@@ -12,10 +12,10 @@ from itertools import count
 
 import torch.distributed as dist
 
+from moevement_core.rendezvous.roster import JOB_NAME
 from moevement_core.restart.store import connect, store_address
 from moevement_core.session.exchange import broadcast_object
 
-_NAME = "job/name"
 _START = "job/starts/{}"
 
 
@@ -53,7 +53,7 @@ def job_name() -> str | None:
     """The job's name as the launcher's store has it, for any process at any time; None where there is no store."""
     if (address := store_address()) is None:
         return None
-    return connect(address).claim(_NAME, _new_name())  # whoever asks first gives it
+    return connect(address).claim(JOB_NAME, _new_name())  # whoever asks first gives it
 
 
 def remember(key: str, value: str) -> str:

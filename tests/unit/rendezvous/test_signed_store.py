@@ -19,22 +19,54 @@ TOKEN = Token.new()
 KEY = f"{prefix_of(TOKEN)}/key"
 
 
-@pytest.fixture
-def stranger() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+class Stranger:
+    """Somebody else at the same store; what it did is done when it says so. The store's own ``set`` does not wait."""
+
+    def __init__(self) -> None:
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+        )
+        self.port = self._store.port
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+        self._store.check([key])
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._store.get(key))
+
+    def delete_key(self, key: str) -> None:
+        self._store.delete_key(key)
+
+
+class Settled(SignedStore):
+    """Likewise."""
+
+    def set(self, key: str, value: str | bytes) -> None:
+        super().set(key, value)
+        self.read(key)
+
+    def keep_written(self) -> None:
+        super().keep_written()
+        self.read("key")
 
 
 @pytest.fixture
-def store(stranger: Any, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
+def stranger() -> Stranger:
+    return Stranger()
+
+
+@pytest.fixture
+def store(stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> SignedStore:
     monkeypatch.setattr(signed_store, "KEEP_S", 0.0)
     return client(stranger)
 
 
-def client(stranger: Any, token: Token = TOKEN, timeout_s: float = 5.0) -> SignedStore:
-    return SignedStore(dist.TCPStore("127.0.0.1", stranger.port, is_master=False), token, timeout_s)
+def client(stranger: Stranger, token: Token = TOKEN, timeout_s: float = 5.0) -> SignedStore:
+    return Settled(dist.TCPStore("127.0.0.1", stranger.port, is_master=False), token, timeout_s)
 
 
-def test_what_is_written_is_read_by_others_of_the_job_alone(stranger: Any, store: SignedStore) -> None:
+def test_what_is_written_is_read_by_others_of_the_job_alone(stranger: Stranger, store: SignedStore) -> None:
     store.set("key", "valué")
     assert client(stranger).read("key") == "valué".encode()
     assert client(stranger, Token.new()).read("key") is None
@@ -43,7 +75,7 @@ def test_what_is_written_is_read_by_others_of_the_job_alone(stranger: Any, store
     assert client(stranger).read("empty") == b""
 
 
-def test_values_of_strangers_are_not_there(stranger: Any, store: SignedStore) -> None:
+def test_values_of_strangers_are_not_there(stranger: Stranger, store: SignedStore) -> None:
     store.set("key", "value")
     whole, seeded = stranger.get(KEY), random.Random(3)
     reader = client(stranger)
@@ -66,14 +98,14 @@ def test_values_of_strangers_are_not_there(stranger: Any, store: SignedStore) ->
     assert reader.read("key") == b"value"
 
 
-def test_one_bad_value_counts_once_however_often_it_is_seen(stranger: Any, store: SignedStore) -> None:
+def test_one_bad_value_counts_once_however_often_it_is_seen(stranger: Stranger, store: SignedStore) -> None:
     stranger.set(KEY, "x")
     for _ in range(5):
         assert store.read("key") is None
     assert store.rejected == 1
 
 
-def test_what_was_taken_away_is_written_again(stranger: Any, store: SignedStore) -> None:
+def test_what_was_taken_away_is_written_again(stranger: Stranger, store: SignedStore) -> None:
     store.set("key", "value")
     stranger.set(KEY, "x")
     store.keep_written()
@@ -88,7 +120,7 @@ def test_what_was_taken_away_is_written_again(stranger: Any, store: SignedStore)
     assert client(stranger).read("key") is None
 
 
-def test_what_others_wrote_once_is_kept_by_who_has_adopted_it(stranger: Any, store: SignedStore) -> None:
+def test_what_others_wrote_once_is_kept_by_who_has_adopted_it(stranger: Stranger, store: SignedStore) -> None:
     client(stranger).set("job/name", "n")
     stranger.set(f"{prefix_of(TOKEN)}/job/x", "none of ours")
     store.adopt("job/")
@@ -98,7 +130,7 @@ def test_what_others_wrote_once_is_kept_by_who_has_adopted_it(stranger: Any, sto
     assert client(stranger).read("job/x") is None
 
 
-def test_waiting_goes_on_over_values_that_do_not_count(stranger: Any, store: SignedStore) -> None:
+def test_waiting_goes_on_over_values_that_do_not_count(stranger: Stranger, store: SignedStore) -> None:
     stranger.set(KEY, "x")
     began = time.monotonic()
     with pytest.raises(dist.DistStoreError):
@@ -110,23 +142,24 @@ def test_waiting_goes_on_over_values_that_do_not_count(stranger: Any, store: Sig
         client(stranger, timeout_s=0.2).get("never")
 
 
-def test_the_first_to_claim_has_it_whatever_a_stranger_puts_there(stranger: Any, store: SignedStore) -> None:
+def test_the_first_to_claim_has_it_whatever_a_stranger_puts_there(stranger: Stranger, store: SignedStore) -> None:
     stranger.set(KEY, b"\xff\x00 none of ours")
     assert store.claim("key", "mine") == "mine"
     assert client(stranger).claim("key", "theirs") == "mine"
 
 
-def test_a_bell_is_heard_once(stranger: Any, store: SignedStore) -> None:
+def test_a_bell_is_heard_once(stranger: Stranger, store: SignedStore) -> None:
     listener = client(stranger)
     assert not listener.has_rung("bell")
     store.ring("bell")
+    store.read("key")
     assert listener.has_rung("bell")
     assert not listener.has_rung("bell")
     stranger.set(f"{prefix_of(TOKEN)}/bell", b"\xff" * (1 << 20))
     assert listener.has_rung("bell")
 
 
-def test_a_process_with_another_token_finds_out(stranger: Any, store: SignedStore) -> None:
+def test_a_process_with_another_token_finds_out(stranger: Stranger, store: SignedStore) -> None:
     store.announce()
     assert client(stranger).is_of_this_job(0.0)
     assert not client(stranger, Token.new()).is_of_this_job(0.1)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from moevement_cli.main import main
 from moevement_core.errors import ConfigError
+from moevement_core.launching import supervise
 from moevement_core.rendezvous import token as tokens
+from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.token import TOKEN_ENV, TOKEN_FILE_ENV, Token, given_token, own_token
 
 TEXT = "a" * 40
@@ -81,3 +86,33 @@ def test_what_is_signed_for_one_purpose_is_of_no_use_for_another() -> None:
     assert not token.verifies(mac, "value", b"a", b"bc")
     assert not token.verifies(mac, "lease", b"ab", b"c")
     assert not Token.new().verifies(mac, "value", b"ab", b"c")
+
+
+@pytest.mark.parametrize("given", [None, "b" * 40])
+def test_a_supervisor_that_is_none_of_the_job_says_so_and_ends_with_two(
+    given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    SignedStore(base, Token(TEXT)).announce()
+    script = tmp_path / "train.py"
+    script.touch()
+    monkeypatch.setattr(supervise, "TOKEN_PATIENCE_S", 0.2)
+    monkeypatch.setenv("MOEVEMENT_STORE", f"127.0.0.1:{base.port}")
+    for name, value in (("SLURM_PROCID", "0"), ("SLURM_NTASKS", "3"), ("SLURM_LOCALID", "0")):
+        monkeypatch.setenv(name, value)
+    if given is not None:
+        monkeypatch.setenv(TOKEN_ENV, given)
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", "--trainer", "torch", "--spares", "1", str(script)])
+    message = (
+        "no job token; " if given is None else f"the job at MOEVEMENT_STORE=127.0.0.1:{base.port} has another token"
+    )
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"moevement: {message}")
+
+
+def test_a_coordinator_whose_tasks_others_start_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["coordinate", "--ranks", "2"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("moevement: no job token, and the tasks are started by somebody else; give every process")

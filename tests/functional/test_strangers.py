@@ -1,0 +1,25 @@
+"""A job with a stranger beside it, who has every socket and not the token; tests/fuzz runs more of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.fuzz.job import KILLS, attack, undisturbed
+
+
+def test_a_job_ends_as_if_the_stranger_had_not_been_there(tmp_path: Path) -> None:
+    wanted = undisturbed(tmp_path / "undisturbed").summary()["state_digest"]["all"]
+    attacked = attack(tmp_path / "attacked", seed=1)
+    assert attacked.stranger.failure == ""
+    assert attacked.code == 0, attacked.output[-4000:]
+    assert attacked.record.summary()["state_digest"]["all"] == wanted
+    failures = [event for event in attacked.record.events() if event["event"] == "failure"]
+    assert len(failures) == len(KILLS), ("not the deaths that there were, and no other ones", failures)
+    done = attacked.stranger.done
+    assert sum(count for kind, count in done.items() if not kind.startswith("socket")) > 100
+    assert sum(count for kind, count in done.items() if kind.startswith("socket")) > 20
+    assert len(attacked.stranger.seen) >= 3, "the store and each rank listen"
+    assert {host for host, _ in attacked.stranger.seen} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    # The token is nowhere that others could read it.
+    texts = [path.read_text(errors="replace") for path in attacked.record.folder.rglob("*") if path.is_file()]
+    assert not any("MOEVEMENT_JOB_TOKEN" in text for text in [*texts, attacked.output])

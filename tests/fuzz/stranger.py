@@ -1,0 +1,194 @@
+"""What somebody can do to a job who reaches its sockets and does not have its token; seeded.
+
+By agreement it leaves the keys of torch's own process groups alone: nobody can sign what torch writes there
+(docs/security.md).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+GROUPS = "/groups/"
+"""In the keys of torch's process groups."""
+PAUSE_S = 0.003
+HALF_OPEN = 40
+"""Connections that are held without a word."""
+
+
+def listeners(root: int) -> dict[int, set[tuple[str, int]]]:
+    """By process, where a process and all that it has started listen."""
+    found: dict[int, set[tuple[str, int]]] = {}
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(root)
+        for one in (process, *process.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                its = {(c.laddr.ip, c.laddr.port) for c in one.net_connections("inet") if c.status == "LISTEN"}
+                found[one.pid] = its
+    return found
+
+
+class Stranger:
+    """Attacks a job on this host until it is told to stop.
+
+    Args:
+        root: the launcher's process, which holds the store.
+        seed: of all that it does.
+    """
+
+    def __init__(self, root: int, seed: int) -> None:
+        self._root, self._random = root, random.Random(seed)
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stranger", daemon=True)
+        self.done: Counter[str] = Counter()
+        """What it did, and how often."""
+        self.seen: set[tuple[str, int]] = set()
+        """Every address at which the job has listened."""
+        self.failure = ""
+        """Of this class itself."""
+        self._recorded: list[tuple[str, bytes]] = []
+        self._held: list[socket.socket] = []
+
+    def __enter__(self) -> Stranger:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._has_ended.set()
+        self._thread.join(30)
+        for one in self._held:
+            one.close()
+
+    def _run(self) -> None:
+        try:
+            looked_at = -1.0
+            store: Any = None
+            while not self._has_ended.wait(PAUSE_S):
+                if time.monotonic() - looked_at > 0.5:
+                    looked_at, by_process = time.monotonic(), listeners(self._root)
+                    self.seen |= {address for its in by_process.values() for address in its}
+                    ports = sorted(its[1] for its in by_process.get(self._root, ()))
+                    others = sorted(its[1] for pid, all_ in by_process.items() if pid != self._root for its in all_)
+                if store is None and ports:
+                    store = _client(ports[0])
+                if store is None:
+                    continue
+                try:
+                    self._at_store(store)
+                except (dist.DistError, RuntimeError, ValueError):
+                    store = None  # its own connection broke, or the job has ended
+                for port in ports + others:
+                    if self._random.random() < 0.05:
+                        self._at_socket(port)
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+
+    # The store
+
+    def _at_store(self, store: Any) -> None:
+        draw = self._random
+        keys = [key for key in store.list_keys() if GROUPS not in key]
+        if not keys:
+            return
+        key = draw.choice(keys)
+        value = bytes(store.compare_set(key, "?", "?"))  # does not wait
+        self._recorded.append((key, value))
+        del self._recorded[:-500]
+        prefix = "/".join(key.split("/")[:2])
+        match kind := draw.choice(
+            ("garbage", "edit", "cut", "replay", "move", "delete", "forge", "append", "add", "huge")
+        ):
+            case "garbage":
+                store.set(key, draw.randbytes(draw.randrange(200)))
+            case "edit":
+                store.set(key, _edited(value, draw))
+            case "cut":
+                store.set(key, value[: draw.randrange(len(value) + 1)])
+            case "replay":
+                store.set(*draw.choice(self._recorded))
+            case "move":
+                store.set(key, draw.choice(self._recorded)[1])
+            case "delete":
+                store.delete_key(key)
+            case "forge":
+                self._forge(store, prefix)
+            case "append":
+                store.append(key, draw.choice(("x", "0", ",1:TERMINATED")))
+            case "add":
+                store.add(f"{prefix}/{draw.choice(('members/joined', 'bell', 'generation/0/left'))}", 10**9)
+            case "huge":
+                store.set(key, b"\0" * (1 << 20))
+        self.done[kind] += 1
+
+    def _forge(self, store: Any, prefix: str) -> None:
+        draw, member = self._random, self._random.choice((0, 1, 2, 3, 99, 10**18))
+        card = {"member": member, "pid": 1, "host": "h", "node": "n"}
+        generation = draw.randrange(4)
+        key, value = draw.choice((
+            (f"members/card/{member}", json.dumps(card)),
+            (f"members/card/{'9' * 400}", json.dumps(card)),
+                (f"members/card/{draw.randrange(100)}/{draw.randbytes(16).hex()}", json.dumps(card)),
+            ("members/card/x", "x"),
+            (f"members/{member}/given_up", "is gone"),
+            ("stop", "because I say so"),
+            ("generation/newest", str(10**9)),
+            (f"generation/{generation}/interrupted", f"{member}:TERMINATED"),
+            (f"generation/{generation}/start", "go"),
+            (f"generation/{generation}/finished/{member}", ""),
+            (f"generation/{generation}/left/{member}", "{"),
+            ("job/elastic", "{}"),
+            ("job/name", "mine"),
+        ))  # fmt: skip
+        store.set(f"{prefix}/{key}", "0" * draw.choice((0, 64)) + value)
+
+    # Sockets
+
+    def _at_socket(self, port: int) -> None:
+        draw = self._random
+        kind = draw.choice(("words", "http", "half", "length", "flood"))
+        try:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=2)
+        except OSError:
+            return
+        self.done[f"socket {kind}"] += 1
+        with suppress(OSError):
+            match kind:
+                case "words":
+                    connection.sendall(draw.randbytes(draw.randrange(1, 300)))
+                case "http":
+                    connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * draw.randrange(1, 20))
+                case "half":
+                    connection.sendall(draw.randbytes(draw.randrange(40)))
+                    self._held.append(connection)
+                    while len(self._held) > HALF_OPEN:
+                        self._held.pop(0).close()
+                    return
+                case "length":
+                    connection.sendall(struct.pack("<BQ", draw.randrange(20), 1 << draw.randrange(20, 63)))
+                    connection.sendall(struct.pack("!Q", (1 << 63) - 1))
+                case "flood":
+                    connection.sendall(draw.randbytes(1 << 18))
+        connection.close()
+
+
+def _client(port: int) -> Any:
+    with suppress(dist.DistError, RuntimeError):
+        return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1), wait_for_workers=False)
+    return None
+
+
+def _edited(value: bytes, draw: random.Random) -> bytes:
+    data = bytearray(value or b"x")
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    return bytes(data)
