@@ -38,4 +38,4 @@ def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
     with open_regular(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > most:
             raise OSError(errno.EFBIG, f"{size:,} bytes, which no such file has", str(path))
-        return file.readall()  # type: ignore[no-any-return, attr-defined]
+        return file.readall()  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from typing import Any, TextIO
 
 import psutil
 
+from moevement_core import log
 from moevement_core.restart.environment import PARENT_ENV
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -68,7 +69,7 @@ class Child:
         """How it ended; negative: by which signal."""
         environment = {**environment, PARENT_ENV: str(os.getpid())}
         with ExitStack() as opened:
-            streams = [opened.enter_context((logs / f"{label}.{s}").open("w")) for s in ("out", "err")] if logs else []
+            streams = [opened.enter_context(_log_file(logs / f"{label}.{s}")) for s in ("out", "err")] if logs else []
             if program.function is not None:
                 forked = multiprocessing.get_context("fork").Process(
                     target=_run, args=(program, dict(environment), streams), name=label
@@ -109,8 +110,22 @@ class Child:
 
     def lines_of(self, stream: str) -> list[str]:
         """What it has printed to ``out`` or ``err``; nothing where that is not kept."""
-        path = self.logs / f"{self.label}.{stream}" if self.logs is not None else None
-        return path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
+        if self.logs is None:
+            return []
+        try:
+            return (self.logs / f"{self.label}.{stream}").read_text(errors="replace").splitlines()
+        except OSError:
+            return []
+
+
+def _log_file(path: Path) -> TextIO:
+    """A file for what a process prints; nothing where its folder is gone or full, for which no job ends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w")
+    except OSError as error:
+        log.warning(f"{path}: {error.strerror}; what this process prints is not kept")
+        return open(os.devnull, "w")
 
 
 @contextmanager
