@@ -137,7 +137,8 @@ def _run(launch: Launch) -> int:
                 if endpoint is not None:
                     progress.say(f"figures of the run are served at {endpoint.url}")
                 if launch.spares is None:
-                    watch = UntilOneFails(children)
+                    record = RunRecord(run_dir) if run_dir is not None else None
+                    watch = UntilOneFails(children, record, progress.say)
                 else:
                     signals.may_wind_down = True
                     pages = Path(scratch) / "status"
