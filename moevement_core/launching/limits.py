@@ -11,8 +11,8 @@ import psutil
 
 from moevement_core.errors import ConfigError
 
-OF_A_RANK = 24
-"""Threads of a rank while it trains on two cores: torch's, gloo's, the data loader's and our own."""
+OF_A_RANK = 48
+"""Threads without which no rank trains. One of a small job over gloo has some 90, most of them those of its groups."""
 OF_A_LAUNCHER = 16
 
 

@@ -28,8 +28,9 @@ def group() -> Iterator[Path]:
     folder.rmdir()
 
 
-def test_a_control_group_that_is_too_small_is_named(group: Path) -> None:
-    words = [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "4", str(SCRIPT)]
+@pytest.mark.parametrize("ranks", ["1", "4"])
+def test_a_control_group_that_is_too_small_is_named(ranks: str, group: Path) -> None:
+    words = [sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", ranks, str(SCRIPT)]
     ended = subprocess.run(
         words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
         preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
