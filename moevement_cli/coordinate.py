@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from moevement_core.errors import ConfigError
+from moevement_core.output import never_fails
 from moevement_core.variables import check_variables
 
 
@@ -49,6 +50,7 @@ def _folder(text: str) -> Path:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
+    never_fails()
     check_variables()
     from moevement_core.launching.coordinate import Coordination, coordinate
     from moevement_core.launching.node_tasks import NodeCommand

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moevement_core.elastic.config import SWITCH as ELASTIC
 from moevement_core.launching import config_file
+from moevement_core.output import never_fails
 from moevement_core.variables import check_variables
 
 
@@ -85,6 +86,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
+    never_fails()
     check_variables()
     argv = [arguments.script, *arguments.arguments]
     if arguments.spares is None and ELASTIC in config_file.expand(argv[1:]):

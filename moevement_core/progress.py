@@ -71,8 +71,12 @@ class Progress:
 
     def update(self) -> None:
         """Read what is new and show it; called a few times a second."""
-        self._show_our_lines()
-        if self._record is None or not (line := self._newest_line()):
+        try:  # the folder may be removed while it is looked at
+            self._show_our_lines()
+            line = self._newest_line() if self._record is not None else None
+        except OSError:
+            return
+        if not line:
             return
         self._last = line
         numbers = f"loss {line['loss']:.3f}  {line.get('tokens_per_s') or 0:,.0f} tokens/s" if _has_loss(line) else ""

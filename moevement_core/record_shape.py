@@ -41,7 +41,7 @@ def line_complaint(line: Mapping[str, Any]) -> str | None:
     iteration: Any = line.get("iteration")
     if "iteration" not in line:
         return "no iteration; it was not written by this version"
-    if not _is_whole(iteration) or not 0 <= iteration < _MOST:
+    if not isinstance(iteration, int) or not _is_whole(iteration) or not 0 <= iteration < _MOST:
         return f"iteration {_shown(iteration)}; needs a whole number"
     if "copied_bytes" in line and (missing := _missing(line, _OF_SPARSE)):
         return f"no {missing[0]}; it was not written by this version"

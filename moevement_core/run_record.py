@@ -21,11 +21,13 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from moevement_core import log
 from moevement_core.errors import RunRecordError
 from moevement_core.events import Event
 from moevement_core.file_modes import make_folder, opener
@@ -58,13 +60,26 @@ class RunRecord:
         self.summary_path = folder / "summary.json"
         self.figures = RunFigures()
         """Of what this process has written, and of what was there when it began to."""
+        self._failing = set[Path]()
+        """Files that could not be written when it was last tried."""
 
     def begin(self, config: dict[str, Any], first_iteration: int) -> None:
         """Make the folder ready for a run whose next iteration is ``first_iteration``.
 
         Lines of later iterations, left by a run that this one resumes from an earlier checkpoint, are dropped: those
         iterations will be committed again.
+
+        Raises:
+            RunRecordError: the folder cannot be written, or what is there is damaged.
         """
+        try:
+            self._begin(config, first_iteration)
+        except OSError as error:
+            raise RunRecordError(
+                f"--run-dir {self.folder}: {error.strerror}; give a folder that can be written"
+            ) from None
+
+    def _begin(self, config: dict[str, Any], first_iteration: int) -> None:
         make_folder(self.folder)
         self.summary_path.unlink(missing_ok=True)
         kept = [line for line in self.metrics() if line["iteration"] < first_iteration]
@@ -78,25 +93,29 @@ class RunRecord:
     def metric(self, **fields: Any) -> None:
         """Append the line of one committed iteration."""
         if not self._is_lost:
-            _append(self.metrics_path, fields)
             self.figures.take_line(fields)
+            self._try(self.metrics_path, lambda: _append(self.metrics_path, fields))
 
     def event(self, event: Event) -> None:
         """Append an event; ``time`` is seconds since the epoch."""
         if not self._is_lost:
             fields = {"event": event.kind, "time": time.time(), **event.as_dict()}
-            _append(self.events_path, fields)
             self.figures.take_event(fields)
+            self._try(self.events_path, lambda: _append(self.events_path, fields))
 
     def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Replace ``ranks.json``."""
-        _replace(self.ranks_path, json.dumps(ranks, indent=2) + "\n")
+        self._try(self.ranks_path, lambda: _replace(self.ranks_path, json.dumps(ranks, indent=2) + "\n"))
 
     def write_placement(self, iteration: int, placement: dict[str, Any]) -> None:
         """Write where experts are from the iteration after ``iteration`` on."""
-        folder = self.folder / "placements"
-        make_folder(folder)
-        _replace(folder / f"iteration_{iteration}.json", json.dumps(placement) + "\n")
+        path = self.folder / "placements" / f"iteration_{iteration}.json"
+
+        def write() -> None:
+            make_folder(path.parent)
+            _replace(path, json.dumps(placement) + "\n")
+
+        self._try(path, write)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``; its presence says that the run came to its end.
@@ -107,7 +126,20 @@ class RunRecord:
         if self._is_lost:
             assert self.lock is not None
             raise RunRecordError(f"{self.folder}: taken over by {self.lock.lost}; this run has no summary")
-        _replace(self.summary_path, json.dumps(summary, indent=2) + "\n")
+        self._try(self.summary_path, lambda: _replace(self.summary_path, json.dumps(summary, indent=2) + "\n"))
+
+    def _try(self, path: Path, write: Callable[[], None]) -> None:
+        """No training ends because its record cannot be written: that is said once, and then tried again."""
+        try:
+            write()
+        except OSError as error:
+            if not self._failing:
+                log.warning(f"{path}: {error.strerror}; the run is not recorded for now, and training goes on")
+            self._failing.add(path)
+        else:
+            if self._failing == {path}:
+                log.info(f"{path} can be written again; what was to be recorded meanwhile is not there")
+            self._failing.discard(path)
 
     @property
     def _is_lost(self) -> bool:
@@ -187,13 +219,21 @@ def _line(fields: dict[str, Any]) -> str:
 
 
 def _append(path: Path, fields: dict[str, Any]) -> None:
-    with open(path, "ab", opener=opener) as file:
+    with open(path, "ab", buffering=0, opener=opener) as file:
         _cut_off_torn_line(path)
-        file.write(_line(fields).encode())
+        size = os.fstat(file.fileno()).st_size
+        data = _line(fields).encode()
+        try:
+            left = memoryview(data)
+            while left:
+                left = left[file.write(left) or 0 :]
+        except OSError:
+            os.ftruncate(file.fileno(), size)  # half of a line would make the next one part of it
+            raise
 
 
 def _cut_off_torn_line(path: Path) -> None:
-    """A writer died in the middle of it, or the disk was full: what follows begins a line of its own."""
+    """A writer died in the middle of it: what follows begins a line of its own."""
     with path.open("rb") as file:
         if (end := file.seek(0, os.SEEK_END)) == 0:
             return
@@ -207,9 +247,14 @@ def _cut_off_torn_line(path: Path) -> None:
 
 def _replace(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "w", encoding="utf-8", opener=opener) as file:
-        file.write(text)
-    os.replace(partial, path)
+    try:
+        with open(partial, "w", encoding="utf-8", opener=opener) as file:
+            file.write(text)
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
 
 
 def _read_lines(path: Path, complaint_of: Callable[[dict[str, Any]], str | None]) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,8 @@ from typing import Any, TextIO
 
 import psutil
 
-from moevement_core.file_modes import opener
+from moevement_core import log
+from moevement_core.file_modes import make_folder, opener
 from moevement_core.restart.environment import PARENT_ENV
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -69,7 +70,7 @@ class Child:
         """How it ended; negative: by which signal."""
         environment = {**environment, PARENT_ENV: str(os.getpid())}
         with ExitStack() as opened:
-            streams = [opened.enter_context(_emptied(logs / f"{label}.{s}")) for s in ("out", "err")] if logs else []
+            streams = [opened.enter_context(_log_file(logs / f"{label}.{s}")) for s in ("out", "err")] if logs else []
             if program.function is not None:
                 forked = multiprocessing.get_context("fork").Process(
                     target=_run, args=(program, dict(environment), streams), name=label
@@ -110,15 +111,27 @@ class Child:
 
     def lines_of(self, stream: str) -> list[str]:
         """What it has printed to ``out`` or ``err``; nothing where that is not kept."""
-        path = self.logs / f"{self.label}.{stream}" if self.logs is not None else None
-        return path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
+        if self.logs is None:
+            return []
+        try:
+            return (self.logs / f"{self.label}.{stream}").read_text(errors="replace").splitlines()
+        except OSError:
+            return []
 
 
-def _emptied(path: Path) -> TextIO:
-    """To append to: whoever rotates it makes it empty under its writer."""
-    path.unlink(missing_ok=True)
-    path.with_name(f"{path.name}.1").unlink(missing_ok=True)
-    return open(path, "a", opener=opener)
+def _log_file(path: Path) -> TextIO:
+    """What a process prints goes there; nothing where its folder is gone or full, for which no job ends.
+
+    It is appended to: whoever rotates it makes it empty under its writer.
+    """
+    try:
+        make_folder(path.parent)
+        path.unlink(missing_ok=True)
+        path.with_name(f"{path.name}.1").unlink(missing_ok=True)
+        return open(path, "a", opener=opener)
+    except OSError as error:
+        log.warning(f"{path}: {error.strerror}; what this process prints is not kept")
+        return open(os.devnull, "w")
 
 
 @contextmanager

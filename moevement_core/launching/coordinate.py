@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -79,14 +80,16 @@ def coordinate(what: Coordination) -> int:
         _make(what.run_dir)
     with Signals() as signals:
         signals.may_wind_down = True
-        running = _Coordination(what)
+        running: _Coordination | None = None
         try:
+            running = _Coordination(what)
             return running.run(signals)
         except Stopped as stopped:
             print(f"moevement: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr, flush=True)
             return 128 + stopped.number
         finally:
-            running.end_tasks()
+            if running is not None:
+                running.end_tasks()
 
 
 class _Coordination:
@@ -203,7 +206,8 @@ class _Coordination:
         run_dir = self._what.run_dir
         if run_dir is not None and self._generation >= 0 and (who_ := coordinator.who()) != self._written:
             self._written = who_
-            make_folder(run_dir)
+            with suppress(OSError):  # which the record says, too
+                make_folder(run_dir)
             RunRecord(run_dir).write_ranks(who_)
 
     def _end(self) -> None:

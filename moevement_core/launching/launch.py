@@ -25,6 +25,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.file_modes import FLAG, make_folder, use_file_mode
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
+from moevement_core.launching.limits import check_process_limits
 from moevement_core.launching.logs import LogFolder
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.watch import ReplaceWhoDies, UntilOneFails, Watch
@@ -105,6 +106,15 @@ def launch_on_this_host(launch: Launch) -> int:
     training job cannot go on without it. Ctrl-C ends all.
     """
     _check(launch)
+    try:
+        return _run(launch)
+    except Stopped as stopped:
+        name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
+        print(f"moevement: stopped by {name}", file=sys.stderr, flush=True)
+        return 128 + stopped.number
+
+
+def _run(launch: Launch) -> int:
     run_dir = run_dir_of(launch.argv)
     use_file_mode(value_of(launch.argv, FLAG))
     served = served_by(run_dir, lambda flag: value_of(launch.argv, flag))
@@ -121,6 +131,7 @@ def launch_on_this_host(launch: Launch) -> int:
         starter = _Starter(launch, port, logs, Path(scratch), token)
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
         children: list[Child] = []
+        store: Any = None
         watch: Watch
         try:
             if launch.spares is None:
@@ -133,7 +144,8 @@ def launch_on_this_host(launch: Launch) -> int:
                 if endpoint is not None:
                     progress.say(f"figures of the run are served at {endpoint.url}")
                 if launch.spares is None:
-                    watch = UntilOneFails(children)
+                    record = RunRecord(run_dir) if run_dir is not None else None
+                    watch = UntilOneFails(children, record, progress.say)
                 else:
                     signals.may_wind_down = True
                     pages = Path(scratch) / "status"
@@ -155,10 +167,6 @@ def launch_on_this_host(launch: Launch) -> int:
                     progress.update()
                     time.sleep(POLL_S)
                 progress.update()
-        except Stopped as stopped:
-            name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
-            print(f"moevement: stopped by {name}", file=sys.stderr, flush=True)
-            return 128 + stopped.number
         finally:
             end_all(children)
             del store
@@ -190,6 +198,7 @@ def _check(launch: Launch) -> None:
     ):
         if value is not None and value < least:
             raise ConfigError(f"{flag} {value}: needs {least} or more")
+    check_process_limits(launch.nproc + (launch.spares or 0))
     if not launch.respawn_after_s >= 0:
         raise ConfigError(f"--respawn-after {launch.respawn_after_s:g}: needs seconds, 0 or more, or inf")
     if not launch.spare_timeout_s >= 0:

@@ -18,6 +18,7 @@ import psutil
 from moevement_core import log
 from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
+from moevement_core.launching.silence import Silence
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
@@ -46,14 +47,25 @@ class Watch(ABC):
 
 
 class UntilOneFails(Watch):
-    """The first failure ends the job."""
+    """The first failure ends the job; a hang is said.
 
-    def __init__(self, children: list[Child]) -> None:
+    Args:
+        children: the ranks.
+        record: of the run; None: there is none.
+        say: what the user sees.
+    """
+
+    def __init__(
+        self, children: list[Child], record: RunRecord | None = None, say: Callable[[str], None] = lambda text: None
+    ) -> None:
         self._children = children
+        self._silence = Silence(children, record, say)
 
     def is_running(self) -> bool:
         """Look."""
         codes = [child.poll() for child in self._children]
+        if None in codes:
+            self._silence.look()
         if any(codes):
             _end_after_failure(self._children)
         return None in codes and not any(codes)

@@ -21,6 +21,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Program, end_with_parent
+from moevement_core.output import never_fails
 from moevement_core.variables import check_variables
 
 SETTLE_ENV = "MOEVEMENT_SETTLE"
@@ -69,6 +70,7 @@ def run_script(
     Raises:
         SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
     """
+    never_fails()
     with exit_cleanly():
         check_variables()
     end_with_parent()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import uuid
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+import xxhash
 
 from moevement_core import log
 from moevement_core.errors import ConfigError, FolderInUse
@@ -19,6 +21,9 @@ from moevement_core.persistence.lock import STALE_S, FolderLock, acquire
 from moevement_core.persistence.manifest import manifests
 from moevement_core.session.exchange import all_gather_objects
 
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_Told = tuple[str, str]
+"""The name of a mark, and what stands in a folder that cannot be marked."""
 NODE = "{node}"
 """In a folder's name: this rank's node."""
 
@@ -52,37 +57,60 @@ RECOVERY_PATIENCE_S = 2.0
 """How long later on, when training waits for it: windows on disk are not worth more of its time."""
 
 
-def find_place(flag: str, template: str, node: str, patience_s: float) -> SharedFolder:
+def find_place(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
     """Make the folder and find out who else sees it; every rank calls it.
+
+    Where it is only read it may be one that nobody can write (a read-only mount): those share it then who see the same
+    files in it.
 
     Args:
         flag: what the user gave the folder by.
         template: its name, maybe with :data:`NODE` in it.
         node: this rank's.
         patience_s: how long to wait for the disk, twice.
+        is_written: whether this job writes to it.
 
     Raises:
         ConfigError: it cannot be made, or written, or does not answer, on some rank. On every rank.
     """
     mark = f".seen-by-{uuid.uuid4().hex}"
     folder, is_made = Path(template), False
-    complaint, seen = None, list[int]()
+    complaint, seen, listed = None, list[int](), ""
     try:
         try:
             folder, is_made = within(patience_s, lambda: _make_folder(template, node, mark)), True
         except OSError as error:
             complaint = f"{flag} {template}: {error.strerror}; give a folder that every rank can write"
-        marks = [name for _, name in _tell_or_refuse((complaint, mark))]
+            if not is_written and error.errno in _READ_ONLY:
+                folder = _folder(template, node)
+                complaint, listed = within(patience_s, lambda: _listed(flag, folder))
+        told = [others for _, others in _tell_or_refuse((complaint, (mark, listed)))]
         try:
-            seen = within(patience_s, lambda: _which_are_there(folder, marks))
+            if any(its for _, its in told):
+                mine = listed or within(patience_s, lambda: _listed(flag, folder))[1]
+                everyones = [its for _, its in _tell_or_refuse((None, (mark, mine)))]
+                seen = [number for number, (_, its) in enumerate(everyones) if its == mine]
+            else:
+                seen = within(patience_s, lambda: _which_are_there(folder, [name for name, _ in told]))
         except OSError as error:
             complaint = f"{flag} {folder}: {error.strerror}; give a folder that every rank can read"
-        _tell_or_refuse((complaint, mark))
+        _tell_or_refuse((complaint, (mark, "")))
     finally:
         if is_made:
             with suppress(OSError):
                 within(patience_s, (folder / mark).unlink)
     return SharedFolder(folder, tuple(seen))
+
+
+def _listed(flag: str, folder: Path) -> tuple[str | None, str]:
+    """What is wrong with a folder that cannot be written, or None; and what stands in it, as one string."""
+    try:
+        names = sorted(str(path.relative_to(folder)) for path in folder.glob("window_*/*")) if folder.is_dir() else None
+    except OSError as error:
+        return f"{flag} {folder}: {error.strerror}; give a folder that every rank can read", ""
+    if names is None:
+        return f"{flag} {folder}: no such folder, and it cannot be made; give one that every rank can read", ""
+    return None, xxhash.xxh3_128_hexdigest("\n".join([str(folder), *names]).encode())
 
 
 def _which_are_there(folder: Path, names: Sequence[str]) -> list[int]:
@@ -96,7 +124,7 @@ def _make_folder(template: str, node: str, mark: str) -> Path:
     return folder
 
 
-def _tell_or_refuse(mine: tuple[str | None, str]) -> list[tuple[str | None, str]]:
+def _tell_or_refuse(mine: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
     """What every rank says, if none of them complains; every rank calls it.
 
     Raises:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moevement_core import log
 from moevement_core.digest import digest
-from moevement_core.errors import FolderInUse
+from moevement_core.errors import FolderInUse, RunRecordError
 from moevement_core.events import Started
 from moevement_core.persistence.lock import FolderLock, acquire
 from moevement_core.rendezvous.status_page import wait_until_held
@@ -57,15 +57,24 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
         lock: of it, on the last rank.
         config: every resolved flag, as plain values.
         iteration: the one that the job starts from.
+
+    Raises:
+        RunRecordError: the folder cannot be written, or what is there is damaged. On every rank.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks = all_gather_objects(
         {"rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "role": "active"}, dict[str, int | str]
     )
-    record = None
-    if rank == world_size - 1:
+    record, last, refused = None, world_size - 1, ""
+    if rank == last:
         record = RunRecord(folder, lock)
-        record.begin(dict(config), first_iteration=iteration + 1)
+        try:
+            record.begin(dict(config), first_iteration=iteration + 1)
+        except RunRecordError as error:
+            refused = str(error)
+    if refused := broadcast_object(refused, str, last):
+        raise RunRecordError(refused)
+    if record is not None:
         if MEMBER_ENV not in os.environ:  # else the launcher writes it, who knows of spares, too
             record.write_ranks(ranks)
         record.event(Started(iteration, world_size))
@@ -91,7 +100,11 @@ def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iterat
         log.warning(f"nothing more is recorded: {error}")
         return None
     record = RunRecord(folder, lock)
-    record.begin(dict(config), first_iteration=iteration + 1)
+    try:
+        record.begin(dict(config), first_iteration=iteration + 1)
+    except RunRecordError as error:
+        log.warning(f"nothing more is recorded: {error}")
+        return None
     return record
 
 

@@ -77,7 +77,8 @@ def _load_named(
     if template is None:
         return None
     rank, iteration = dist.get_rank(), binding.iteration
-    place = find_place("--moevement-load", template, config.copies.node_of(rank), START_PATIENCE_S)
+    node = config.copies.node_of(rank)
+    place = find_place("--moevement-load", template, node, START_PATIENCE_S, is_written=False)
     loaded = _load(binding, host, place, lambda manifest: not is_of_job(manifest.name, names.name), resize)
     if loaded is None and rank == 0:
         began = f"iteration {iteration} of --load" if iteration else "fresh weights"

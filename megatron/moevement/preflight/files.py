@@ -10,6 +10,8 @@ from pathlib import Path
 from moevement_core.file_modes import make_folder
 from moevement_core.monitoring.config import unserved
 
+_ROOM_BYTES = 128 << 10
+
 
 def empty_paths(args: Namespace) -> Iterator[str]:
     """A path that is empty comes from a variable that was not set; as a path it would mean the current folder."""
@@ -99,6 +101,19 @@ def written_folders(args: Namespace) -> Iterator[str]:
         else:
             if not os.access(path, os.W_OK | os.X_OK):
                 yield f"{name}: cannot be written; give a folder that can be"
+            elif args.rank == 0:
+                yield from _full(name, Path(path))
+
+
+def _full(name: str, folder: Path) -> Iterator[str]:
+    """There is room for a little at least: for the configuration, and what Megatron's writers begin with."""
+    probe = folder / f".moevement-room.{os.getpid()}"
+    try:
+        probe.write_bytes(bytes(_ROOM_BYTES))
+    except OSError as error:
+        yield f"{name}: cannot be written ({error.strerror}); give a folder with room"
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def metrics_endpoint(args: Namespace) -> Iterator[str]:

@@ -144,6 +144,7 @@ def record_evaluated(process: Process) -> Wrapper:
 def go_on(job: Job, args: Namespace) -> None:
     """After a failure: the last rank writes on, also where another process was the last rank before."""
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
+    _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:
         live.record = go_on_with_record(run_dir, job.binding.job_name, plain_config(vars(args)), live.iteration)
 
@@ -151,8 +152,31 @@ def go_on(job: Job, args: Namespace) -> None:
 def begin(live: Live, args: Namespace, lock: FolderLock | None) -> None:
     """Every rank calls it; the last one, which has the directory's lock, writes from now on."""
     run_dir = RunConfig.from_args(args).run_dir
+    _spare_training_its_writer()
     if run_dir is not None:
         live.record = begin_record(run_dir, lock, plain_config(vars(args)), live.iteration)
+
+
+def _spare_training_its_writer() -> None:
+    """TensorBoard's writer raises in whatever is recorded after its thread has met a full disk: that is said once."""
+    from megatron.training.global_vars import get_tensorboard_writer
+
+    file_writer = getattr(get_tensorboard_writer(), "file_writer", None)
+    if file_writer is None or hasattr(file_writer, "_moevement_original"):
+        return
+    original = file_writer._moevement_original = file_writer.add_event
+
+    def add_event(*args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        except OSError as error:
+            if file_writer.add_event is add_event:
+                log.warning(
+                    f"TensorBoard's file cannot be written ({error.strerror or error}); training goes on without"
+                )
+            file_writer.add_event = lambda *args, **kwargs: None
+
+    file_writer.add_event = add_event
 
 
 def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iteration: int) -> None:

@@ -1,0 +1,161 @@
+"""Records and output that cannot be written: said once, and whoever writes goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moevement_core.errors import RunRecordError
+from moevement_core.events import Started
+from moevement_core.run_record import RunRecord
+from tests.unit.monitoring.runs import line
+
+LIMIT_S = 60
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 kB."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Take what is left of it."""
+    path = folder / "filler"
+    with path.open("wb", buffering=0) as file:
+        try:
+            while file.write(bytes(512)):
+                pass
+        except OSError:
+            return path
+    raise AssertionError("it never was full")
+
+
+def said(out: str) -> list[str]:
+    return [each for each in out.splitlines() if each.startswith("moevement: ")]
+
+
+def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunRecord(tiny / "run")
+    run.begin({"seed": 1}, first_iteration=1)
+    for iteration in range(1, 4):
+        run.metric(**line(iteration))
+    filler = fill(tiny)
+    for iteration in range(4, 60):
+        run.metric(**line(iteration))
+        run.event(Started(iteration, 1))
+        run.write_ranks([])
+    run.write_summary({"state_digest": {"all": "a", "parts": {}, "ranks": []}})
+    (told,) = said(capsys.readouterr().out)
+    assert "No space left on device; the run is not recorded for now, and training goes on" in told
+    kept = [one["iteration"] for one in RunRecord(tiny / "run").metrics()]
+    assert kept == list(range(1, len(kept) + 1)), "whole lines, and none after one that is missing half"
+    filler.unlink()
+    run.metric(**line(60))
+    assert RunRecord(tiny / "run").metrics()[-1]["iteration"] == 60
+    run.event(Started(60, 1))
+    run.write_ranks([])
+    run.write_summary({})
+    assert "can be written again" in capsys.readouterr().out
+    assert run.figures.iterations == 60, "what is shown of the run goes on"
+
+
+def test_a_run_cannot_begin_on_a_full_disk(tiny: Path) -> None:
+    fill(tiny)
+    with pytest.raises(RunRecordError, match="No space left on device; give a folder that can be written"):
+        RunRecord(tiny / "run").begin({"text": "x" * 5000}, first_iteration=1)
+
+
+def test_a_folder_that_was_removed_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunRecord(tmp_path / "run")
+    run.begin({"seed": 1}, first_iteration=1)
+    run.metric(**line(1))
+    shutil.rmtree(tmp_path / "run")
+    for iteration in range(2, 5):
+        run.metric(**line(iteration))
+    run.write_summary({})
+    (told,) = said(capsys.readouterr().out)
+    assert "No such file or directory; the run is not recorded for now" in told
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from moevement_core.run_record import RunRecord
+from tests.unit.monitoring.runs import line
+run = RunRecord(Path(sys.argv[1]))
+run.begin({"seed": 1}, first_iteration=1)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+for iteration in range(1, 30):
+    run.metric(**line(iteration))
+"""
+
+
+def test_a_limit_on_the_size_of_files_is_said_once(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(tmp_path / "run")], capture_output=True, text=True, timeout=LIMIT_S,
+        check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (told,) = said(ended.stdout)
+    assert "File too large; the run is not recorded for now" in told
+    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert [json.loads(each)["iteration"] for each in text.splitlines()] == list(range(1, text.count("\n") + 1))
+
+
+PRINTING = """
+import sys
+from moevement_core import log
+from moevement_core.output import never_fails
+never_fails()
+for number in range(2000):
+    print("line", number, flush=True)
+    log.info("again")
+print("done", file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("where", ["closed", "full"])
+def test_output_that_nobody_takes_ends_no_job(where: str) -> None:
+    reading, writing = os.pipe()
+    if where == "full":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        ended = subprocess.run(
+            [sys.executable, "-c", PRINTING], stdout=out, stderr=subprocess.PIPE, text=True, timeout=LIMIT_S,
+            check=False,
+        )  # fmt: skip
+    assert ended.returncode == 0
+    told, done = ended.stderr.splitlines()
+    assert told.startswith("moevement: stdout cannot be written any more (")
+    assert done == "done"
+
+
+@pytest.mark.parametrize(("where", "code"), [("closed", 1), ("full", 2)])
+def test_a_command_ends_with_its_output(where: str, code: int) -> None:
+    reading, writing = os.pipe()
+    if where == "full":
+        writing = os.open("/dev/full", os.O_WRONLY)
+    os.close(reading)
+    with os.fdopen(writing, "wb") as out:
+        ended = subprocess.run(
+            [sys.executable, "-m", "moevement_cli.main", "simulate", "laptop", "--seeds", "2"], stdout=out,
+            stderr=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+    assert ended.returncode == code
+    assert "Traceback" not in ended.stderr
+    assert len(ended.stderr.splitlines()) <= 1
