@@ -46,8 +46,9 @@ UNITS = {"memory": 1e6, "bytes": 1e6}
 FLAGS = [
     "--eval-iters", "1", "--eval-interval", "50", "--moevement-reorder-threshold", "0",
     "--moevement-reorder-fraction", "0", "--save-interval", "100", "--save-retain-interval", "1000000000",
-    "--train-iters", "100000000",
 ]  # fmt: skip
+MOST_PER_SECOND = 12
+"""Iterations: the data set has to have samples for all of them."""
 Sample = dict[str, Any]
 
 
@@ -96,7 +97,7 @@ def play(given: argparse.Namespace, out: Path) -> Run:
     length_s, draw = 3600 * given.hours, random.Random(given.seed)
     command = [
         sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "4", "--spares", "4", "--ranks-per-node",
-        str(PER_NODE), *PRESET, *FLAGS, "--moevement-sparse-ckpt", "--moevement-protection", "copies:1",
+        str(PER_NODE), *PRESET, *FLAGS, "--train-iters", str(int(MOST_PER_SECOND * length_s) + 200), "--moevement-sparse-ckpt", "--moevement-protection", "copies:1",
         "--moevement-persist-dir", str(out / "windows"), "--save", str(out / "dense"), "--run-dir", str(record.folder),
     ]  # fmt: skip
     with (out / "console").open("wb") as console:
@@ -137,6 +138,8 @@ def strike(record: RunRecord, draw: random.Random) -> bool:
     """Kill a rank, or every process of a node; whether it was a node."""
     everyone = json.loads(record.ranks_path.read_text())
     active = [one for one in everyone if one["role"] == "active"]
+    if not active:  # all are dead, and nobody has taken over a rank yet
+        return False
     one = draw.choice(active)
     is_node = draw.random() < 0.3
     for each in everyone if is_node else [one]:

@@ -139,6 +139,8 @@ def strike(
             continue
         everyone = json.loads(record.ranks_path.read_text())
         active = [one for one in everyone if one["role"] == "active"]
+        if not active:  # all are dead, and nobody has taken over a rank yet
+            continue
         node = None
         if cell.per_node > 1 and draw.random() < 0.4:
             node = draw.choice(sorted({one["node"] for one in active}))
