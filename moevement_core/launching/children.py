@@ -76,7 +76,7 @@ class Child:
                 sys.stdout.flush()
                 with _signals_held():  # the launcher's handlers are not for the new process
                     forked.start()
-                self._poll: Any = lambda: forked.exitcode
+                self._poll: Any = lambda: _code_of(forked)
                 self.pid = int(forked.pid or 0)
             else:
                 out, err = streams or (None, None)
@@ -111,6 +111,13 @@ class Child:
         """What it has printed to ``out`` or ``err``; nothing where that is not kept."""
         path = self.logs / f"{self.label}.{stream}" if self.logs is not None else None
         return path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
+
+
+def _code_of(forked: Any) -> int | None:
+    """Its exit code, once it has ended; then its descriptors are given back: a job of many failures would run out."""
+    if (code := forked.exitcode) is not None:
+        forked.close()
+    return None if code is None else int(code)
 
 
 def _emptied(path: Path) -> TextIO:

@@ -288,6 +288,7 @@ def main() -> int:
         print(progress(jobs))
         return 0
     out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that runs is ended, too
     with alone(out):
         return campaign(given, out)
 
