@@ -129,6 +129,7 @@ def strike(
 ) -> Iterator[tuple[list[int], str | None]]:
     """Kill ranks, or whole nodes, until the job is over; the ranks of each time, and the node if it was one."""
     done, next_s, deadline_s = 0, None, time.monotonic() + plan.timeout_s
+    beyond = 0  # the iteration that is to be committed before the next kill
     while process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(LOOK_S)
         if next_s is None:
@@ -136,6 +137,9 @@ def strike(
                 next_s = time.monotonic() + draw.expovariate(1 / plan.mean_s)
             continue
         if done >= plan.kills or time.monotonic() < next_s:
+            continue
+        newest = record.newest_metric()
+        if newest is None or newest["iteration"] < beyond:
             continue
         everyone = json.loads(record.ranks_path.read_text())
         active = [one for one in everyone if one["role"] == "active"]
@@ -151,6 +155,8 @@ def strike(
         done += len(killed)
         yield killed, node if killed else None
         next_s = time.monotonic() + draw.expovariate(1 / plan.mean_s)
+        # One in four comes while the job is not back: with more of them in a row it is given up, and rightly.
+        beyond = 0 if draw.random() < 0.25 else newest["iteration"] + 1
 
 
 def _kill(pid: int) -> bool:
