@@ -35,8 +35,10 @@ from moevement_core.run_record import RunRecord
 
 OUTPUT, PLOT = Path(__file__).with_suffix(".md"), Path(__file__).with_suffix(".png")
 PER_NODE = 2
-WARM_UP = 0.15
-"""Of the run: caches fill, arenas come to their size."""
+WARM_UP = 0.3
+"""Of the run: caches fill, arenas come to their size, logs of processes that ended to their bound."""
+GROWN_UP_S = 120
+"""Age from which on a rank is looked at: building and the first windows are behind it."""
 BLOCKS = 20
 """Means of as many parts of the run are what a line is fitted to: single samples depend on those before them."""
 GROWS_PER_HOUR = 0.02
@@ -46,8 +48,9 @@ UNITS = {"memory": 1e6, "bytes": 1e6}
 FLAGS = [
     "--eval-iters", "1", "--eval-interval", "50", "--moevement-reorder-threshold", "0",
     "--moevement-reorder-fraction", "0", "--save-interval", "100", "--save-retain-interval", "1000000000",
-    "--train-iters", "100000000",
 ]  # fmt: skip
+MOST_PER_SECOND = 12
+"""Iterations: the data set has to have samples for all of them."""
 Sample = dict[str, Any]
 
 
@@ -61,6 +64,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep samples and the run directory here")
     parser.add_argument("--no-report", action="store_true", help="print the table, and write no page")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job is ended, too
     with tempfile.TemporaryDirectory() as scratch:
         out = (given.out or Path(scratch)).absolute()
         out.mkdir(parents=True, exist_ok=True)
@@ -96,7 +100,7 @@ def play(given: argparse.Namespace, out: Path) -> Run:
     length_s, draw = 3600 * given.hours, random.Random(given.seed)
     command = [
         sys.executable, "-m", "moevement_cli.main", "launch", "--nproc", "4", "--spares", "4", "--ranks-per-node",
-        str(PER_NODE), *PRESET, *FLAGS, "--moevement-sparse-ckpt", "--moevement-protection", "copies:1",
+        str(PER_NODE), *PRESET, *FLAGS, "--train-iters", str(int(MOST_PER_SECOND * length_s) + 200), "--moevement-sparse-ckpt", "--moevement-protection", "copies:1",
         "--moevement-persist-dir", str(out / "windows"), "--save", str(out / "dense"), "--run-dir", str(record.folder),
     ]  # fmt: skip
     with (out / "console").open("wb") as console:
@@ -124,6 +128,9 @@ def play(given: argparse.Namespace, out: Path) -> Run:
         code = process.wait(300)
     finally:
         if process.poll() is None:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
             process.kill()
     numbers = [line["iteration"] for line in record.metrics()]
     events = Counter(event["event"] for event in record.events())
@@ -137,6 +144,8 @@ def strike(record: RunRecord, draw: random.Random) -> bool:
     """Kill a rank, or every process of a node; whether it was a node."""
     everyone = json.loads(record.ranks_path.read_text())
     active = [one for one in everyone if one["role"] == "active"]
+    if not active:  # all are dead, and nobody has taken over a rank yet
+        return False
     one = draw.choice(active)
     is_node = draw.random() < 0.3
     for each in everyone if is_node else [one]:
@@ -237,7 +246,7 @@ def fit_by_age(what: str, samples: Sequence[Sample]) -> Line:
     lives: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for one in samples:
         for name, its in one["processes"].items():
-            if not its["is_launcher"] and its["age_s"] > 30:
+            if not its["is_launcher"] and its["age_s"] > GROWN_UP_S:
                 lives[name].append((one["at_s"], its[what]))
     return _line(f"{what}, of a rank with its age", [its for its in lives.values() if len(its) > 3])
 

@@ -42,7 +42,7 @@ PRESET = [
     "--lr-decay-iters", "1000",
 ]  # fmt: skip
 """The laptop's, a quarter the size."""
-SENT = (FlipKind.WIRE, FlipKind.HEADERS)
+SENT = (FlipKind.WIRE, FlipKind.HEADERS, FlipKind.MESSAGES)
 """On their way before anybody fails."""
 LOOK_S = 0.02
 LEAD = 5

@@ -117,6 +117,8 @@ class FlipKind(StrEnum):
     """A snapshot on its way to a peer."""
     HEADERS = "headers"
     """Its header on its way there."""
+    MESSAGES = "messages"
+    """The message that announces it, on its way there."""
     FETCHES = "fetches"
     """A snapshot on its way back to the rank that it is of."""
     FEEDS = "feeds"

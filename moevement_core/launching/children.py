@@ -78,7 +78,7 @@ class Child:
                 sys.stdout.flush()
                 with _signals_held():  # the launcher's handlers are not for the new process
                     forked.start()
-                self._poll: Any = lambda: forked.exitcode
+                self._poll: Any = lambda: _code_of(forked)
                 self.pid = int(forked.pid or 0)
             else:
                 out, err = streams or (None, None)
@@ -117,6 +117,13 @@ class Child:
             return (self.logs / f"{self.label}.{stream}").read_text(errors="replace").splitlines()
         except OSError:
             return []
+
+
+def _code_of(forked: Any) -> int | None:
+    """Its exit code, once it has ended; then its descriptors are given back: a job of many failures would run out."""
+    if (code := forked.exitcode) is not None:
+        forked.close()
+    return None if code is None else int(code)
 
 
 def _log_file(path: Path) -> TextIO:

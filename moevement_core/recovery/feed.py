@@ -86,7 +86,10 @@ class Feed:
         except SnapshotError:
             pass
         damage.report("the checksums of what a neighbour feeds", what, "the recovery begins again")
-        raise RecoveryError(f"{what}, was damaged on its way or in the memory of that rank")
+        raise RecoveryError(
+            f"rank {self._peer} fed tensor {self._order} of iteration {message.iteration}, damaged on its way or in "
+            "its memory; the recovery begins again"
+        )
 
 
 class Feeds:

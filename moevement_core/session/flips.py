@@ -42,10 +42,11 @@ _SOURCES = {
     FlipKind.WINDOWS: (Source.FILE,),
 }
 _ON_THE_WIRE = {
-    "snapshots": (FlipKind.WIRE, FlipKind.HEADERS),
+    "snapshots": (FlipKind.WIRE, FlipKind.HEADERS, FlipKind.MESSAGES),
     "fetches": (FlipKind.FETCHES,),
     "feeds": (FlipKind.FEEDS,),
 }
+"""Of payloads first."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,7 @@ class _Flipping(Transport):
             self._announced.pop((peer, tag), None)
             if message.kind in (Kind.SNAPSHOT, Kind.TENSOR):
                 self._announced[peer, tag] = _Announced(message)
+                return self._flipped(peer, data, self._announced[peer, tag], FlipKind.MESSAGES)
             return data
         if (about := self._announced.get((peer, tag))) is None or not data.numel():
             return data
@@ -229,7 +231,7 @@ class _Flipping(Transport):
             about.header = data
             return self._flipped(peer, data, about, FlipKind.HEADERS)
         del self._announced[peer, tag]  # the rest of a payload goes by as it is
-        return self._flipped(peer, data, about, next(one for one in self._kinds if one is not FlipKind.HEADERS))
+        return self._flipped(peer, data, about, self._kinds[0])
 
     def _flipped(self, peer: int, data: torch.Tensor, about: _Announced, kind: FlipKind) -> torch.Tensor:
         message, rank = about.message, int(os.environ["RANK"])
@@ -237,9 +239,10 @@ class _Flipping(Transport):
             if not _flipper.takes(number):
                 continue
             draw, data = random.Random(flip.seed), data.clone()
-            what, at = (
-                ("header", draw.randrange(data.numel())) if kind is FlipKind.HEADERS else about.covered(data, draw)
-            )
+            if kind in (FlipKind.HEADERS, FlipKind.MESSAGES):
+                what, at = kind.removesuffix("s"), draw.randrange(data.numel())
+            else:
+                what, at = about.covered(data, draw)
             where = f"{what}, on its way to rank {peer}"
             _flip(data[at : at + 1], Place(kind, rank, message.rank, message.iteration, where, at, draw.randrange(8)))
         return data

@@ -129,6 +129,7 @@ def strike(
 ) -> Iterator[tuple[list[int], str | None]]:
     """Kill ranks, or whole nodes, until the job is over; the ranks of each time, and the node if it was one."""
     done, next_s, deadline_s = 0, None, time.monotonic() + plan.timeout_s
+    beyond = 0  # the iteration that is to be committed before the next kill
     while process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(LOOK_S)
         if next_s is None:
@@ -137,8 +138,13 @@ def strike(
             continue
         if done >= plan.kills or time.monotonic() < next_s:
             continue
+        newest = record.newest_metric()
+        if newest is None or newest["iteration"] < beyond:
+            continue
         everyone = json.loads(record.ranks_path.read_text())
         active = [one for one in everyone if one["role"] == "active"]
+        if not active:  # all are dead, and nobody has taken over a rank yet
+            continue
         node = None
         if cell.per_node > 1 and draw.random() < 0.4:
             node = draw.choice(sorted({one["node"] for one in active}))
@@ -149,6 +155,8 @@ def strike(
         done += len(killed)
         yield killed, node if killed else None
         next_s = time.monotonic() + draw.expovariate(1 / plan.mean_s)
+        # One in four comes while the job is not back: with more of them in a row it is given up, and rightly.
+        beyond = 0 if draw.random() < 0.25 else newest["iteration"] + 1
 
 
 def _kill(pid: int) -> bool:
@@ -286,6 +294,7 @@ def main() -> int:
         print(progress(jobs))
         return 0
     out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that runs is ended, too
     with alone(out):
         return campaign(given, out)
 

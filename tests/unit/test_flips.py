@@ -61,6 +61,13 @@ def test_one_bit_of_one_payload_is_flipped_and_what_is_sent_stays_as_it_is() -> 
     assert int((changed != 0).sum()) == 1
 
 
+def test_a_flip_of_a_message_is_refused() -> None:
+    said = Message(Kind.SNAPSHOT, 0, 7, 10, 20)
+    (arrived,) = sent_through("snapshots", FlipKind.MESSAGES, said.encode())
+    with pytest.raises(SnapshotError):
+        Message.decode(arrived)
+
+
 def test_nothing_is_between_who_sends_and_the_wire_without_such_a_flip() -> None:
     inner = Loopback(Wire(), 0)
     flips.begin((Flip(FlipKind.COPIES),))

@@ -73,3 +73,21 @@ def test_lines_are_shown_after_a_rotation(tmp_path: Path, capsys: pytest.Capture
         progress.update()
     shown = capsys.readouterr().out
     assert shown.count("a first line") == shown.count("after it") == 1
+
+
+def test_processes_that_ended_leave_no_descriptor() -> None:
+    """A job of ten thousand failures would have no descriptor left."""
+
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    children = [Child("rank_0", Program(function=int), {}, None)]
+    deadline = time.monotonic() + 30
+    while children[0].poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    before = count()
+    children += [Child(f"rank_{number}", Program(function=int), {}, None) for number in range(1, 5)]
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [child.poll() for child in children] == [0] * 5
+    assert count() == before
