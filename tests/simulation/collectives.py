@@ -13,6 +13,9 @@ import torch.distributed as dist
 from tests.simulation.modules import Waiting, world
 from tests.simulation.world import Process, World
 
+LATE, LATE_S = 0.01, 1.0
+"""How often a rank learns of it later than the others, and by how much at most."""
+
 
 class Exchange:
     """One of them."""
@@ -100,6 +103,8 @@ class Exchanges:
         network = self.world.network
         node = exchange.processes[rank].node
         slowest = max((network.delay_s(one.node, node) for one in exchange.processes.values()), default=0.0)
+        if self.world.rng.random() < LATE:
+            slowest += self.world.rng.uniform(0.0, LATE_S)
         self.world.after(slowest, partial(self._finish, exchange, rank, generation))
 
     def _finish(self, exchange: Exchange, rank: int, generation: int) -> None:

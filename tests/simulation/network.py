@@ -16,7 +16,7 @@ from tests.simulation.world import Process, World
 
 COORDINATOR = "coordinator"
 """The host of the coordinator and of the store."""
-MTU = 1 << 16
+SLOW_S = 1.0
 
 
 class Network:
@@ -31,6 +31,8 @@ class Network:
         self.world, self.slowest_s, self.drop = its, slowest_s, drop
         self.cut: set[str] = set()
         """Hosts that nobody reaches and that reach nobody."""
+        self.slow: set[str] = set()
+        """Hosts to and from which what is sent beside training takes long."""
         self.healed = Waiting()
         self._last: dict[Any, float] = {}
         self._held: list[tuple[str, str, Callable[[], None], Any]] = []
@@ -48,12 +50,21 @@ class Network:
             seconds += 0.2
         return seconds
 
-    def deliver(self, one: str, other: str, what: Callable[[], None], order: Any) -> None:
-        """Have ``what`` happen at the other host; in the order of calls for everything of one ``order``."""
+    def deliver(self, one: str, other: str, what: Callable[[], None], order: Any, *, is_beside: bool = False) -> None:
+        """Have ``what`` happen at the other host; in the order of calls for everything of one ``order``.
+
+        Args:
+            one: from where.
+            other: to where.
+            what: happens then.
+            order: what it is in order with.
+            is_beside: whether it is sent beside training.
+        """
         if not self.reaches(one, other):
             self._held.append((one, other, what, order))
             return
-        at = max(self._last.get(order, 0.0), self.world.now + self.delay_s(one, other))
+        late_s = self.world.rng.uniform(0.0, SLOW_S) if is_beside and {one, other} & self.slow else 0.0
+        at = max(self._last.get(order, 0.0), self.world.now + self.delay_s(one, other) + late_s)
         self._last[order] = at
         self.world.after(at - self.world.now, lambda: self._arrive(one, other, what, order))
 
@@ -290,7 +301,9 @@ class Channel:
             theirs.inboxes.setdefault(key, deque()).append(copy)
             theirs.waiting.wake_all()
 
-        ours.network.deliver(ours.process.node, theirs.process.node, arrive, (ours, peer, self._name, tag))
+        ours.network.deliver(
+            ours.process.node, theirs.process.node, arrive, (ours, peer, self._name, tag), is_beside=True
+        )
 
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
         ours, key, at = self._connections, (self._name, peer, tag), 0

@@ -62,6 +62,22 @@ class Guard:
         return nullcontext()
 
 
+class Training(_Loop):
+    """The session's own loop, which says where it goes on."""
+
+    def _take_up(self) -> bool:
+        is_taken_up, process = super()._take_up(), world().current().process
+        if is_taken_up:
+            assert self._rejoined is not None
+            world().checks.went_on(process, self._rejoined.until)
+        return is_taken_up
+
+    def _forget(self) -> None:
+        if self._has_begun:
+            world().checks.starts_over(world().current().process, "nothing to resume")
+        super()._forget()
+
+
 class RankProcess(Process):
     """A rank or a spare."""
 
@@ -69,6 +85,8 @@ class RankProcess(Process):
         super().__init__(its, node, f"member {member}")
         self.member, self.scenario, self.interrupt_all = member, scenario, interrupt
         self.training: Any = None
+        self.committed = 0
+        """The newest iteration that it has made."""
         self.inside: int | None = None
         """The generation that it trains in, until it is interrupted."""
         self.on_end.append(lambda is_heard: self._leave_exchanges(is_heard))
@@ -84,12 +102,14 @@ class RankProcess(Process):
         its = self.scenario
 
         def loop(session: Session) -> None:
+            world().checks.placed(self)
             for iteration in iterations(session, until=its.iterations):
                 trainer: Any = session.binding
                 trainer.forward_backward(iteration)
                 session.step()
+                world().checks.memory(self)
 
-        self.training = _Loop(lambda: Trainer(its.shape, its.pace), its.config, loop, "gloo", None, {})
+        self.training = Training(lambda: Trainer(its.shape, its.pace), its.config, loop, "gloo", None, {})
         member.join()
         while True:
             try:

@@ -29,6 +29,8 @@ class Kind(StrEnum):
     """A supervisor is gone, and its processes with it; another one starts."""
     PAUSE = "pause"
     """The coordinator does nothing for a while."""
+    SLOW = "slow"
+    """What a node sends or is sent beside training takes long for a while."""
     CLOCK = "clock"
     """The wall clock jumps; the monotonic one does not."""
 
@@ -143,13 +145,13 @@ def _faults(rng: random.Random, shape: Shape, iterations: int, lease_s: float) -
     faults = []
     for number in range(rng.choice([1, 1, 2, 2, 3, 4])):
         kind = rng.choices(
-            list(Kind), [8, 3, 2, 2, 2, 1, 1, 1]
+            list(Kind), [8, 3, 2, 3, 3, 1, 1, 2, 1]
         )[0]  # fmt: skip
         is_next = number > 0 and rng.random() < 0.6
         faults.append(
             Fault(
                 kind, None if is_next else rng.randint(0, iterations - 1),
-                rng.uniform(0.0, rng.choice([0.1, 1.0, 3 * lease_s])), rng.randrange(shape.ranks),
+                rng.uniform(0.0, rng.choice([0.003, 0.1, 1.0, 3 * lease_s])), rng.randrange(shape.ranks),
                 rng.uniform(0.1, rng.choice([0.5, 1.0, 4.0]) * lease_s) if kind is not Kind.CLOCK
                 else rng.choice([-3600.0, 3600.0]),
             )

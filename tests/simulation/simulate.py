@@ -19,7 +19,8 @@ from moevement_core.launching import supervisor
 from moevement_core.rendezvous import lease_client, lease_server
 from moevement_core.replication import config as replication_config
 from moevement_core.session import loop, saving, topology, window_start
-from moevement_core.snapshot.snapshot import digest_of
+from moevement_core.session.peers import Peers
+from moevement_core.snapshot.snapshot import Snapshot, digest_of
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.collectives import Exchanges, distributed
 from tests.simulation.hosts import Job, end_all
@@ -84,6 +85,15 @@ def _current(name: str) -> Any:
     return call
 
 
+_product_acknowledged = Peers._acknowledged
+
+
+def _acknowledged(self: Peers, snapshot: Snapshot, peer: int) -> None:
+    """The product's own, after which it is known here, too."""
+    _product_acknowledged(self, snapshot, peer)
+    world().checks.acknowledged(snapshot.header.rank, snapshot, peer, {one.peer for one in self.senders})
+
+
 class _Socket:
     def __getattr__(self, name: str) -> Any:
         return getattr(world().sockets, name)  # type: ignore[attr-defined]
@@ -102,6 +112,8 @@ def stand_ins() -> Iterator[None]:
         (loop, "os", its_os),
         (loop, "state_digest", lambda parts: {}),
         (topology, "Connections", Connections),
+        (Peers, "_acknowledged", _acknowledged),
+        (saving, "RECORD_SLACK_BYTES", 4096),
         (boundary_log, "_Digests", _Digests),
         *((module, "own_address", lambda: "simulated") for module in (topology, saving, window_start)),
         *((log, level, _log(level)) for level in ("info", "warning")),
@@ -139,7 +151,7 @@ def simulate(seed: int, *, full_trace: bool = False, scenario: Scenario | None =
         except Exception as error:  # of a task: where a real process would have ended with a traceback
             violation = f"{type(error).__name__}: {error}"
             its.trace += traceback.format_exc().splitlines()
-        del faults
+        assert faults is not None
         if violation is not None:
             its.say(f"VIOLATION: {violation}")
     return Outcome(
@@ -156,16 +168,17 @@ class Faults:
         self._arm_first()
 
     def _arm_first(self) -> None:
+        """The next fault, or those that come at once."""
         if not self._left:
+            self.world.checks.on_commit = lambda: None
             return
-        fault = self._left.pop(0)
+        fault = self._left[0]
         if fault.at_iteration is None or self.world.checks.newest >= fault.at_iteration:
+            self._left.pop(0)
+            self.world.checks.on_commit = lambda: None
             self.world.after(fault.after_s, partial(self._strike, fault))
         else:
-            self._left.insert(0, fault)
-            self.world.after(0.05, self._arm_first)
-            if self.job.is_over:
-                self._left.clear()
+            self.world.checks.on_commit = self._arm_first
 
     def _strike(self, fault: Fault) -> None:
         if self.job.is_over:
@@ -191,6 +204,9 @@ class Faults:
             case Kind.PAUSE:
                 job.process.stop()
                 its.after(fault.for_s, job.process.go_on)
+            case Kind.SLOW:
+                its.network.slow.add(host.name)
+                its.after(fault.for_s, partial(its.network.slow.discard, host.name))
             case Kind.CLOCK:
                 its.wall_offset_s += fault.for_s
         self._arm_first()

@@ -155,7 +155,7 @@ class Trainer(ft.Binding):
         self.live: list[int | None] = [None] * count
         """Gradients of the iteration that runs; None where there are none."""
         self.frozen: frozenset[int] = frozenset()
-        self._states: dict[str, ft.OperatorState] | None = None
+        self.is_replaying = False
 
     # A step
 
@@ -274,9 +274,11 @@ class Trainer(ft.Binding):
 
     @contextmanager
     def replaying(self, shared_from: int | None, alone: Alone | None) -> Iterator[ft.Trainer]:
+        self.is_replaying = True
         try:
             yield Replay(self, alone.feeds() if alone is not None else None)
         finally:
+            self.is_replaying = False
             self.frozen = frozenset()
 
 
