@@ -79,12 +79,10 @@ def prepare(
         RecoveryError: there is no way back. On every rank alike.
     """
     began = time.perf_counter()
-    distinct = {id(source): source for source in sources.values()}
-    holdings = tuple(holding for source in distinct.values() for holding in source.holdings())
-    parity = tuple(one for source in distinct.values() for one in source.summed())
-    reports = all_gather_objects(replace(report, holdings=holdings, summed=parity))
-    of_sums = sources.get(Source.PARITY)
+    of_sums, gone = sources.get(Source.PARITY), set[Fetch]()
     while True:
+        # Each time anew: a snapshot that a peer came to have meanwhile may be dropped by who took it, and is there now.
+        reports = [_without(one, gone) for one in all_gather_objects(_with_snapshots(report, sources))]
         plans = _plans(reports, until, scope, lost_ranks, may_redo=may_redo)
         snapshots: dict[int, Snapshot] = {}
         missing: list[Fetch] = []
@@ -102,7 +100,14 @@ def prepare(
             return Prepared(plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began)
         if report.rank == 0:
             log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
-        reports = [_without(one, failed) for one in reports]
+        gone |= failed
+
+
+def _with_snapshots(report: Report, sources: Mapping[Source, SnapshotSource]) -> Report:
+    """The report of this rank with what is in its sources now."""
+    distinct = {id(source): source for source in sources.values()}.values()
+    holdings = tuple(holding for source in distinct for holding in source.holdings())
+    return replace(report, holdings=holdings, summed=tuple(one for source in distinct for one in source.summed()))
 
 
 def _plans(
