@@ -15,6 +15,7 @@ from moevement_core.session.rejoin import NoWayBack
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Snapshot
 from tests.simulation.hosts import Job
+from tests.simulation.scenario import Kind
 from tests.simulation.trainer import Trainer, failure_free
 
 
@@ -152,6 +153,7 @@ class Checks:
             if not self.has_parity and (first := self._newest_whole_run(alive)) is not None:
                 raise Violation(f"a copy of the run from {first} on lives on every rank, and {process.name}: {error}")
             process.world.say(f"{process.name}: {error}")
+            process.committed = self.resumed_at = 0  # it knows of nothing that it had
         elif type(error) is not RuntimeError:
             raise Violation(f"{process.name}: {type(error).__name__}: {error}") from error
 
@@ -162,7 +164,7 @@ class Checks:
         checkpointer = process.training._session.saving.checkpointer
         schedules = checkpointer.history.all
         most = max(one.slots_kept(2, to_disk=False) for one in schedules)
-        if len(schedules) == 1 and (count := len(checkpointer.own.buffers())) > most + 1:
+        if len(schedules) == 1 and (count := sum(bool(one.extents) for one in checkpointer.own.buffers())) > most:
             raise Violation(f"{process.name} keeps {count} snapshots of its own; {most} are the most")
         at_peer = max(one.slots_kept(0, to_disk=False) for one in schedules)
         for store in () if self.has_parity else checkpointer.replicator.stores:
@@ -209,11 +211,10 @@ class Checks:
     def _persisted_since(self, process: Any) -> None:
         """Where nothing has gone wrong for long, a newer window has become the one to fall back to."""
         its, lifetime = self.job.scenario, process.training._session.saving.checkpointer.lifetime
-        is_calm = (
-            its.slowest_s < its.pace.compute_s and not its.drop and not any(one.kind == "slow" for one in its.faults)
-        )
-        size = process.training._session.saving.checkpointer.history.newest.size
-        if is_calm and its.iterations >= self.resumed_at + 3 * size + 6 and lifetime.persisted < self.resumed_at:
+        is_calm = its.slowest_s < its.pace.compute_s and not its.drop and not its.beside_s
+        is_calm &= not any(one.kind is Kind.SLOW for one in its.faults)
+        reach = 3 * process.training._session.saving.checkpointer.history.newest.size + 5
+        if is_calm and its.iterations - self.resumed_at > reach and lifetime.persisted < its.iterations - reach:
             raise Violation(
                 f"{process.name}: nothing was persisted in the {its.iterations - self.resumed_at} iterations after "
                 f"{self.resumed_at}; the window from {lifetime.persisted} on still is the newest"

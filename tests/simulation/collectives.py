@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.simulation.modules import Waiting, world
 from tests.simulation.world import Process, World
 
-LATE, LATE_S = 0.01, 1.0
+LATE, LATE_S = 0.03, 0.6
 """How often a rank learns of it later than the others, and by how much at most."""
 
 

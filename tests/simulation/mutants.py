@@ -140,7 +140,7 @@ def follows_without_an_update() -> list[Patch]:
     """They take the number of the iteration, and leave its update out."""
 
     def follow(self: UpdateCommit, iteration: int, outcome: Any, common: Any) -> None:
-        self._trainer.iteration = iteration  # type: ignore[attr-defined]
+        self._trainer.iteration = iteration
         assert self.mark is not None
         self.mark = replace(self.mark, iteration=iteration)
 
@@ -176,7 +176,7 @@ def commits_without_all() -> list[Patch]:
             world().sleep(0.05)
         finally:
             world().current().atomic += 1
-        self._trainer.iteration = iteration  # type: ignore[attr-defined]
+        self._trainer.iteration = iteration
         from moevement_core.session.commit import Mark
 
         self.mark = Mark(iteration, self._trainer.boundary_copy(), outcome)

@@ -24,10 +24,12 @@ class Network:
 
     Args:
         slowest_s: what a message takes at most while nothing is wrong.
+        beside_s: what is sent beside training takes so much longer, at most.
         drop: the share of messages that are lost and sent again, as TCP does, after a while.
     """
 
-    def __init__(self, its: World, slowest_s: float, drop: float) -> None:
+    def __init__(self, its: World, slowest_s: float, drop: float, beside_s: float) -> None:
+        self.beside_s = beside_s
         self.world, self.slowest_s, self.drop = its, slowest_s, drop
         self.cut: set[str] = set()
         """Hosts that nobody reaches and that reach nobody."""
@@ -63,7 +65,9 @@ class Network:
         if not self.reaches(one, other):
             self._held.append((one, other, what, order))
             return
-        late_s = self.world.rng.uniform(0.0, SLOW_S) if is_beside and {one, other} & self.slow else 0.0
+        late_s = 0.0
+        if is_beside:
+            late_s = self.world.rng.uniform(0.0, SLOW_S if {one, other} & self.slow else self.beside_s)
         at = max(self._last.get(order, 0.0), self.world.now + self.delay_s(one, other) + late_s)
         self._last[order] = at
         self.world.after(at - self.world.now, lambda: self._arrive(one, other, what, order))

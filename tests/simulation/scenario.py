@@ -65,6 +65,8 @@ class Scenario:
     pace: Pace
     slowest_s: float
     drop: float
+    beside_s: float
+    """What is sent beside training takes so much longer, at most, everywhere and always."""
     slow_store_s: float
     start_s: float
     """How long a process takes to start, at most."""
@@ -114,11 +116,12 @@ def draw(seed: int) -> Scenario:
     stages, replicas = rng.choice(shapes)
     shape = Shape(stages, replicas, rng.randint(2, 4))
     lease_s = rng.choice([2.0, 3.0, 5.0])
-    iterations = rng.randint(8, 14)
+    iterations = rng.randint(8, 15)
     return Scenario(
         shape, iterations, nodes, processes, lease_s, rng.choice([3.0, 10.0, 30.0]),
-        _flags(rng, shape, processes), Pace(rng.choice([0.05, 0.2]), rng.choice([0.001, 0.05])),
-        rng.choice([0.002, 0.02, 0.05]), rng.choice([0.0, 0.0, 0.02]), rng.choice([0.0, 0.0, 0.0, 0.3]),
+        _flags(rng, shape, processes), Pace(rng.choice([0.05, 0.2]), rng.choice([0.001, 0.05, 0.2])),
+        rng.choice([0.002, 0.02, 0.05]), rng.choice([0.0, 0.0, 0.02]), rng.choice([0.0, 0.0, 0.0, 0.2, 1.0]),
+        rng.choice([0.0, 0.0, 0.0, 0.3]),
         rng.choice([0.2, 2.0]), _faults(rng, shape, iterations, lease_s),
     )  # fmt: skip
 
@@ -142,16 +145,18 @@ def _flags(rng: random.Random, shape: Shape, processes: int) -> tuple[str, ...]:
 
 
 def _faults(rng: random.Random, shape: Shape, iterations: int, lease_s: float) -> tuple[Fault, ...]:
-    faults = []
+    faults, target = list[Fault](), rng.randrange(shape.ranks)
     for number in range(rng.choice([1, 1, 2, 2, 3, 4])):
         kind = rng.choices(
             list(Kind), [8, 3, 2, 3, 3, 1, 1, 2, 1]
         )[0]  # fmt: skip
         is_next = number > 0 and rng.random() < 0.6
+        if rng.random() < 0.7:
+            target = rng.randrange(shape.ranks)
         faults.append(
             Fault(
                 kind, None if is_next else rng.randint(0, iterations - 1),
-                rng.uniform(0.0, rng.choice([0.003, 0.1, 1.0, 3 * lease_s])), rng.randrange(shape.ranks),
+                rng.uniform(0.0, rng.choice([0.0, 0.1, 1.0, 3 * lease_s])), target,
                 rng.uniform(0.1, rng.choice([0.5, 1.0, 4.0]) * lease_s) if kind is not Kind.CLOCK
                 else rng.choice([-3600.0, 3600.0]),
             )

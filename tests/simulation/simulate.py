@@ -127,7 +127,7 @@ def simulate(seed: int, *, full_trace: bool = False, scenario: Scenario | None =
     """Run the job of ``seed`` to its end; in :func:`stand_ins`."""
     scenario = scenario or draw(seed)
     its: Any = World(seed, full_trace=full_trace)
-    its.network = Network(its, scenario.slowest_s, scenario.drop)
+    its.network = Network(its, scenario.slowest_s, scenario.drop, scenario.beside_s)
     its.exchanges = Exchanges(its)
     its.sockets = sockets(its.network)
     its.distributed = {name: function for _, name, function in distributed(its.exchanges)}
