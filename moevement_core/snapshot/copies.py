@@ -102,6 +102,8 @@ class CopyEngine(ABC):
         """The first thing that went wrong in the background; shown at the next call."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_closing = False
+        """Whether the thread was asked to end; an exception from outside may come before it has."""
 
     def start(
         self,
@@ -126,6 +128,8 @@ class CopyEngine(ABC):
         if self.error is not None:
             failed()
             raise self.error
+        if self._is_closing:
+            self.close()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="moevement-capture", daemon=True)
             self._thread.start()
@@ -135,6 +139,8 @@ class CopyEngine(ABC):
 
     def settle(self) -> None:
         """Block until everything that was started is complete, or has failed."""
+        if self._is_closing:
+            self.close()
         if self._thread is None:
             return
         over = threading.Event()
@@ -144,9 +150,12 @@ class CopyEngine(ABC):
     def close(self) -> None:
         """Finish what was started and end the thread; the next start begins another."""
         if self._thread is not None:
+            self._is_closing = True  # so that, where this is interrupted, nobody waits for a thread that has ended
             self._jobs.put(None)
             self._thread.join()
+            self._jobs = queue.SimpleQueue()
             self._thread = None
+        self._is_closing = False
 
     @abstractmethod
     def _issue(self, capture: Capture) -> Any:

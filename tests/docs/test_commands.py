@@ -53,6 +53,7 @@ ELSEWHERE = {
     r"moevement report .*": "tests/functional/test_kills.py::test_a_rank_killed_in_every_phase_of_an_iteration",
     r"moevement data build .*": "tests/unit/test_token_files.py::test_the_command",
     r"moevement drill.*": "tests/functional/test_drill.py::test_two_ranks",
+    r"python -m tests\.simulation .*": "tests/unit/test_simulation.py",
     r"moevement profile .*": "tests/functional/test_profile.py::test_a_run_is_measured_and_simulated",
 }  # fmt: skip
 """What is too slow to be run here, and the test that runs the same thing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from moevement_core.snapshot import agreement
 from tests.simulation.modules import world
 
 Patch = tuple[Any, str, Any]
+Mutant = Callable[[], list[Patch]]
 
 
 def freed_too_early() -> list[Patch]:
@@ -184,7 +185,7 @@ def commits_without_all() -> list[Patch]:
     return [(UpdateCommit, "_update", update)]
 
 
-MUTANTS = [
+MUTANTS: list[Mutant] = [
     freed_too_early, copy_freed_too_early, never_freed, acknowledged_by_one, agrees_on_the_most, lease_never_ends_here,
     lease_never_ends_there, one_rank_for_two, two_ranks_for_one, enters_without_the_others, goes_on_from_the_oldest,
     does_not_follow, follows_without_an_update, copies_at_home, pages_are_lost, commits_without_all,
@@ -192,7 +193,7 @@ MUTANTS = [
 
 
 @contextmanager
-def planted(mutant: Any) -> Iterator[None]:
+def planted(mutant: Mutant) -> Iterator[None]:
     """Product code has that bug in here."""
     patches = [patch.object(*one) for one in mutant()]
     for one in patches:

@@ -119,7 +119,7 @@ def draw(seed: int) -> Scenario:
     iterations = rng.randint(8, 15)
     return Scenario(
         shape, iterations, nodes, processes, lease_s, rng.choice([3.0, 10.0, 30.0]),
-        _flags(rng, shape, processes), Pace(rng.choice([0.05, 0.2]), rng.choice([0.001, 0.05, 0.2])),
+        _flags(rng, shape, processes), Pace(rng.choice([0.05, 0.2]), rng.choice([0.001, 0.05, 0.4])),
         rng.choice([0.002, 0.02, 0.05]), rng.choice([0.0, 0.0, 0.02]), rng.choice([0.0, 0.0, 0.0, 0.2, 1.0]),
         rng.choice([0.0, 0.0, 0.0, 0.3]),
         rng.choice([0.2, 2.0]), _faults(rng, shape, iterations, lease_s),

@@ -1,0 +1,48 @@
+"""The thread that copies, through an exception from outside at its end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from moevement_core.device import CpuDevice
+from moevement_core.snapshot.copies import Capture, CopyEngine, copy_engine
+
+
+class Interrupted(BaseException):
+    """As a restart raises it."""
+
+
+def copied(engine: CopyEngine) -> Capture:
+    source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+    capture = engine.start((), [(source, [target])], {}, lambda done: None, lambda: None)
+    assert capture.finished.wait(10)
+    assert torch.equal(source, target)
+    return capture
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_an_interrupted_close_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch, ends_first: bool) -> None:
+    """Seed 2180 of the simulation: a rank died while the others ended the job, and one waited for ever after it."""
+    engine = copy_engine(CpuDevice())
+    copied(engine)
+    thread = engine._thread
+    assert thread is not None
+
+    def interrupted(*_: object) -> None:
+        monkeypatch.undo()
+        if ends_first:
+            thread.join()
+        raise Interrupted
+
+    monkeypatch.setattr(thread, "join", interrupted)
+    with pytest.raises(Interrupted):
+        engine.close()
+    settled = threading.Thread(target=engine.settle, daemon=True)
+    settled.start()
+    settled.join(10)
+    assert not settled.is_alive()
+    copied(engine)
+    engine.close()

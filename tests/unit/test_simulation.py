@@ -1,0 +1,95 @@
+"""The simulation of failures: some hundred jobs, the same seed twice, and planted bugs that it has to find."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation import mutants
+from tests.simulation.__main__ import main
+from tests.simulation.scenario import draw
+from tests.simulation.simulate import simulate, stand_ins
+
+SEEDS = 50
+"""Of each part of the quick run."""
+ENOUGH = 150
+"""Within so many seeds a planted bug is found."""
+QUICK = [
+    mutants.freed_too_early, mutants.never_freed, mutants.acknowledged_by_one, mutants.agrees_on_the_most,
+    mutants.one_rank_for_two, mutants.two_ranks_for_one, mutants.goes_on_from_the_oldest, mutants.does_not_follow,
+    mutants.copies_at_home,
+]  # fmt: skip
+"""Those that are found within the first seeds."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _simulated() -> Iterator[None]:
+    with stand_ins():
+        yield
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_jobs_come_to_their_end_with_the_state_of_no_failure(part: int) -> None:
+    outcomes = [simulate(seed) for seed in range(part * SEEDS, (part + 1) * SEEDS)]
+    assert [(one.seed, one.violation) for one in outcomes if one.violation] == []
+    assert sum(one.generations > 1 for one in outcomes) > SEEDS / 4  # failures, and ways back from them
+
+
+@pytest.mark.parametrize("seed", [16, 197, 2180])
+def test_what_was_found_once(seed: int) -> None:
+    assert simulate(seed).violation is None
+
+
+def test_without_faults_nothing_fails() -> None:
+    for seed in range(8):
+        outcome = simulate(seed, scenario=replace(draw(seed), faults=()))
+        assert (outcome.violation, outcome.reason, outcome.generations) == (None, "", 1)
+
+
+TRACES = """
+import hashlib
+from tests.simulation.simulate import simulate, stand_ins
+with stand_ins():
+    traces = [line for seed in range(4) for line in simulate(seed, full_trace=True).trace]
+print(hashlib.sha256("\\n".join(traces).encode()).hexdigest())
+"""
+
+
+def test_the_same_seed_is_the_same_run_in_any_process() -> None:
+    traces = [line for seed in range(4) for line in simulate(seed, full_trace=True).trace]
+    here = hashlib.sha256("\n".join(traces).encode()).hexdigest()
+    done = subprocess.run(
+        [sys.executable, "-c", TRACES], env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, text=True,
+        timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == here
+
+
+def is_found(mutant: mutants.Mutant) -> bool:
+    with mutants.planted(mutant):
+        return any(simulate(seed).violation is not None for seed in range(ENOUGH))
+
+
+@pytest.mark.parametrize("mutant", QUICK, ids=lambda mutant: mutant.__name__)
+def test_a_planted_bug_is_found(mutant: mutants.Mutant) -> None:
+    assert is_found(mutant)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mutant", [one for one in mutants.MUTANTS if one not in QUICK], ids=lambda one: one.__name__)
+def test_a_planted_bug_that_few_seeds_meet_is_found(mutant: mutants.Mutant) -> None:
+    assert is_found(mutant)
+
+
+def test_the_command_refuses_numbers_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--seeds", "0"], ["--jobs", "0"], ["--first-seed", "-1"], ["--trace"]):
+        with pytest.raises(SystemExit) as ended:
+            main(wrong)
+        assert ended.value.code == 2
+    capsys.readouterr()
