@@ -44,6 +44,8 @@ BLOCKS = 20
 GROWS_PER_HOUR = 0.02
 """Growing: by more of its mean in an hour, and by more than four standard errors of the slope."""
 ERRORS = 4.0
+BOUNDED = ("bytes, logs",)
+"""By the launcher, at more than a run of hours writes."""
 UNITS = {"memory": 1e6, "bytes": 1e6}
 FLAGS = [
     "--eval-iters", "1", "--eval-interval", "50", "--moevement-reorder-threshold", "0",
@@ -211,7 +213,11 @@ class Line:
     @property
     def grows(self) -> bool:
         """By more than is said at :data:`GROWS_PER_HOUR`."""
-        return self.per_hour > GROWS_PER_HOUR * max(self.mean, 1e-9) and self.per_hour > ERRORS * self.error
+        return (
+            self.name not in BOUNDED
+            and self.per_hour > GROWS_PER_HOUR * max(self.mean, 1e-9)
+            and self.per_hour > ERRORS * self.error
+        )
 
 
 def lines_of(samples: Sequence[Sample]) -> list[Line]:
@@ -277,7 +283,7 @@ def report(given: argparse.Namespace, run: Run) -> str:
         [
             line.name + (" (MB)" if _unit(line.name) > 1 else ""), f"{line.mean / _unit(line.name):,.1f}",
             f"{line.per_hour / _unit(line.name):+,.2f} ± {line.error / _unit(line.name):,.2f}",
-            "**growing**" if line.grows else "flat",
+            "**growing**" if line.grows else "bounded" if line.name in BOUNDED else "flat",
         ]
         for line in found
     ]  # fmt: skip
