@@ -130,7 +130,7 @@ def _tell_or_refuse(mine: tuple[str | None, _Told]) -> list[tuple[str | None, _T
     Raises:
         ConfigError: the first complaint. On every rank.
     """
-    everyones = all_gather_objects(mine, tuple[str | None, str])
+    everyones = all_gather_objects(mine, tuple[str | None, _Told])
     if complaint := next((text for text, _ in everyones if text), None):
         raise ConfigError(complaint)
     return everyones

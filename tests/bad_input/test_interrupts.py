@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from moevement_core.rendezvous.token import TOKEN_ENV, Token
 from tests.training import ROOT
 
 COMMANDS = {
@@ -29,7 +30,7 @@ def test_ctrl_c_is_one_line(name: str, after_s: float, tmp_path: os.PathLike[str
     words = COMMANDS[name].format(python=os.path.dirname(os.__file__), folder=tmp_path).split()
     started = subprocess.Popen(
         [sys.executable, "-c", STARTED, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
+        start_new_session=True, env={**os.environ, TOKEN_ENV: Token.new().text},
     )  # fmt: skip
     assert started.stdout is not None
     assert started.stdout.readline() == "started\n"
