@@ -107,6 +107,12 @@ class Checks:
         known.by.add(self.job.members[process.generation.roster.ranks[peer]])
         known.is_persisted |= peers <= snapshot.acknowledged
 
+    def forgets(self, process: Any) -> None:
+        """It was interrupted before it had recovered, and begins anew: copies that it had come to keep are gone."""
+        for its in self.copies.values():
+            for one in its.values():
+                one.by.discard(process)
+
     def _newest_whole_run(self, alive: set[Any]) -> int | None:
         """Where the newest run begins that was persisted on all ranks, if a copy of all of it lives."""
         runs: list[dict[int, int]] = []

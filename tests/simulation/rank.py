@@ -75,6 +75,8 @@ class Training(_Loop):
     def _forget(self) -> None:
         if self._has_begun:
             world().checks.starts_over(world().current().process, "nothing to resume")
+        else:
+            world().checks.forgets(world().current().process)
         super()._forget()
 
 
