@@ -18,6 +18,7 @@ from moevement_core.persistence.lock import acquire
 from moevement_core.run_record import RunRecord
 from tests.launching import Launcher, command, finished, launch
 from tests.training import SCRIPT, flags
+from tests.unit.monitoring.scraping import free_port
 
 
 def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_what_megatrons_own_configuration_refuses_is_one_line_too(tmp_path: Path
         (["--nproc", "2", "--ranks-per-node", "0", str(SCRIPT)], "--ranks-per-node 0: needs 1 or more"),
         ([str(SCRIPT)], "no --nproc and not started by srun"),
         (["--nproc", "1", str(SCRIPT), "--config", "none.yaml"], "--config none.yaml: cannot be read"),
-        (["--nproc", "1", str(SCRIPT), "--run-dir", __file__], f"--run-dir {__file__}: Not a directory"),
+        (["--nproc", "1", str(SCRIPT), "--run-dir", __file__], f"--run-dir {__file__}: File exists; give a folder"),
     ],
 )
 def test_what_cannot_be_launched_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +170,7 @@ def _pids_when_training(process: subprocess.Popen[str] | Launcher, run_dir: Path
 def test_a_task_of_slurm_starts_the_same_way(tmp_path: Path) -> None:
     environment = {
         **os.environ, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     process = command(str(SCRIPT), *flags(train_iters=2), "--run-dir", str(tmp_path), env=environment)
     code, out, _ = finished(process)
