@@ -6,6 +6,7 @@ Slurm does not start a task again. So a task is not the rank itself but supervis
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -95,7 +96,7 @@ def claim(store: SignedStore, task: Task) -> Task:
 
     So a node that was repaired, or added, takes part by the command that the first ones were started with.
     """
-    mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+    mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
     if store.claim(TASK.format(task.number), mine) == mine:
         return task
     return replace(task, late=next(late for late in count() if store.claim(LATE_TASK.format(late), mine) == mine))

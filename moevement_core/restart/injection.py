@@ -8,6 +8,7 @@ recovery must be tried with.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -60,7 +61,7 @@ class Injector:
 
     def _is_first(self, number: int) -> bool:
         """Whether it has not happened yet, to whichever process had the rank then."""
-        mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+        mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
         return self._store is None or self._store.claim(_INJECTED.format(number), mine) == mine
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import secrets
 import socket
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import override
@@ -83,7 +83,7 @@ class _Flipper:
     def takes(self, number: int) -> bool:
         """Whether it happens here; it has not happened anywhere yet."""
         self._left = [(one, flip) for one, flip in self._left if one != number]
-        mine = f"{socket.gethostname()} {os.getpid()} {time.time_ns()}"
+        mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
         return self._store is None or self._store.claim(_FLIPPED.format(number), mine) == mine
 
 

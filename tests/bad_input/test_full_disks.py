@@ -44,11 +44,7 @@ def fill(folder: Path) -> Path:
     raise AssertionError("it never was full")
 
 
-def said(out: str) -> list[str]:
-    return [each for each in out.splitlines() if each.startswith("moevement: ")]
-
-
-def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunRecord(tiny / "run")
     run.begin({"seed": 1}, first_iteration=1)
     for iteration in range(1, 4):
@@ -59,7 +55,7 @@ def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, capsys: pyt
         run.event(Started(iteration, 1))
         run.write_ranks([])
     run.write_summary({"state_digest": {"all": "a", "parts": {}, "ranks": []}})
-    (told,) = said(capsys.readouterr().out)
+    (told,) = caplog.messages
     assert "No space left on device; the run is not recorded for now, and training goes on" in told
     kept = [one["iteration"] for one in RunRecord(tiny / "run").metrics()]
     assert kept == list(range(1, len(kept) + 1)), "whole lines, and none after one that is missing half"
@@ -69,7 +65,7 @@ def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, capsys: pyt
     run.event(Started(60, 1))
     run.write_ranks([])
     run.write_summary({})
-    assert "can be written again" in capsys.readouterr().out
+    assert "can be written again" in caplog.messages[-1]
     assert run.figures.iterations == 60, "what is shown of the run goes on"
 
 
@@ -79,7 +75,7 @@ def test_a_run_cannot_begin_on_a_full_disk(tiny: Path) -> None:
         RunRecord(tiny / "run").begin({"text": "x" * 5000}, first_iteration=1)
 
 
-def test_a_folder_that_was_removed_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_was_removed_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = RunRecord(tmp_path / "run")
     run.begin({"seed": 1}, first_iteration=1)
     run.metric(**line(1))
@@ -87,7 +83,7 @@ def test_a_folder_that_was_removed_is_said_once(tmp_path: Path, capsys: pytest.C
     for iteration in range(2, 5):
         run.metric(**line(iteration))
     run.write_summary({})
-    (told,) = said(capsys.readouterr().out)
+    (told,) = caplog.messages
     assert "No such file or directory; the run is not recorded for now" in told
 
 
@@ -110,7 +106,7 @@ def test_a_limit_on_the_size_of_files_is_said_once(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
-    (told,) = said(ended.stdout)
+    (told,) = [each for each in ended.stdout.splitlines() if each.startswith("moevement: ")]
     assert "File too large; the run is not recorded for now" in told
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert [json.loads(each)["iteration"] for each in text.splitlines()] == list(range(1, text.count("\n") + 1))

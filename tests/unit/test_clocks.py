@@ -14,7 +14,6 @@ from moevement_core.run_record import RunRecord
 
 TIMES = {
     "persistence/lock.py": 1,  # when a folder was taken, for whoever reads it
-    "launching/supervise.py": 1,  # in a name that no other process has
     "log.py": 1,
     "run_record.py": 1,
     "session/run_directory.py": 1,

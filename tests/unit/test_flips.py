@@ -124,7 +124,7 @@ def test_only_what_is_found_after_it_was_flipped_counts(
 
 def test_another_final_state_is_never_right(tmp_path: Path) -> None:
     lines(tmp_path / "own", (1.0, FLIP), (1.5, DAMAGE))
-    digest = {"all": "other", "parts": {}, "ranks": {}}
+    digest = {"all": "other", "parts": {}, "ranks": []}
     (tmp_path / "own" / "summary.json").write_text(json.dumps({"state_digest": digest}))
     found = drill._found(FlipKind.OWN, tmp_path / "own", 0, "digest")
     assert not found.is_right

@@ -36,7 +36,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, source: Moving, last: Source) -> m
         snapshot = object.__new__(Snapshot)
         return {1: snapshot if one.source is last else one}
 
-    monkeypatch.setattr(module, "all_gather_objects", lambda mine: [mine])
+    monkeypatch.setattr(module, "all_gather_objects", lambda mine, kind: [mine])
     monkeypatch.setattr(module, "fetch", fetch)
     return module.prepare(Report(0, 0, ()), {Source.MEMORY: source, Source.PEER: source}, 1, None)
 

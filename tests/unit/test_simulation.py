@@ -18,11 +18,11 @@ from tests.simulation.simulate import simulate, stand_ins
 
 SEEDS = 50
 """Of each part of the quick run."""
-ENOUGH = 150
+ENOUGH = 400
 """Within so many seeds a planted bug is found."""
 QUICK = [
     mutants.freed_too_early, mutants.never_freed, mutants.acknowledged_by_one, mutants.agrees_on_the_most,
-    mutants.one_rank_for_two, mutants.two_ranks_for_one, mutants.goes_on_from_the_oldest, mutants.does_not_follow,
+    mutants.one_rank_for_two, mutants.two_ranks_for_one, mutants.goes_on_from_the_oldest,
     mutants.copies_at_home,
 ]  # fmt: skip
 """Those that are found within the first seeds."""
