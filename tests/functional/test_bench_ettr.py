@@ -32,7 +32,7 @@ def test_strategies_under_one_schedule_of_kills(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [(["--mtbf", "0"], "--mtbf 0 --speedup 1; needs"), (["--iterations", "0"], "--iterations 0 --repeats 1")],
+    [(["--mtbf", "0"], "--mtbf 0.0; needs more than 0"), (["--iterations", "0"], "--iterations 0; needs 1 or more")],
 )
 def test_values_that_cannot_be_are_refused(words: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
