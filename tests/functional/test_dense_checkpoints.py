@@ -172,8 +172,10 @@ def test_a_failed_save_is_reported_and_training_goes_on(flags: dict[str, Any], t
 
 
 def test_a_folder_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path: Path) -> None:
-    blocked = tmp_path / "a-file"
-    blocked.write_text("in the way")
+    blocked = tmp_path / "save"
+    blocked.mkdir()
+    for iteration in (2, 4):
+        (blocked / f"iter_{iteration:07d}").write_text("in the way")
     record = train(2, tmp_path / "run", **PP2, save=str(blocked), save_interval=2)
     failed = [event for event in record.events() if event["event"] == "checkpoint_failed"]
     assert [event["iteration"] for event in failed] == [2, 4]

@@ -34,7 +34,7 @@ def save_or_report(process: Process) -> Wrapper:
 
             job, save = process.job, get_args().save
             # Non-persistent checkpoints may have folders of their own and no --save.
-            if save and (problem := _from_rank_zero(lambda: _unwritable(Path(save)))):
+            if save and (problem := _from_rank_zero(lambda: _unwritable(Path(save), iteration))):
                 _report(job, iteration, problem)
                 return None
             injection.at(Phase.SAVE, iteration)
@@ -103,7 +103,10 @@ def _report(job: Job, iteration: int | None, reason: str) -> None:
     job.event(CheckpointFailed(iteration, reason))
 
 
-def _unwritable(folder: Path) -> str | None:
+def _unwritable(folder: Path, iteration: int) -> str | None:
+    place = folder / f"iter_{iteration:07d}"
+    if place.exists() and not place.is_dir():
+        return f"--save {folder}: {place.name} is there, and no folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
