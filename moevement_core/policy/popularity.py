@@ -126,10 +126,10 @@ def order_operators(table: OperatorTable, scores: Scores, ordering: Ordering = O
     if ordering is Ordering.BACK_TO_FRONT:
         return np.argsort(-table.depth, kind="stable")
     # A stable sort keeps the order of the table among equals.
-    return evened(np.argsort(np.where(table.is_expert, scores, np.inf), kind="stable"), table)
+    return _evened(np.argsort(np.where(table.is_expert, scores, np.inf), kind="stable"), table)
 
 
-def evened(order: Order, table: OperatorTable) -> Order:
+def _evened(order: Order, table: OperatorTable) -> Order:
     """An order in which every rank comes to the same part of its own bytes at the same time.
 
     The experts of one rank may all be less popular than those of another, and before anything is counted their numbers

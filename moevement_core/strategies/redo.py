@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from moevement_core.operators import OperatorTable
-from moevement_core.policy.popularity import Order, Scores, evened
+from moevement_core.policy.popularity import Order, Scores
 from moevement_core.policy.schedule import Contents, Saved, Schedule
 from moevement_core.policy.window import Budget, Window, WindowKind, choose_window, impose_window
 from moevement_core.strategies.moevement import FIRST_WINDOW, MoEvement
@@ -32,8 +32,11 @@ NOT_CARRIED = 1 << 20
 
 
 def order_of(table: OperatorTable) -> Order:
-    """The order of the table, but for the turns that experts of different ranks take."""
-    return evened(np.arange(len(table)), table)
+    """The order of the table, whatever each rank holds of it: when a job changes its size a run goes on across that.
+
+    Evened over ranks the order would be another one afterwards, and the job fall back to a run from before for a window.
+    """
+    return np.arange(len(table))
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +47,7 @@ class RedoSchedule(SparseSchedule):
 
     @classmethod
     def of(cls, table: OperatorTable, size: int, start: int = 0) -> RedoSchedule:
-        """Slots about equally heavy on every rank: all operators are restored alike, so none comes first by itself.
+        """Slots about equally heavy, in the order of the table: all operators are restored alike, so none comes first.
 
         Args:
             table: the operators of the stage.
