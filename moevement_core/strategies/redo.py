@@ -32,9 +32,9 @@ NOT_CARRIED = 1 << 20
 
 
 def order_of(table: OperatorTable) -> Order:
-    """The order of the table, whatever each rank holds of it: when a job changes its size a run goes on across that.
+    """The order of the table, whatever each rank holds of it: a run goes on across a job's change of size.
 
-    Evened over ranks the order would be another one afterwards, and the job fall back to a run from before for a window.
+    Evened over ranks the order would change with their number, and the job would fall back to an earlier run.
     """
     return np.arange(len(table))
 
