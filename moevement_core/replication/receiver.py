@@ -114,6 +114,9 @@ class Receiver(ABC):
             self._report_damaged(message.iteration, "its header", "the checksum of a header on the wire")
             self._say(Kind.DAMAGED, message.iteration)
             return
+        if message.iteration < self.store.floor:  # it was on its way when the ranks agreed on a newer window
+            self._say(Kind.STALE, message.iteration)
+            return
         try:
             header = self._checked(Header.decode(data.numpy().tobytes()), message)
         except SnapshotError as error:
@@ -138,8 +141,6 @@ class Receiver(ABC):
                 f"its header says rank {header.rank}, iteration {header.iteration}; rank {store.source}, iteration "
                 f"{message.iteration} was announced"
             )
-        if header.iteration < store.floor:
-            raise SnapshotError(f"iteration {header.iteration} is stale; a window from {store.floor} on is persisted")
         if header.payload_bytes != message.payload_bytes:
             raise SnapshotError(f"its tensors take {header.payload_bytes} bytes; {message.payload_bytes} are announced")
         return header

@@ -198,6 +198,8 @@ class Sender:
             self._kept(delivery.snapshot, self.peer)
         elif answer is not None:
             self._lost(delivery.snapshot)
+            if answer is Kind.STALE:
+                return
             self._report(
                 f"peer {self.peer} does not have snapshot {delivery.snapshot.iteration} of rank {self.rank}: "
                 f"{answer.name.lower()} after {ATTEMPTS if answer is Kind.DAMAGED else 1} attempts"

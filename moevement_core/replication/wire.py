@@ -50,6 +50,8 @@ class Kind(IntEnum):
     """Peer: the bytes are not those that the header says."""
     REFUSED = 14
     """Peer: not a snapshot that belongs here, or more memory than it may give."""
+    STALE = 15
+    """Peer: a newer window is persisted everywhere, as the source learns in a moment; nobody needs this any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,10 +66,10 @@ def is_aborting() -> bool:
 
 def is_fault_of_others() -> bool:
     """Whether an error of communication came from a failure somewhere else; waits a moment for that to be noticed."""
-    deadline = time.monotonic() + NOTICED_S
-    while _generation is not None and not _generation.aborting and time.monotonic() < deadline:
+    deadline, its = time.monotonic() + NOTICED_S, _generation
+    while its is not None and not its.aborting and time.monotonic() < deadline:
         time.sleep(0.02)
-    return is_aborting()
+    return its is not None and its.aborting
 
 
 def atomic() -> AbstractContextManager[Any]:

@@ -33,10 +33,11 @@ class Reports:
         log.info(text)
 
     def report(self, text: str) -> None:
-        """A line about this rank; from any thread."""
-        if threading.current_thread() is not threading.main_thread() and is_fault_of_others():
-            return  # what ends now ends because a rank died, which is reported elsewhere
-        log.warning(text)
+        """A line about this rank; from any thread. Others than the main thread are not held up by it."""
+        if threading.current_thread() is threading.main_thread():
+            log.warning(text)
+        else:
+            threading.Thread(target=_warn_unless_of_others, args=(text,), name="moevement-report").start()
 
     def say_once(self, text: str) -> None:
         """One line for all ranks, which call it alike."""
@@ -54,3 +55,9 @@ class Reports:
         """Append an event to the run's record, on the rank that keeps it."""
         if self._binding.record is not None:
             self._binding.record.event(event)
+
+
+def _warn_unless_of_others(text: str) -> None:
+    """What ends now may end because a rank died, which is reported elsewhere; that takes a moment to be known."""
+    if not is_fault_of_others():
+        log.warning(text)

@@ -17,7 +17,10 @@ FLAGS: dict[str, Any] = dict.fromkeys(PP2_EP2, False) | {
     "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1, "use_distributed_optimizer": False,
     "bf16": False, "global_batch_size": 12, "micro_batch_size": 2, "train_iters": 5000,
     "moevement_lease_seconds": LEASE_S, "moevement_elastic": True, "moevement_join_wait": 2, "log_interval": 1,
+    "lr": 5e-4,
 }  # fmt: skip
+"""Sums of another number of ranks are rounded differently. A large learning rate amplifies that, the more iterations the
+machine manages between the changes: 1e-7 became 1e-2 within sixty of them at 5e-3, once a router had chosen otherwise."""
 KINDS: dict[str, dict[str, Any]] = {
     "slots": {"moevement_expert_slots": 4, "moevement_rebalance_interval": 50},
     "sharded": {"use_distributed_optimizer": True, "moevement_recovery": "redo"},
@@ -34,7 +37,7 @@ def _after(training: Training, at: float, count: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nodes_go_and_come_back(kind: str, cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
-    """One is killed, one loses power, both come back: no restart, no iteration lost, the loss of the static run."""
+    """One is killed, one loses power; one is added by hand, one comes back by itself: nothing is lost by it."""
     its = FLAGS | KINDS[kind]
     training = train(cluster, tmp_path, tasks_per_node=1, spares=0, **its)
     training.wait_for_iteration(12)
@@ -43,16 +46,13 @@ def test_nodes_go_and_come_back(kind: str, cluster: Cluster, baselines: Baseline
         before = training.iteration()
         changes.append(_after(training, fail(node), count))
         assert changes[-1]["iteration"] >= before - (kind == "sharded")
-    for count, node in enumerate(["n2", "n3"], start=3):
-        cluster.restart_node(node)
-        training.add_node(node, 1)
-        changes.append(_after(training, time.time(), count))
-    assert [one["world_size"] for one in changes if one["lost"] or one["world_before"] != one["world_size"]] == [
-        2,
-        1,
-        2,
-        3,
-    ]
+    cluster.take_down("n2")  # Slurm takes it from the job, which otherwise starts its tasks again by itself
+    cluster.restart_node("n2")
+    training.add_node("n2", 1)
+    changes.append(_after(training, time.time(), 3))
+    cluster.restart_node("n3")
+    changes.append(_after(training, time.time(), 4))
+    assert [one["world_size"] for one in changes] == [2, 1, 2, 3]
     assert all(one["digests_equal"] for one in changes)
     at = training.end()
     assert training.events("restart") == []

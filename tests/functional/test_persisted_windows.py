@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -99,6 +100,26 @@ def test_a_window_that_is_not_whole_anywhere_gives_way_to_the_one_before(persist
     for node in (0, 1):
         (tmp_path / "nodes" / newest_files(persisted, node, rank=0)[0]).write_bytes(b"torn")
     check(persisted, go_on(tmp_path, template), manifests(tmp_path / "nodes" / "0")[1].reaches)
+
+
+def test_an_edited_manifest_and_a_pipe_among_the_files_are_said_and_done_without(
+    persisted: Persisted, tmp_path: Path
+) -> None:
+    template = persisted.copied_to(tmp_path)
+    newest, older = manifests(tmp_path / "nodes" / "0")
+    for node in (0, 1):
+        path = tmp_path / "nodes" / str(node) / f"{newest.name}.json"
+        its = json.loads(path.read_text())
+        its["progress"]["consumed_train_samples"] = 0  # it would train on other data
+        path.write_text(json.dumps(its))
+    pipe = next((tmp_path / "nodes" / "0" / older.name).glob("rank_00000_*"))
+    pipe.unlink()
+    os.mkfifo(pipe)
+    ended = outcomes(2, tmp_path / "run", train_iters=12, **JOB, **SPARSE, moevement_load=template)
+    check(persisted, RunRecord(tmp_path / "run"), older.reaches)
+    said = [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: WARNING")]
+    assert any(f"{newest.name}.json" in line for line in said), said
+    assert any(pipe.name in line for line in said), said
 
 
 def told(folder: Path, **changes: Any) -> list[str]:

@@ -32,11 +32,8 @@ _OF_RANKS: Mapping[str, tuple[str, ...]] = {
     COPIES: (), PARITY: ("--moevement-protection", "parity:3+1"), DROPPED: ("--moevement-keep-own", "never"),
 }  # fmt: skip
 """Each rank is a node."""
-_OF_NODES: Mapping[str, tuple[str, ...]] = {
-    COPIES: ("--moevement-protection", "copies:1"),
-    DROPPED: ("--moevement-protection", "copies:1", "--moevement-keep-own", "never"),
-}
-"""Two nodes of two: no group of parity has room on them."""
+_OF_NODES: Mapping[str, tuple[str, ...]] = {COPIES: ("--moevement-protection", "copies:1")}
+"""Two nodes of two: neither a group of parity has room on them, nor two copies, without which own ones are not dropped."""
 PROTECTIONS = [(name, 1) for name in _OF_RANKS] + [(name, PER_NODE) for name in _OF_NODES]
 WITH_WINDOWS = (COPIES, PARITY)
 """Windows on disk are written from own snapshots."""

@@ -1,0 +1,88 @@
+"""Mistakes and faults of a disk, met by whole jobs: they end at once with one line, or train on with the same bits."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_core.run_record import RunRecord
+from moevement_core.verify import compare
+from tests.launching import finished, launch, logs
+from tests.training import SCRIPT, flags, outcomes, train
+
+SPARSE: dict[str, Any] = {
+    "moevement_sparse_ckpt": True, "moevement_window": 2, "moevement_replicas": 1, "moevement_ranks_per_node": 1,
+    "pipeline_model_parallel_size": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        pytest.param({"num_experts": 6, "expert_model_parallel_size": 4}, "--num-experts 6: ", id="in-the-preflight"),
+        pytest.param(
+            {"moe_router_enable_expert_bias": True, "moe_router_score_function": "softmax"},
+            "Megatron refuses these flags: ", id="by-megatron",
+        ),
+    ],
+)  # fmt: skip
+def test_a_mistake_beside_spares_ends_at_once(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    words = flags(**SPARSE | {"moevement_replicas_on_same_node": True} | wrong)
+    nproc = wrong.get("expert_model_parallel_size", 1) * 2
+    code, _, err = finished(
+        launch("--nproc", str(nproc), "--spares", "1", str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
+    )
+    assert code == 2, f"{err}\n{logs(tmp_path / 'run')}"
+    assert err.startswith(f"moevement: {said}")
+    assert err.count("\n") == 1
+    events = RunRecord(tmp_path / "run").events()
+    assert not [event for event in events if event["event"] in ("failure", "restart")], "nobody tried again"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "none", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_while_a_job_trains_changes_no_bit_of_it(small_disk: Path, tmp_path: Path) -> None:
+    """Its windows and its record cannot be written from then on; it says so, not once an iteration, and trains on."""
+    iterations = 60
+    wanted = train(2, tmp_path / "wanted", train_iters=iterations, **SPARSE)
+    windows, run_dir = small_disk / "windows", small_disk / "run"
+    filled = threading.Thread(target=_fill_when, args=(small_disk, windows))
+    filled.start()
+    ended = outcomes(2, run_dir, train_iters=iterations, **SPARSE, moevement_persist_dir=str(windows))
+    filled.join()
+    (small_disk / "filler").unlink()
+    said = [line for outcome in ended for line in outcome.output.splitlines() if "No space left on device" in line]
+    assert said
+    assert len(said) < iterations
+    assert not [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("Traceback")]
+    compared = compare(wanted, RunRecord(run_dir), common_iterations=True)
+    assert compared.first_difference is None
+
+
+def _fill_when(disk: Path, windows: Path) -> None:
+    """Take all that is left of it as soon as a whole window is there."""
+    deadline = time.monotonic() + 120
+    while not list(windows.glob("window_*.json")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    with (disk / "filler").open("wb", buffering=0) as file:
+        for size in (1 << 20, 4096, 1):
+            try:
+                while file.write(bytes(size)):
+                    pass
+            except OSError:
+                continue
