@@ -71,6 +71,7 @@ DECLARED = (
     Declared("torch.distributed", "broadcast", _RANKS_ALONE),
     Declared("torch.distributed", "barrier", _RANKS_ALONE),
     Declared("torch.distributed", "all_gather_object", "ranks tell each other the keys of parameters once"),
+    Declared("megatron.training.training", "get_megatron_optimizer", "that is when they do"),
     Declared(
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup", "register_grad_ready",
         "a drill interrupts a rank that counts its gradients",

@@ -112,6 +112,9 @@ class WindowWriter:
         self._lend, self._progress_of, self._report = lease, progress_of, report
         self._taken_over, self._left_behind, self._leaves_out = taken_over, left_behind, leaves_out
         self._abandoned = False
+        self._not_written = 0
+        """Windows that this rank could not write since the last one that all ranks could: with two of them on a full
+        disk it is now one, now the other."""
         self._found: frozenset[str] = frozenset()
         """Windows of others that were there before; they go when the first one of this job is durable."""
         self._window: _Window | None = None
@@ -200,6 +203,9 @@ class WindowWriter:
             self._jobs.put(lambda: self._discard(window))
             return
         self._durable = window
+        if self._not_written:
+            self._report(f"windows can be written again, after {self._not_written} that could not be")
+            self._not_written = 0
         if self._folder.writes_manifest:
             self._jobs.put(lambda: self._commit(window.manifest))
         else:
@@ -306,7 +312,10 @@ class WindowWriter:
             folder.rmdir()
 
     def _fail(self, window: _Window, why: str) -> None:
-        self._report(f"the window from iteration {window.manifest.first} on is not on disk: {why}; the next is tried")
+        self._not_written += 1
+        if not self._not_written & (self._not_written - 1):  # the 1st, 2nd, 4th, 8th ... is reported
+            first, so_far = window.manifest.first, f" ({self._not_written} by now)" if self._not_written > 1 else ""
+            self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; the next is tried")
         window.writing = Writing.FAILED
 
 

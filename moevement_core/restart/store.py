@@ -80,11 +80,12 @@ class GenerationStore(StoreMixin):
 
     @override
     def record_interrupted(self, records: Iterable[InterruptionRecord] | None = None) -> None:
-        self._store.set(self._key, ",".join(f"{one.rank}:{one.interruption.name}" for one in records or ()))
+        # Whoever is first: several do at once, and what another one wrote would look like a stranger's.
+        self._store.claim(self._key, ",".join(f"{one.rank}:{one.interruption.name}" for one in records or ()))
 
     @override
     def lock_interruption_records(self) -> None:
-        """Nothing is added to a record here; the last one stands."""
+        """Nothing is added to a record here; the first one stands."""
 
     @override
     def get_interruption_records(self) -> list[InterruptionRecord]:

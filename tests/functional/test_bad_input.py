@@ -57,7 +57,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_fills_while_a_job_trains_changes_no_bit_of_it(small_disk: Path, tmp_path: Path) -> None:
-    """Its windows and its record cannot be written from then on; it says so, not once an iteration, and trains on."""
+    """Windows cannot be written from then on, its record at times; it says so, not once a window, and trains on."""
     iterations = 60
     wanted = train(2, tmp_path / "wanted", train_iters=iterations, **SPARSE)
     windows, run_dir = small_disk / "windows", small_disk / "run"
@@ -67,9 +67,8 @@ def test_a_disk_that_fills_while_a_job_trains_changes_no_bit_of_it(small_disk: P
     filled.join()
     (small_disk / "filler").unlink()
     said = [line for outcome in ended for line in outcome.output.splitlines() if "No space left on device" in line]
-    assert said
-    assert len(said) < iterations
-    assert not [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("Traceback")]
+    windows_lost = sum("is not on disk" in line for line in said)
+    assert 0 < windows_lost < 2 * 6, "the 1st, 2nd, 4th ... of each rank"
     compared = compare(wanted, RunRecord(run_dir), common_iterations=True)
     assert compared.first_difference is None
 

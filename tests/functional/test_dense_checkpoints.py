@@ -12,6 +12,7 @@ from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
 from tests.functional.test_layouts import EP2, INTERLEAVED, OVERLAP, PP2, TP2, ULPS
 from tests.harness import Outcome
+from tests.launching import survive
 from tests.training import losses, outcomes, train
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -49,6 +50,28 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 ONLY_IN_FULL = (
     "async-mcore", "async-nvrx", "fp32-tensor", "fp8-delayed", "fp8-blockwise", "narrow-state", "remainders",
 )  # fmt: skip
+
+
+SPARSE: dict[str, Any] = {
+    "moevement_sparse_ckpt": True, "moevement_window": 2, "moevement_replicas": 1,
+    "moevement_replicas_on_same_node": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_elastic", [False, True], ids=["spares", "elastic"])
+def test_a_rank_is_replaced_in_a_job_that_began_from_a_dense_checkpoint(is_elastic: bool, tmp_path: Path) -> None:
+    layout: dict[str, Any] = {"bf16": True, "use_distributed_optimizer": True} | ({} if is_elastic else PP2)
+    sparse = SPARSE | ({"moevement_elastic": True} if is_elastic else {})
+    train(2, None, **layout, save=str(tmp_path / "checkpoints"), save_interval=2, train_iters=2, **OTHER_END)
+    resumed = {**layout, **sparse, "load": str(tmp_path / "checkpoints"), "train_iters": 10, **OTHER_END}
+    wanted = survive(2, 0, tmp_path / "wanted", **resumed).record
+    faults = ["rank=1,iteration=7,phase=forward"]
+    if not is_elastic:  # which would go on with the other rank alone, and not wait for the next spare
+        faults += ["rank=0,iteration=9,phase=backward"]
+    survived = survive(2, 1, tmp_path / "run", inject=tuple(faults), **resumed)
+    assert len(survived.events("resized") if is_elastic else survived.failures()) == len(faults)
+    assert compare(wanted, survived.record, common_iterations=True).first_difference is None
+    assert survived.digest == wanted.summary()["state_digest"]["all"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +31,12 @@ def without_barrier(undo: UndoStack) -> None:
 def sharing_parameter_keys(undo: UndoStack, record: list[Any], given: Sequence[Any]) -> None:
     """Megatron's optimizer asks all ranks for the keys of their parameters: keep the answers, or give those of then.
 
-    They are the same on every rank. A rank that is new in a running job would ask alone.
+    They are the same on every rank. A rank that is new in a running job would ask alone. What else is asked meanwhile,
+    when a dense checkpoint is loaded, is no business of this.
     """
-    original, answers = dist.all_gather_object, iter(given)
+    from megatron.training import training
+
+    original, build, answers = dist.all_gather_object, training.get_megatron_optimizer, iter(given)
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         if given:
@@ -41,4 +45,10 @@ def sharing_parameter_keys(undo: UndoStack, record: list[Any], given: Sequence[A
             original(object_list, obj, group)
         record.append(list(object_list))
 
-    replace_for_a_while(undo, dist, "all_gather_object", all_gather_object)
+    @functools.wraps(build)
+    def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
+        with undo.nested() as inner:
+            replace_for_a_while(inner, dist, "all_gather_object", all_gather_object)
+            return build(*args, **kwargs)
+
+    replace_for_a_while(undo, training, "get_megatron_optimizer", get_megatron_optimizer)

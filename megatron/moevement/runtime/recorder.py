@@ -162,21 +162,27 @@ def _spare_training_its_writer() -> None:
     from megatron.training.global_vars import get_tensorboard_writer
 
     file_writer = getattr(get_tensorboard_writer(), "file_writer", None)
-    if file_writer is None or hasattr(file_writer, "_moevement_original"):
+    if file_writer is None or hasattr(file_writer, "_moevement_failed"):
         return
-    original = file_writer._moevement_original = file_writer.add_event
+    file_writer._moevement_failed = False
 
-    def add_event(*args: Any, **kwargs: Any) -> None:
-        try:
-            original(*args, **kwargs)
-        except OSError as error:
-            if file_writer.add_event is add_event:
+    def guarded(original: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> None:
+            if file_writer._moevement_failed:
+                return
+            try:
+                original(*args, **kwargs)
+            except OSError as error:
+                file_writer._moevement_failed = True
                 log.warning(
                     f"TensorBoard's file cannot be written ({error.strerror or error}); training goes on without"
                 )
-            file_writer.add_event = lambda *args, **kwargs: None
 
-    file_writer.add_event = add_event
+        return call
+
+    for name in ("add_event", "flush", "close"):
+        setattr(file_writer, name, guarded(getattr(file_writer, name)))
 
 
 def _write_scalars(record: RunRecord | None, checkpointing: dict[str, Any], iteration: int) -> None:

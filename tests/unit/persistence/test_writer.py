@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -378,6 +379,23 @@ def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
     settled(writer)
     writer.learn(Writing.DURABLE)
     assert windows(tmp_path) == ["window_0000007_abcd"]
+    assert reports[1:] == ["windows can be written again, after 1 that could not be"]
+    close(writer)
+
+
+def test_a_disk_that_stays_full_is_not_reported_with_every_window(
+    writer: WindowWriter, reports: list[str], lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moevement_core.persistence.writer.write_snapshot", Mock(side_effect=OSError(28, "full")))
+    for first in range(4, 24, 2):
+        writer.begin(first, first + 1)
+        assert settled(writer) is Writing.FAILED
+        writer.learn(Writing.FAILED)
+    assert [text.partition(" is not")[0] for text in reports] == [
+        f"the window from iteration {first} on" for first in (4, 6, 10, 18)
+    ]
+    assert "(8 by now)" in reports[-1]
+    assert not lender.out
     close(writer)
 
 
