@@ -19,8 +19,9 @@ FLAGS: dict[str, Any] = dict.fromkeys(PP2_EP2, False) | {
     "moevement_lease_seconds": LEASE_S, "moevement_elastic": True, "moevement_join_wait": 2, "log_interval": 1,
     "lr": 5e-4,
 }  # fmt: skip
-"""Sums of another number of ranks are rounded differently. A large learning rate amplifies that, the more iterations the
-machine manages between the changes: 1e-7 became 1e-2 within sixty of them at 5e-3, once a router had chosen otherwise."""
+"""Sums over another number of ranks are rounded differently, and a large learning rate amplifies that with every
+iteration between two changes: at 5e-3 a difference of 1e-7 was 1e-2 sixty iterations later, after a router had chosen
+otherwise."""
 KINDS: dict[str, dict[str, Any]] = {
     "slots": {"moevement_expert_slots": 4, "moevement_rebalance_interval": 50},
     "sharded": {"use_distributed_optimizer": True, "moevement_recovery": "redo"},

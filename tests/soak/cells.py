@@ -33,7 +33,7 @@ _OF_RANKS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Each rank is a node."""
 _OF_NODES: Mapping[str, tuple[str, ...]] = {COPIES: ("--moevement-protection", "copies:1")}
-"""Two nodes of two: neither a group of parity has room on them, nor two copies, without which own ones are not dropped."""
+"""Two nodes of two have no room for a group of parity, nor for two copies, without which own ones are not dropped."""
 PROTECTIONS = [(name, 1) for name in _OF_RANKS] + [(name, PER_NODE) for name in _OF_NODES]
 WITH_WINDOWS = (COPIES, PARITY)
 """Windows on disk are written from own snapshots."""
