@@ -52,6 +52,8 @@ class Manifest:
     """Iteration and consumed samples then."""
     settings: Mapping[str, Any]
     """What another job must have in common with this one to load it."""
+    arithmetic: tuple[str, ...] = ()
+    """Of the ranks that wrote it, each kind once (:mod:`moevement_core.arithmetic`); empty: it is not known."""
     is_sealed: bool = field(default=True, compare=False)
     """Whether the file has a digest of all this; those of version 1 have none."""
 
@@ -88,6 +90,8 @@ def read_manifest(path: Path) -> Manifest:
             )
         if version == VERSION and found.pop("digest") != _digest(found):
             raise SnapshotError(f"{path}: was changed or damaged after it was written; another window is needed")
+        if isinstance(found.get("arithmetic"), list):
+            found["arithmetic"] = tuple(found["arithmetic"])
         manifest = Manifest(**found, is_sealed=version == VERSION)
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from None
@@ -119,6 +123,8 @@ def _check(path: Path, manifest: Manifest) -> None:
         raise SnapshotError(f"{path}: a progress of {str(manifest.progress)[:60]}; needs counts")
     if not isinstance(manifest.settings, dict):
         raise SnapshotError(f"{path}: settings are {str(manifest.settings)[:60]}; needs flags and values")
+    if not isinstance(manifest.arithmetic, tuple) or not all(isinstance(one, str) for one in manifest.arithmetic):
+        raise SnapshotError(f"{path}: arithmetic is {str(manifest.arithmetic)[:60]}; needs names of processors")
     if path.name != f"{manifest.name}.json":
         raise SnapshotError(
             f"{path}: is the manifest of {manifest.name[:60]}; needs the name that it was written under"

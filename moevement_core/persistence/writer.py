@@ -79,6 +79,7 @@ class WindowWriter:
         folder: where.
         job: a name of this start of the job, the same on all ranks.
         settings: for the manifest.
+        arithmetic: likewise.
         lease: the snapshots of this rank that belong to a window, from its first to its last: own ones, then copies
             that this rank's folder must hold; nothing if one is missing.
         progress_of: iteration and consumed samples of the state that a snapshot holds.
@@ -94,6 +95,7 @@ class WindowWriter:
         folder: Folder,
         job: str,
         settings: dict[str, Any],
+        arithmetic: tuple[str, ...],
         lease: Callable[[int, int], Sequence[SnapshotLease] | None],
         progress_of: Callable[[Snapshot], Mapping[str, int]],
         report: Report,
@@ -108,7 +110,8 @@ class WindowWriter:
         self.write_s = 0.0
         self.failed = 0
         """Windows that could not be written on some rank."""
-        self._folder, self._job, self._settings = folder, job, settings
+        self._folder, self._job = folder, job
+        self._settings, self._arithmetic = settings, arithmetic
         self._lend, self._progress_of, self._report = lease, progress_of, report
         self._taken_over, self._left_behind, self._leaves_out = taken_over, left_behind, leaves_out
         self._abandoned = False
@@ -159,7 +162,7 @@ class WindowWriter:
         if before is not None and not is_whole:
             older = _still_needed(files, before.files | before.older)
             first = min(first, before.manifest.first)
-        manifest = Manifest(self._job, first, last, reaches, progress, self._settings)
+        manifest = Manifest(self._job, first, last, reaches, progress, self._settings, self._arithmetic)
         window = self._window = _Window(manifest, files, is_whole, older)
         if leased is None:
             self._fail(window, "the disk still holds up an older one" if is_stalled else "a snapshot of it is gone")

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from moevement_core import log
 from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
@@ -94,7 +96,7 @@ def carry_out(
             if not is_left_out and "step" not in record:
                 raise NotImplementedError(f"{type(parts.binding).__name__}: its trainer has no record() of a step")
             take_again(iteration, {} if is_left_out else record, has_gradients=gradients_stay)
-        elif iteration in checkpointer.own.snapshots():
+        elif iteration in checkpointer.own.snapshots() or prepared.other_arithmetic:
             return
         elif iteration in prepared.snapshots:
             checkpointer.adopt(prepared.snapshots[iteration])
@@ -104,7 +106,7 @@ def carry_out(
             checkpointer.take(iteration, {"boundary": parts.binding.boundary_copy(), "iteration": record})
             checkpointer.wait()
 
-    if plan is not None:
+    if plan is not None and not prepared.other_arithmetic:
         checkpointer = parts.checkpointer
         run = plan.runs[parts.topology.stage]
         for iteration in sorted(prepared.snapshots):
@@ -146,7 +148,8 @@ def carry_out(
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
-    return _agreed(recovery, lost, check.differences, parts.binding.replicas()), came_of
+    agreed = _agreed(recovery, lost, check.differences, parts.binding.replicas(), prepared.other_arithmetic)
+    return agreed, came_of
 
 
 def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
@@ -164,11 +167,14 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
     )
 
 
-def _agreed(recovery: Recovery, lost: LostTokens, differences: list[str], replicas: list[Replicas]) -> Recovery:
+def _agreed(
+    recovery: Recovery, lost: LostTokens, differences: list[str], replicas: list[Replicas], other_arithmetic: str
+) -> Recovery:
     """The recovery as all ranks together have it.
 
     Each rank that replayed has compared the part of the state that it saves; ``replicas`` say whether what ranks bring
-    to each other is the same on all, on those too that kept their state.
+    to each other is the same on all, on those too that kept their state. With ``other_arithmetic`` a difference from
+    what was lost is no error; one between replicas is.
 
     Raises:
         RecoveryError: any of them found a difference.
@@ -177,12 +183,17 @@ def _agreed(recovery: Recovery, lost: LostTokens, differences: list[str], replic
         (recovery, lost, differences, replicas), tuple[Recovery, LostTokens, list[str], list[Replicas]]
     )
     found = [f"rank {rank}: {what}" for rank, (_, _, its, _) in enumerate(everyones) for what in its]
-    found += unequal_replicas([its for *_, its in everyones])
-    if found:
-        more = f" (and {len(found) - 5} more)" if len(found) > 5 else ""
+    unequal = unequal_replicas([its for *_, its in everyones])
+    if found and other_arithmetic and not unequal:
+        if dist.get_rank() == 0:
+            log.warning(
+                f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(found)}). "
+                "Training goes on from it, as from a checkpoint that is loaded elsewhere"
+            )
+    elif found or unequal:
         raise RecoveryError(
-            f"the replayed state is not the one that was lost: {'; '.join(found[:5])}{more}. Nothing of it may be "
-            "used: start again from a dense checkpoint or an older window"
+            f"the replayed state is not the one that was lost: {_some(found + unequal)}. Nothing of it may be used: "
+            "start again from a dense checkpoint or an older window"
         )
     known = min(NONE if one.restored_until is None else one.restored_until for one, *_ in everyones)
     recomputed = sum(one.recomputed for one, *_ in everyones)
@@ -210,3 +221,7 @@ def _agreed(recovery: Recovery, lost: LostTokens, differences: list[str], replic
         replay_s=max(one.replay_s for one, *_ in everyones),
         replay_cpu_s=sum(one.replay_cpu_s for one, *_ in everyones),
     )
+
+
+def _some(found: Sequence[str]) -> str:
+    return "; ".join(found[:5]) + (f" (and {len(found) - 5} more)" if len(found) > 5 else "")

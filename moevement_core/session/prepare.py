@@ -40,6 +40,9 @@ class Prepared:
     is_comparable: bool = True
     """Whether what is recovered has the bits that were lost. Not where ranks of another number run iterations again:
     their sums have another order."""
+    other_arithmetic: str = ""
+    """Why the last bits may be others than those that were lost, in words: a window was written on other processors.
+    Then what differs is said, and the snapshots are not kept."""
 
 
 @dataclass(frozen=True)

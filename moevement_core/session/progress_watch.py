@@ -16,23 +16,21 @@ class ProgressWatch:
     """Of one rank; every rank calls alike, once an iteration.
 
     Args:
-        committed: the iteration that this rank has committed last.
         checkpointer: that is watched.
         reports: what an operator sees.
         peer_timeout_s: after which a peer that does not answer is reported.
         announced: the newest window that was announced; ``NONE`` if none was.
     """
 
-    def __init__(
-        self, committed: int, checkpointer: Checkpointer, reports: Reports, peer_timeout_s: float, announced: int
-    ) -> None:
+    def __init__(self, checkpointer: Checkpointer, reports: Reports, peer_timeout_s: float, announced: int) -> None:
         self.announced = announced
         self.longest_unpersisted = 0
         """The most iterations in a row in which no newer run was persisted."""
         self._checkpointer, self._reports = checkpointer, reports
         self._peer_timeout_s = peer_timeout_s
-        self._persisted_since = (checkpointer.progress.persisted, committed)
-        """Where the newest persisted run begins, and since which iteration it has been the newest."""
+        self._persisted_since: tuple[int, int] | None = None
+        """Where the newest persisted run begins, and since which iteration it has been the newest, or this rank is
+        there to see it: a new one comes in the middle."""
         self._silent: set[int] = set()
 
     def forget_peers(self) -> None:
@@ -59,7 +57,7 @@ class ProgressWatch:
     def _watch_persistence(self, committed: int) -> None:
         """Nothing new is persisted for two windows: more and more work would be lost."""
         persisted = self._checkpointer.progress.persisted
-        if persisted != self._persisted_since[0]:
+        if self._persisted_since is None or persisted != self._persisted_since[0]:
             self._persisted_since = persisted, committed
         since = committed - self._persisted_since[1]
         self.longest_unpersisted = max(self.longest_unpersisted, since)

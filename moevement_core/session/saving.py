@@ -111,9 +111,7 @@ class Saving:
         self.checkpointer.may_give_up_own = is_auto and config.disk.persist_dir is None and not has_parity
         disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)
         self.disk = WindowsOnDisk(binding, names, config, self.topology, self.checkpointer, self.reports, disk_job)
-        self.watch = ProgressWatch(
-            binding.iteration, self.checkpointer, self.reports, config.timeouts.peer_s, announced
-        )  # fmt: skip
+        self.watch = ProgressWatch(self.checkpointer, self.reports, config.timeouts.peer_s, announced)
         self._settled = policy or self._policy(binding.iteration)
         """As of the last window whose decisions this rank has come to the end of: others may still be in the middle."""
         if joining is None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from moevement_core import damage, log
+from moevement_core.arithmetic import arithmetic
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.persistence.manifest import Manifest, manifests_and_refused, reach_of
@@ -155,7 +156,7 @@ def load_newest(
     """
     everyones, unreadable = _windows_of_all(place)
     candidates = [one for one in everyones if one.reaches > after and is_wanted(one)]
-    refused = []
+    refused, here = [], arithmetic_of_all()
     for manifest in candidates:
         if not manifest.is_sealed and dist.get_rank() == 0:
             log.warning(
@@ -170,7 +171,8 @@ def load_newest(
                 return Loaded(resize.prepare(files, manifest), manifest, place.path)
             reaches = manifest.reaches
             prepared = prepare(Report(dist.get_rank(), stage, ()), {Source.FILE: files}, reaches, transport)
-            return Loaded(prepared, manifest, place.path)
+            other = _other_arithmetic(manifest, here)
+            return Loaded(replace(prepared, other_arithmetic=other), manifest, place.path)
         except RecoveryError as error:
             refused.append(f"{manifest.name}: {error}")
             if dist.get_rank() == 0:
@@ -179,6 +181,22 @@ def load_newest(
     if refused:
         raise RecoveryError(f"no window in {place.path} is whole. {refused[0]}")
     return None
+
+
+def arithmetic_of_all() -> tuple[str, ...]:
+    """The kinds that the ranks of now have; every rank calls it."""
+    return tuple(sorted(set(all_gather_objects(arithmetic(), str))))
+
+
+def _other_arithmetic(manifest: Manifest, here: tuple[str, ...]) -> str:
+    """In words, why a replay here may come to other bits than those that were lost; empty if it may not."""
+    if not manifest.arithmetic:
+        return f"{manifest.name} does not say on what processors it was written"
+    if manifest.arithmetic == here:
+        return ""
+    return (
+        f"{manifest.name} was written on {' and '.join(manifest.arithmetic)}, and these ranks are {' and '.join(here)}"
+    )
 
 
 def windows_of_all(place: SharedFolder) -> list[Manifest]:

@@ -27,7 +27,7 @@ from moevement_core.session.folder import (
 from moevement_core.session.identity import JobNames
 from moevement_core.session.reports import Reports
 from moevement_core.session.topology import Topology
-from moevement_core.session.window_files import JobWindows, windows_of_all
+from moevement_core.session.window_files import JobWindows, arithmetic_of_all, windows_of_all
 from moevement_core.snapshot.agreement import NONE, Writing
 
 TIMEOUT_S = 600.0
@@ -191,6 +191,7 @@ class WindowsOnDisk:
         self._wait = 1 << min(self._misses - 1, 6)
 
     def _make_writer(self, place: SharedFolder) -> WindowWriter:
+        """Every rank calls it."""
         current = [store for store in self._checkpointer.replicator.stores if store.source in self.topology.sources]
         elsewhere = [] if place.is_shared_by_all or self.topology.groups else current
         lock, job = self._lock, self._names.name
@@ -198,6 +199,7 @@ class WindowsOnDisk:
             Folder(place.path, place.is_first),
             self.job_name,
             self._binding.settings(),
+            arithmetic_of_all(),
             lambda first, last: self._checkpointer.lease(first, last, elsewhere),
             lambda snapshot: snapshot.record()["boundary"]["progress"],
             self._reports.report,

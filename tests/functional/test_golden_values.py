@@ -17,6 +17,8 @@ import pytest
 from tests.functional.recipes import FROZEN, Recipe, Run, freeze, kill, recipes, resume_dense, resume_frozen, train
 
 TOLERANCE = 0.05
+ZEROS = 20
+"""What num-zeros may differ by: which of some ten thousand gradients are exactly 0 is a matter of last bits."""
 ONLY_IN_FULL = (
     "mixtral_8x7b_tp2_pp2_etp2", "mixtral_8x7b_ep4_overlap", "deepseek_v2_lite_ep4_resume", "qwen2_moe_ep2_pp2",
     "qwen3_30b_a3b_ep2_two_optimizer_instances", "gpt_oss_20b_ep4_redo", "gpt3_tp2_pp2_resume", "llama3_pp2_vpp2",
@@ -57,7 +59,8 @@ def test_a_recipe_has_its_golden_values(recipe: Recipe, tmp_path: Path) -> None:
     series = run(recipe, tmp_path).series()
     assert series.keys() == golden.keys()
     for metric, wanted in golden.items():
-        assert series[metric]["values"] == pytest.approx(wanted["values"], rel=TOLERANCE), metric
+        few = ZEROS if metric == "num-zeros" else None
+        assert series[metric]["values"] == pytest.approx(wanted["values"], rel=TOLERANCE, abs=few), metric
 
 
 def _make(recipe: Recipe) -> None:

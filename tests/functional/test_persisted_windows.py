@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.backends.cpu import get_cpu_capability
 
 from moevement_core.persistence.lock import acquire
 from moevement_core.persistence.manifest import manifests
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
-from tests.training import outcomes, train
+from tests.launching import command, logs
+from tests.training import SCRIPT, flags, outcomes, train
 
 JOB: dict[str, Any] = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True,
                        "overlap_grad_reduce": True, "overlap_param_gather": True, "hidden_dropout": 0.1}  # fmt: skip
@@ -120,6 +122,28 @@ def test_an_edited_manifest_and_a_pipe_among_the_files_are_said_and_done_without
     said = [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: WARNING")]
     assert any(f"{newest.name}.json" in line for line in said), said
     assert any(pipe.name in line for line in said), said
+
+
+def test_the_job_goes_on_with_another_arithmetic_says_so_and_recovers_from_what_it_came_to(
+    persisted: Persisted, tmp_path: Path
+) -> None:
+    template = persisted.copied_to(tmp_path)
+    (newest, *_) = manifests(tmp_path / "nodes" / "0")
+    job = {"train_iters": 12, **JOB, **SPARSE, "moevement_load": template, "run_dir": tmp_path / "run"}
+    kill = f"rank=0,iteration={newest.reaches + 3},phase=backward"
+    other = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    launcher = command(
+        "--nproc", "2", "--spares", "1", str(SCRIPT), *flags(**job), "--moevement-inject", kill, env=other
+    )
+    _, err = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0, err + logs(tmp_path / "run")
+    said = (tmp_path / "run" / "logs" / "rank_0.out").read_text()
+    if get_cpu_capability() != "DEFAULT":
+        assert f"{newest.name} was written on" in said
+        assert "does not have the bits that were lost" in said
+    loaded, recovered = RunRecord(tmp_path / "run").summary()["checkpointing"]["recoveries"]
+    assert loaded["until"] == newest.reaches
+    assert recovered["until"] >= recovered["verified_until"] > newest.reaches
 
 
 def told(folder: Path, **changes: Any) -> list[str]:

@@ -55,7 +55,7 @@ def reports() -> list[str]:
 
 def writer_to(folder: Path, lender: Lender, reports: list[str], **kwargs: Any) -> WindowWriter:
     return WindowWriter(
-        Folder(folder, writes_manifest=True), "abcd", {"seed": 1}, lender, lambda s: {"iteration": s.iteration},
+        Folder(folder, writes_manifest=True), "abcd", {"seed": 1}, (), lender, lambda s: {"iteration": s.iteration},
         reports.append, **kwargs,
     )  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_what_a_window_leaves_out_it_has_of_the_windows_before(
     tmp_path: Path, reports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writer = WindowWriter(
-        Folder(tmp_path, True), "abcd", {}, PartLender(), lambda s: {"iteration": s.iteration}, reports.append,
+        Folder(tmp_path, True), "abcd", {}, (), PartLender(), lambda s: {"iteration": s.iteration}, reports.append,
         leaves_out=True,
     )  # fmt: skip
 
@@ -263,7 +263,7 @@ def test_a_writer_that_meets_the_windows_of_a_newer_job_stops(
 def test_windows_of_an_earlier_start_of_the_job_are_replaced(
     tmp_path: Path, lender: Lender, reports: list[str]
 ) -> None:
-    later = WindowWriter(Folder(tmp_path, True), "abcd.1", {}, lender, lambda s: {}, reports.append)
+    later = WindowWriter(Folder(tmp_path, True), "abcd.1", {}, (), lender, lambda s: {}, reports.append)
     later.begin(1, 2)
     settled(later)
     later.learn(Writing.DURABLE)
@@ -273,7 +273,7 @@ def test_windows_of_an_earlier_start_of_the_job_are_replaced(
     write_three(later)
     assert not reports
     assert {m.job for m in manifests(tmp_path)} == {"abcd", "abcd.1"}
-    after = WindowWriter(Folder(tmp_path, True), "abcd.2", {}, lender, lambda s: {}, reports.append)
+    after = WindowWriter(Folder(tmp_path, True), "abcd.2", {}, (), lender, lambda s: {}, reports.append)
     write_three(after)
     assert {m.job for m in manifests(tmp_path)} == {"abcd.2"}
 
