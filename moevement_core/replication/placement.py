@@ -104,7 +104,9 @@ def place(
             f"for at most {node_count - 1} replicas (--moevement-replicas), or let copies stay on their own node "
             "(--moevement-replicas-on-same-node)"
         )
-    home = list(range(ranks)) if same_node and replicas >= node_count else list(nodes)
+    if same_node and 1 < node_count <= replicas:
+        return _at_home_too(nodes, replicas, kind, groups, before)
+    home = list(range(ranks)) if replicas >= node_count else list(nodes)
     if before:
         kept = [_that_will_do(rank, peers, home, replicas) for rank, peers in enumerate(before)]
         return _near_redundancy(home, replicas, groups if kind is PlacementKind.REDUNDANCY else (), kept)
@@ -113,6 +115,23 @@ def place(
     if kind is PlacementKind.GROUPS:
         return _in_groups(home, replicas)
     return _spread(home, replicas)
+
+
+def _at_home_too(
+    nodes: Sequence[Hashable],
+    replicas: int,
+    kind: PlacementKind,
+    groups: Sequence[Sequence[int]],
+    before: Sequence[Sequence[int]],
+) -> Placement:
+    """A copy on each other node, and the rest on whatever ranks are left."""
+    away = place(nodes, len(set(nodes)) - 1, kind, groups, before=before)
+    had = before or [()] * len(nodes)
+    kept = [
+        (*its, *(peer for peer in had[rank] if peer < len(nodes) and peer not in (*its, rank)))[:replicas]
+        for rank, its in enumerate(away)
+    ]
+    return _near_redundancy(range(len(nodes)), replicas, (), kept)
 
 
 def _that_will_do(rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int) -> tuple[int, ...]:

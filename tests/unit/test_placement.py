@@ -78,6 +78,29 @@ def test_one_node_serves_if_that_is_asked_for() -> None:
     assert all((rank < 2) != (peers[0] < 2) for rank, peers in enumerate(across)), "other nodes come first"
 
 
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    replicas=st.integers(2, 6),
+    kind=st.sampled_from(list(PlacementKind)),
+)
+def test_copies_stay_at_home_only_where_the_other_nodes_have_theirs(
+    sizes: list[int], replicas: int, kind: PlacementKind
+) -> None:
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    if not len(sizes) <= replicas < len(nodes):
+        return
+    placement = place(nodes, replicas, kind, same_node=True)
+    for rank, peers in enumerate(placement):
+        assert len(peers) == len(set(peers)) == replicas
+        assert rank not in peers
+        assert {nodes[peer] for peer in peers} - {nodes[rank]}, "the loss of its node loses no copy of it"
+    if len(set(sizes)) > 1:
+        return  # to keep loads even, some nodes have no copy of some ranks
+    assert all(set(nodes) - {nodes[rank]} <= {nodes[peer] for peer in its} for rank, its in enumerate(placement))
+    again = place(nodes, replicas, kind, same_node=True, before=placement)
+    assert [set(peers) for peers in again] == [set(peers) for peers in placement], "nobody's copies are rebuilt"
+
+
 # After a failure
 
 
