@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
+from moevement_core.launching.orphans import Orphans
 from moevement_core.launching.worker import SETTLE_ENV
 from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
@@ -107,6 +108,7 @@ class Supervisor:
         """When which member's process is followed by another one."""
         self._settling = pages / "settling"
         self._is_winding_down = False
+        self._orphans = Orphans(pages)
         self._pages: dict[int, StatusPage] = {}
         self._running: set[int] = set()
         self._stopped: set[int] = set()
@@ -116,7 +118,7 @@ class Supervisor:
 
     def start(self, member: int, *, settles: bool = False) -> Child:
         """Start the process of ``member``, which may have to do nothing for a while."""
-        path = self._folder / f"status_{member}"
+        path = self._page_path(member)
         page = self._pages[member] = StatusPage(path)
         page.hold_until(self._link.held_until)
         if self._is_winding_down:
@@ -128,6 +130,9 @@ class Supervisor:
         child = self.children[member] = self._start(member, variables)
         self._running.add(member)
         return child
+
+    def _page_path(self, member: int) -> Path:
+        return self._folder / f"status_{member}"
 
     @property
     def running(self) -> list[Child]:
@@ -141,6 +146,9 @@ class Supervisor:
             child = self.children[member]
             if child.poll() is not None:
                 self._has_ended(member, child)
+        self._orphans.step(
+            {child.pid for child in self.children.values()}, {str(self._page_path(member)) for member in self._running}
+        )
         self._respawn()
         for member in self._running & self._link.given_up:
             self.children[member].send(signal.SIGKILL)  # stopped or not
@@ -152,10 +160,11 @@ class Supervisor:
         self._hold()
 
     def _has_ended(self, member: int, child: Child) -> None:
+        self._orphans.expect()
         self._running.discard(member)
         self._stopped.discard(member)
         self._pages.pop(member)
-        (self._folder / f"status_{member}").unlink(missing_ok=True)
+        self._page_path(member).unlink(missing_ok=True)
         if self._on_end(member, child):
             self._respawns.append((time.monotonic() + self._respawn_after_s, member, child))
 

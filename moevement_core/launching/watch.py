@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from moevement_core import log
 from moevement_core.exit_codes import USAGE_ERROR
@@ -205,7 +201,6 @@ class ReplaceWhoDies(Watch):
         death = next(death for death in self._coordinator.deaths if death.member == member)
         who = f"rank {death.rank}" if death.rank is not None else "a spare"
         self._progress.say(f"{who} (pid {old.pid}) {death.how}; started pid {new.pid} as a spare")
-        _reap_orphans(self._children)
 
     def _tell_roster(self) -> None:
         roster = self._coordinator.roster
@@ -244,12 +239,3 @@ def _sentence(roster: Roster, children: Mapping[int, Child]) -> str:
     if roster.ranks_before is not None:
         others = f"{len(roster.ranks)} ranks go on where {roster.ranks_before} were"
     return ", ".join(places or [others]) + f"; {roster.spares} spares are left"
-
-
-def _reap_orphans(children: list[Child]) -> None:
-    """Collect what processes that died have left behind and has ended meanwhile: this process has adopted it."""
-    ours = {child.pid for child in children}
-    for process in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess, ChildProcessError):
-            if process.pid not in ours and process.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(process.pid, os.WNOHANG)
