@@ -72,6 +72,20 @@ def test_a_spare_that_is_stopped_is_replaced_and_ranks_end_with_a_launcher_that_
     job.process.communicate()
 
 
+def test_what_a_killed_rank_had_started_is_ended(tmp_path: Path) -> None:
+    dense = {"save": tmp_path / "dense", "save_interval": 3}
+    job = Job(tmp_path / "run", train_iters=100000, moevement_lease_seconds=2, **dense)
+    job.until_iteration(4)
+    killed = next(psutil.Process(pid) for pid in job.pids("active") if psutil.Process(pid).children())
+    left = [child.pid for child in killed.children(recursive=True)]
+    killed.kill()
+    job.until_iteration(8)
+    job.until(lambda: _are_gone(left), timeout_s=60)
+    job.process.send_signal(signal.SIGTERM)
+    code, out, err = finished(job.process)
+    assert code == 0, f"{out}\n{err}\n{logs(job.record.folder)}"
+
+
 def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(tmp_path: Path) -> None:
     windows: dict[str, Any] = {
         "moevement_persist_dir": str(tmp_path / "windows"),
