@@ -349,6 +349,8 @@ class Checkpointer:
         if self.lifetime.last_needed > iteration:  # what it goes back to came from disk
             self.lifetime.nothing_is_persisted()
             self.progress.persisted = self.lifetime.persisted
+            for store in self.replicator.stores:
+                store.lower_floor(iteration + 1)
         gone = [one for one in self.own if one > iteration]
         self.own.free(gone)
         if gone:

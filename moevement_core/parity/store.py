@@ -226,6 +226,10 @@ class MemberStore(PeerStore):
         return self.group.floor
 
     @override
+    def lower_floor(self, iteration: int) -> None:
+        self.group.floor = min(self.group.floor, iteration)
+
+    @override
     def schedules(self) -> Mapping[int, str]:
         return self.group.schedules_of(self.source)
 

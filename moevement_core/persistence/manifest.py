@@ -53,7 +53,8 @@ class Manifest:
     settings: Mapping[str, Any]
     """What another job must have in common with this one to load it."""
     arithmetic: tuple[str, ...] = ()
-    """Of the ranks that wrote it, each kind once (:mod:`moevement_core.arithmetic`); empty: it is not known."""
+    """Of each rank that wrote it, or one for all where they had the same (:mod:`moevement_core.arithmetic`); empty: it
+    is not known."""
     is_sealed: bool = field(default=True, compare=False)
     """Whether the file has a digest of all this; those of version 1 have none."""
 

@@ -315,11 +315,11 @@ class WindowWriter:
             folder.rmdir()
 
     def _fail(self, window: _Window, why: str) -> None:
+        window.writing = Writing.FAILED
         self._not_written += 1
         if not self._not_written & (self._not_written - 1):  # the 1st, 2nd, 4th, 8th ... is reported
             first, so_far = window.manifest.first, f" ({self._not_written} by now)" if self._not_written > 1 else ""
             self._report(f"the window from iteration {first} on is not on disk{so_far}: {why}; the next is tried")
-        window.writing = Writing.FAILED
 
 
 def _identity(snapshot: Snapshot) -> _Identity:

@@ -39,6 +39,9 @@ class StateCheck:
     ) -> None:
         self.differences: list[str] = []
         """In words, the first ones."""
+        self.differ_as_loaded = False
+        """Whether one of them is of an operator that had not been updated since it was loaded: no other arithmetic of
+        another processor explains that."""
         self.known: dict[str, int] = {}
         """Of operators with state here: the newest iteration at which all of it was compared and was the same."""
         self.recomputed: set[str] = set()
@@ -83,7 +86,8 @@ class StateCheck:
             return
         state = snapshot.header.state
         for operator, entries in self._entries(snapshot, active).items():
-            same = all(self._is_same(entry, state) for entry in entries)
+            same = all([self._is_same(entry, state) for entry in entries])
+            self.differ_as_loaded |= not same and operator not in updated
             if same and entries[0].saved is Saved.FULL:
                 self._is_known(operator, state, updated)
         if snapshot.header.whole and self._operators & active:
@@ -93,6 +97,7 @@ class StateCheck:
                     self._is_known(operator, state, updated)
                 else:
                     self._differs(f"state of {operator} at iteration {state}")
+                    self.differ_as_loaded |= operator not in updated
 
     def _is_known(self, operator: str, state: int, updated: frozenset[str]) -> None:
         self.known[operator] = state

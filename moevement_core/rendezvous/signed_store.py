@@ -114,6 +114,8 @@ class SignedStore:
                 if raw == signed.encode():
                     self._written[key] = signed
                     self.ring(CLAIMED)
+                elif self._holds_store:  # who wrote it may not come to writing it again
+                    self._written[key] = raw.decode()
                 return found.decode()
             expected = raw
 

@@ -31,6 +31,10 @@ class PeerStore(ABC):
     floor: int = NONE
     """Older snapshots are stale."""
 
+    def lower_floor(self, iteration: int) -> None:
+        """Take snapshots from ``iteration`` on again: the source goes back to what is older than those it had."""
+        self.floor = min(self.floor, iteration)
+
     def is_part_of(self, others: Collection[PeerStore]) -> bool:
         """Whether one of ``others`` has the same memory."""
         return self in others

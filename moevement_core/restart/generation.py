@@ -64,9 +64,15 @@ def is_aborting() -> bool:
     return _generation is not None and _generation.aborting
 
 
-def is_fault_of_others() -> bool:
-    """Whether an error of communication came from a failure somewhere else; waits a moment for that to be noticed."""
-    deadline, its = time.monotonic() + NOTICED_S, _generation
+def is_fault_of_others(its: Generation | None = None, since_s: float | None = None) -> bool:
+    """Whether an error of communication came from a failure somewhere else; waits a moment for that to be noticed.
+
+    Args:
+        its: the generation in which the error came; None: that of now.
+        since_s: when, by the monotonic clock; None: now.
+    """
+    deadline = (time.monotonic() if since_s is None else since_s) + NOTICED_S
+    its = _generation if its is None else its
     while its is not None and not its.aborting and time.monotonic() < deadline:
         time.sleep(0.02)
     return its is not None and its.aborting

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from moevement_core import log
+from moevement_core.arithmetic import arithmetic
 from moevement_core.errors import RecoveryError
 from moevement_core.injection import Phase
 from moevement_core.operators import EMBEDDING
@@ -148,8 +149,10 @@ def carry_out(
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
-    agreed = _agreed(recovery, lost, check.differences, parts.binding.replicas(), prepared.other_arithmetic)
-    return agreed, came_of
+    mine = _Mine(
+        recovery, lost, check.differences, check.differ_as_loaded, parts.binding.replicas(), arithmetic()
+    )  # fmt: skip
+    return _agreed(mine, prepared.other_arithmetic), came_of
 
 
 def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:
@@ -167,24 +170,38 @@ def _shared_from(parts: Parts, plan: RecoveryPlan | None) -> int | None:
     )
 
 
-def _agreed(
-    recovery: Recovery, lost: LostTokens, differences: list[str], replicas: list[Replicas], other_arithmetic: str
-) -> Recovery:
+@dataclass(frozen=True)
+class _Mine:
+    """What a rank tells the others of its part."""
+
+    recovery: Recovery
+    lost: LostTokens
+    differences: list[str]
+    """From the state that was lost."""
+    differ_as_loaded: bool
+    """Whether one of them is of what was only loaded."""
+    replicas: list[Replicas]
+    """Whether what ranks bring to each other is the same on all, on those too that kept their state."""
+    arithmetic: str
+
+
+def _agreed(mine: _Mine, other_arithmetic: str) -> Recovery:
     """The recovery as all ranks together have it.
 
-    Each rank that replayed has compared the part of the state that it saves; ``replicas`` say whether what ranks bring
-    to each other is the same on all, on those too that kept their state. With ``other_arithmetic`` a difference from
-    what was lost is no error; one between replicas is.
+    Each rank that replayed has compared the part of the state that it saves. Where ranks, or a window from disk, are of
+    different processors, what was run again may have other last bits than what was lost: that is said, and is no error.
 
     Raises:
-        RecoveryError: any of them found a difference.
+        RecoveryError: any of them found a difference that nothing explains.
     """
-    everyones = all_gather_objects(
-        (recovery, lost, differences, replicas), tuple[Recovery, LostTokens, list[str], list[Replicas]]
-    )
-    found = [f"rank {rank}: {what}" for rank, (_, _, its, _) in enumerate(everyones) for what in its]
-    unequal = unequal_replicas([its for *_, its in everyones])
-    if found and other_arithmetic and not unequal:
+    everyones = all_gather_objects(mine, _Mine)
+    found = [f"rank {rank}: {what}" for rank, its in enumerate(everyones) for what in its.differences]
+    unequal = unequal_replicas([its.replicas for its in everyones])
+    kinds = sorted({its.arithmetic for its in everyones})
+    if len(kinds) > 1 and not other_arithmetic:
+        other_arithmetic = f"ranks are of different kinds: {' and '.join(kinds)}"
+    is_explained = other_arithmetic and not any(its.differ_as_loaded for its in everyones)
+    if found and is_explained and not unequal:
         if dist.get_rank() == 0:
             log.warning(
                 f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(found)}). "
@@ -195,31 +212,32 @@ def _agreed(
             f"the replayed state is not the one that was lost: {_some(found + unequal)}. Nothing of it may be used: "
             "start again from a dense checkpoint or an older window"
         )
-    known = min(NONE if one.restored_until is None else one.restored_until for one, *_ in everyones)
-    recomputed = sum(one.recomputed for one, *_ in everyones)
-    losses = max(one.losses_until for one, *_ in everyones)
+    recoveries, lost = [its.recovery for its in everyones], mine.lost
+    known = min(NONE if one.restored_until is None else one.restored_until for one in recoveries)
+    recomputed = sum(one.recomputed for one in recoveries)
+    losses = max(one.losses_until for one in recoveries)
     by_stage: dict[str, int] = {}
-    for one, its_lost, *_ in everyones:
-        lost |= its_lost  # the same on all ranks of a stage
-        for stage, count in one.replayed_by_stage.items():
+    for its in everyones:
+        lost |= its.lost  # the same on all ranks of a stage
+        for stage, count in its.recovery.replayed_by_stage.items():
             by_stage[stage] = max(count, by_stage.get(stage, 0))
     return replace(
-        recovery,
-        replayed=max(one.replayed for one, *_ in everyones),
-        redone=max(one.redone for one, *_ in everyones),
+        mine.recovery,
+        replayed=max(one.replayed for one in recoveries),
+        redone=max(one.redone for one in recoveries),
         replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
         lost_tokens=lost.by_expert,
         proportion_lost=lost.proportion,
-        fed_bytes=sum(one.fed_bytes for one, *_ in everyones),
+        fed_bytes=sum(one.fed_bytes for one in recoveries),
         verified_until=None if known == NONE or not recomputed else known,
         restored_until=None if known == NONE else known,
         recomputed=recomputed,
-        restored=sum(one.restored for one, *_ in everyones),
+        restored=sum(one.restored for one in recoveries),
         losses_until=None if losses == NONE else losses,
-        sends=max(one.sends for one, *_ in everyones),
-        fetch_s=max(one.fetch_s for one, *_ in everyones),
-        replay_s=max(one.replay_s for one, *_ in everyones),
-        replay_cpu_s=sum(one.replay_cpu_s for one, *_ in everyones),
+        sends=max(one.sends for one in recoveries),
+        fetch_s=max(one.fetch_s for one in recoveries),
+        replay_s=max(one.replay_s for one in recoveries),
+        replay_cpu_s=sum(one.replay_cpu_s for one in recoveries),
     )
 
 

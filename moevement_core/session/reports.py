@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
+from dataclasses import dataclass
 
 from moevement_core import log
 from moevement_core.events import Event
-from moevement_core.restart.generation import is_fault_of_others
+from moevement_core.restart.generation import Generation, generation, is_fault_of_others
 from moevement_core.session.binding import Binding
+
+
+@dataclass(frozen=True)
+class _FromThread:
+    """A line that waits for its turn."""
+
+    text: str
+    generation: Generation | None
+    """In which it was reported."""
+    at_s: float
+    """When, by the monotonic clock."""
+    may_be_explained: bool
+    """Whether a failure elsewhere may be why."""
 
 
 class Reports:
@@ -22,6 +38,9 @@ class Reports:
         self.warnings: list[str] = []
         """What an operator must not miss."""
         self._binding, self._rank = binding, rank
+        self._lock = threading.Lock()
+        self._from_threads: deque[_FromThread] = deque()
+        """Of what is not decided yet whether a failure explains it, in the order in which it came."""
 
     @property
     def is_recorded(self) -> bool:
@@ -33,11 +52,33 @@ class Reports:
         log.info(text)
 
     def report(self, text: str) -> None:
-        """A line about this rank; from any thread. Others than the main thread are not held up by it."""
-        if threading.current_thread() is threading.main_thread():
-            log.warning(text)
-        else:
-            threading.Thread(target=_warn_unless_of_others, args=(text,), name="moevement-report").start()
+        """A line about this rank; from any thread. Others than the main thread are not held up by it.
+
+        What ends on a thread may end because a rank died, which is reported elsewhere and takes a moment to be known:
+        then the line is left out. Lines keep their order.
+        """
+        is_from_thread = threading.current_thread() is not threading.main_thread()
+        with self._lock:
+            is_first = not self._from_threads
+            if is_first and not is_from_thread:
+                log.warning(text)
+                return
+            self._from_threads.append(_FromThread(text, generation(), time.monotonic(), is_from_thread))
+        if is_first:
+            try:  # no daemon: what is the last word of a process is to be heard
+                threading.Thread(target=self._say_in_turn, name="moevement-report", daemon=False).start()
+            except RuntimeError:  # no thread is to be had, or the process ends
+                self._say_in_turn()
+
+    def _say_in_turn(self) -> None:
+        while True:
+            its = self._from_threads[0]
+            if not (its.may_be_explained and is_fault_of_others(its.generation, its.at_s)):
+                log.warning(its.text)
+            with self._lock:
+                self._from_threads.popleft()
+                if not self._from_threads:
+                    return
 
     def say_once(self, text: str) -> None:
         """One line for all ranks, which call it alike."""
@@ -55,9 +96,3 @@ class Reports:
         """Append an event to the run's record, on the rank that keeps it."""
         if self._binding.record is not None:
             self._binding.record.event(event)
-
-
-def _warn_unless_of_others(text: str) -> None:
-    """What ends now may end because a rank died, which is reported elsewhere; that takes a moment to be known."""
-    if not is_fault_of_others():
-        log.warning(text)

@@ -168,11 +168,12 @@ def load_newest(
         files = WindowFiles(place, manifest)
         try:
             if resize is not None and resize.is_needed(manifest):
-                return Loaded(resize.prepare(files, manifest), manifest, place.path)
-            reaches = manifest.reaches
-            prepared = prepare(Report(dist.get_rank(), stage, ()), {Source.FILE: files}, reaches, transport)
-            other = _other_arithmetic(manifest, here)
-            return Loaded(replace(prepared, other_arithmetic=other), manifest, place.path)
+                prepared = resize.prepare(files, manifest)
+            else:
+                report = Report(dist.get_rank(), stage, ())
+                prepared = prepare(report, {Source.FILE: files}, manifest.reaches, transport)
+            prepared = replace(prepared, other_arithmetic=_other_arithmetic(manifest, here))
+            return Loaded(prepared, manifest, place.path)
         except RecoveryError as error:
             refused.append(f"{manifest.name}: {error}")
             if dist.get_rank() == 0:
@@ -184,8 +185,9 @@ def load_newest(
 
 
 def arithmetic_of_all() -> tuple[str, ...]:
-    """The kinds that the ranks of now have; every rank calls it."""
-    return tuple(sorted(set(all_gather_objects(arithmetic(), str))))
+    """That of each rank of now, or one for all where they have the same; every rank calls it."""
+    everyones = all_gather_objects(arithmetic(), str)
+    return tuple(everyones if len(set(everyones)) > 1 else everyones[:1])
 
 
 def _other_arithmetic(manifest: Manifest, here: tuple[str, ...]) -> str:
@@ -194,9 +196,10 @@ def _other_arithmetic(manifest: Manifest, here: tuple[str, ...]) -> str:
         return f"{manifest.name} does not say on what processors it was written"
     if manifest.arithmetic == here:
         return ""
-    return (
-        f"{manifest.name} was written on {' and '.join(manifest.arithmetic)}, and these ranks are {' and '.join(here)}"
-    )
+    then, now = (" and ".join(sorted(set(kinds))) for kinds in (manifest.arithmetic, here))
+    if then == now:
+        return f"{manifest.name} was written by ranks on {then}, which other ranks are on now"
+    return f"{manifest.name} was written on {then}, and these ranks are on {now}"
 
 
 def windows_of_all(place: SharedFolder) -> list[Manifest]:

@@ -56,3 +56,26 @@ def test_what_ends_because_a_rank_died_is_not_reported(caplog: pytest.LogCapture
     on_a_thread(lambda: reports.report("of the new one"))
     wait_for_reports()
     assert caplog.messages == ["of the new one"]
+
+
+def test_lines_keep_their_order_whoever_reports_them(caplog: pytest.LogCaptureFixture) -> None:
+    reports = Reports(Mock(), 0)
+    on_a_thread(lambda: reports.report("cannot be written"))
+    reports.report("can be written again")
+    on_a_thread(lambda: reports.report("cannot be written once more"))
+    assert caplog.messages == []
+    began_s = time.monotonic()
+    wait_for_reports()
+    assert time.monotonic() - began_s < 2 * NOTICED_S, "they wait at the same time"
+    assert caplog.messages == ["cannot be written", "can be written again", "cannot be written once more"]
+    reports.report("at once")
+    assert caplog.messages[-1] == "at once"
+
+
+def test_where_there_is_no_thread_to_be_had_it_is_said_by_who_reports_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "main_thread", lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+    Reports(Mock(), 0).report("full")
+    assert caplog.messages == ["full"]

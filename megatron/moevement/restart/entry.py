@@ -35,7 +35,7 @@ from moevement_core import log
 from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.generation import generation
-from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.exchange import broadcast_object
 from moevement_core.session.identity import agree_on_names, job_name
 from moevement_core.session.rejoin import NoWayBack, rejoin
 from moevement_core.session.run_directory import lock_run_directory
@@ -250,8 +250,12 @@ def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
 
 
 def _overdue(folder: Path, iteration: int, interval: int) -> bool:
-    """Whether the newest save that was due is not there; one answer for all ranks."""
-    tracker = folder / TRACKER
-    text = tracker.read_text().strip() if tracker.exists() else ""
-    saved = int(text) if text.isdigit() else 0
-    return bool(all_gather_objects(saved < iteration - iteration % interval, bool)[0])
+    """Whether the newest save that was due is not there, or cannot be seen; one answer for all ranks."""
+    if dist.get_rank() != 0:
+        return bool(broadcast_object(None, bool))
+    try:
+        text = (folder / TRACKER).read_text(errors="replace").strip()
+    except OSError:
+        text = ""
+    saved = int(text) if text.isdecimal() else 0
+    return bool(broadcast_object(saved < iteration - iteration % interval, bool))

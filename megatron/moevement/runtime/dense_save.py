@@ -105,9 +105,9 @@ def _report(job: Job, iteration: int | None, reason: str) -> None:
 
 def _unwritable(folder: Path, iteration: int) -> str | None:
     place = folder / f"iter_{iteration:07d}"
-    if place.exists() and not place.is_dir():
-        return f"--save {folder}: {place.name} is there, and no folder"
     try:
+        if place.exists() and not place.is_dir():  # an OSError, too, where the disk does not answer
+            return f"--save {folder}: {place.name} is there, and no folder"
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".probe-{os.getpid()}"
         probe.write_bytes(b"\0")

@@ -148,6 +148,15 @@ def test_the_first_to_claim_has_it_whatever_a_stranger_puts_there(stranger: Stra
     assert client(stranger).claim("key", "theirs") == "mine"
 
 
+def test_who_holds_the_store_keeps_what_another_one_has_claimed(stranger: Stranger, store: SignedStore) -> None:
+    store.announce()
+    assert client(stranger).claim("key", "theirs") == "theirs"
+    assert store.claim("key", "mine") == "theirs"
+    stranger.delete_key(KEY)
+    store.keep_written()
+    assert client(stranger).read("key") == b"theirs"
+
+
 def test_a_bell_is_heard_once(stranger: Stranger, store: SignedStore) -> None:
     listener = client(stranger)
     assert not listener.has_rung("bell")
