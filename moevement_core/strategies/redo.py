@@ -32,11 +32,18 @@ NOT_CARRIED = 1 << 20
 
 
 def order_of(table: OperatorTable) -> Order:
-    """The order of the table, whatever each rank holds of it: a run goes on across a job's change of size.
+    """That of the table, but for the experts of a layer, which come by their numbers with reversed bits.
 
-    Evened over ranks the order would change with their number, and the job would fall back to an earlier run.
+    A rank holds experts whose numbers follow each other, so each has about as much in every slot as the others, whatever
+    their number. Evened over the ranks that there are the order would change with a job's size, and the job would fall
+    back to an earlier run.
     """
-    return np.arange(len(table))
+    order = np.arange(len(table))
+    for layer in np.unique(table.layers[table.is_expert]):
+        experts = np.flatnonzero(table.is_expert & (table.layers == layer))
+        bits = len(f"{len(experts) - 1:b}")
+        order[experts] = experts[np.argsort([int(f"{number:0{bits}b}"[::-1], 2) for number in range(len(experts))])]
+    return order
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +54,7 @@ class RedoSchedule(SparseSchedule):
 
     @classmethod
     def of(cls, table: OperatorTable, size: int, start: int = 0) -> RedoSchedule:
-        """Slots about equally heavy, in the order of the table: all operators are restored alike, so none comes first.
+        """Slots about equally heavy, on every rank; all operators are restored alike, so none comes first.
 
         Args:
             table: the operators of the stage.
