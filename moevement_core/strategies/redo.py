@@ -34,8 +34,8 @@ NOT_CARRIED = 1 << 20
 def order_of(table: OperatorTable) -> Order:
     """That of the table, but for the experts of a layer, which come by their numbers with reversed bits.
 
-    A rank holds experts whose numbers follow each other, so each has about as much in every slot as the others, whatever
-    their number. Evened over the ranks that there are the order would change with a job's size, and the job would fall
+    A rank holds experts whose numbers follow each other, so each has about as much in every slot as the others,
+    whatever their number. Evened over the ranks that there are the order would change with a job's size, and it would fall
     back to an earlier run.
     """
     order = np.arange(len(table))
