@@ -35,8 +35,8 @@ def order_of(table: OperatorTable) -> Order:
     """That of the table, but for the experts of a layer, which come by their numbers with reversed bits.
 
     A rank holds experts whose numbers follow each other, so each has about as much in every slot as the others,
-    whatever their number. Evened over the ranks that there are the order would change with a job's size, and it would fall
-    back to an earlier run.
+    whatever their number. Evened over the ranks that there are the order would change with a job's size, and it would
+    fall back to an earlier run.
     """
     order = np.arange(len(table))
     for layer in np.unique(table.layers[table.is_expert]):
