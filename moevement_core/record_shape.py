@@ -103,6 +103,14 @@ def processes_complaint(processes: Any) -> str | None:
     return None
 
 
+def strangers_complaint(strangers: Any) -> str | None:
+    """Of ``strangers.json``."""
+    values = strangers.get("values") if isinstance(strangers, dict) else None
+    if not isinstance(values, int) or not _is_whole(values) or values < 0:
+        return f"{_shown(strangers)} is no count; it was damaged after writing"
+    return None
+
+
 def _account(event: Mapping[str, Any]) -> str | None:
     parts = event.get("parts")
     if not isinstance(parts, dict) or not all(map(_is_number, parts.values())):

@@ -5,6 +5,7 @@
 ``metrics.jsonl``     exactly one line for each committed iteration
 ``events.jsonl``      starts, evaluations, checkpoints, failures, the end (``events.py``)
 ``ranks.json``        rank, pid, host and role of every process
+``strangers.json``    how many values in the job's store were of none of its processes; not there while none was
 ``placements/``       experts in the slots of each rank, one file for each placement of an elastic job
 ``tensorboard/``      Megatron's TensorBoard scalars
 ``logs/``             output of each rank, where the launcher collects it
@@ -57,6 +58,7 @@ class RunRecord:
         self.metrics_path = folder / "metrics.jsonl"
         self.events_path = folder / "events.jsonl"
         self.ranks_path = folder / "ranks.json"
+        self.strangers_path = folder / "strangers.json"
         self.summary_path = folder / "summary.json"
         self.figures = RunFigures()
         """Of what this process has written, and of what was there when it began to."""
@@ -106,6 +108,10 @@ class RunRecord:
     def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Replace ``ranks.json``."""
         self._try(self.ranks_path, lambda: _replace(self.ranks_path, json.dumps(ranks, indent=2) + "\n"))
+
+    def write_strangers(self, values: int) -> None:
+        """Replace ``strangers.json``."""
+        self._try(self.strangers_path, lambda: _replace(self.strangers_path, json.dumps({"values": values}) + "\n"))
 
     def write_placement(self, iteration: int, placement: dict[str, Any]) -> None:
         """Write where experts are from the iteration after ``iteration`` on."""

@@ -119,6 +119,7 @@ class _Coordination:
         self._code = 1
         """The exit code of a job that is stopped."""
         self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
+        self._rejected = 0
         where = f"{address[0]}:{address[1]}"
         _report(f"{STORE_ENV}={where} is the store of a job of {what.ranks} ranks")
         self._tasks = (
@@ -209,6 +210,9 @@ class _Coordination:
             with suppress(OSError):  # which the record says, too
                 make_folder(run_dir)
             RunRecord(run_dir).write_ranks(who_)
+        if run_dir is not None and coordinator.rejected != self._rejected:
+            self._rejected = coordinator.rejected
+            RunRecord(run_dir).write_strangers(self._rejected)
 
     def _end(self) -> None:
         """Let every task know, and be there until they have ended."""

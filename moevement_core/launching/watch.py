@@ -143,6 +143,7 @@ class ReplaceWhoDies(Watch):
         )
         self._roster = self._coordinator.roster
         self._written: Any = None
+        self._rejected = 0
         self._failed: Child | None = None
         self._stopped = ""
         numbers = count(ranks + spares)
@@ -215,6 +216,9 @@ class ReplaceWhoDies(Watch):
         if self._record is not None and who != self._written and self._roster.generation >= 0:
             self._written = who
             self._record.write_ranks(who)
+        if self._record is not None and self._coordinator.rejected != self._rejected:
+            self._rejected = self._coordinator.rejected
+            self._record.write_strangers(self._rejected)
 
     def verdict(self) -> int:
         """Say why the job has ended, if it did not come to its end."""

@@ -79,6 +79,10 @@ RANKS = Figure(
     is_in_tensorboard=False,
 )  # fmt: skip
 NODES = Figure("nodes", "nodes", "Nodes with an active rank.", is_in_tensorboard=False)
+REJECTED = Figure(
+    "rejected_values", "values", "Values in the job's store that were of none of its processes, and did not count "
+    "(docs/security.md).", Kind.COUNTER, is_in_tensorboard=False,
+)  # fmt: skip
 
 OF_TRAINING = (
     Figure("iteration", "", "Newest committed iteration.", field="iteration", is_in_tensorboard=False),
@@ -144,7 +148,7 @@ OF_CHECKPOINTS = (
     ),
 )  # fmt: skip
 OF_JOB = (EFFECTIVE, RANKS, NODES, RECOVERIES, RECOVERY_S, LAST_RECOVERY_S, LAST_RECOVERED_AT, REPLAYED, LOST_TOKENS,
-          WARNINGS)  # fmt: skip
+          WARNINGS, REJECTED)  # fmt: skip
 FIGURES = (*OF_TRAINING, *OF_CHECKPOINTS, *OF_JOB)
 WARNING_EVENTS = ("nothing_persisted", "windows_not_on_disk", "recovery_from_disk", "checkpoint_failed")
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import RunRecordError
-from moevement_core.monitoring.figures import RunFigures, Sample, samples_of_processes
+from moevement_core.monitoring.figures import REJECTED, RunFigures, Sample, samples_of_processes
 from moevement_core.monitoring.tail import Tail
-from moevement_core.record_shape import event_complaint, line_complaint, processes_complaint
+from moevement_core.record_shape import event_complaint, line_complaint, processes_complaint, strangers_complaint
 from moevement_core.regular_files import read_regular
 from moevement_core.run_record import RunRecord
 
@@ -27,6 +27,8 @@ class WatchedRun:
         self.figures = RunFigures()
         self.processes: list[dict[str, Any]] = []
         """Who takes part, as ``ranks.json`` has it."""
+        self.rejected = 0
+        """Values in the job's store that did not count, as ``strangers.json`` has them."""
         self._train_iterations: int | None = None
         self._start_over()
 
@@ -49,7 +51,8 @@ class WatchedRun:
             self.figures.take_line(line)
         for event in events.lines:
             self.figures.take_event(event)
-        self.processes = self._read_processes()
+        self.processes = self._read(self.record.ranks_path, [], processes_complaint)
+        self.rejected = self._read(self.record.strangers_path, {"values": 0}, strangers_complaint)["values"]
 
     @property
     def has_ended(self) -> bool:
@@ -69,15 +72,15 @@ class WatchedRun:
         """Every figure that is known."""
         yield from self.figures.samples()
         yield from samples_of_processes(self.processes)
+        yield Sample(REJECTED, self.rejected)
 
-    def _read_processes(self) -> list[dict[str, Any]]:
-        path = self.record.ranks_path
+    def _read(self, path: Path, absent: Any, complaint_of: Callable[[Any], str | None]) -> Any:
         try:
-            processes = json.loads(read_regular(path))
+            found = json.loads(read_regular(path))
         except FileNotFoundError:
-            return []
+            return absent
         except (OSError, ValueError, RecursionError) as error:
             raise RunRecordError(f"{path}: cannot be read ({error}); the file was damaged after writing") from None
-        if (complaint := processes_complaint(processes)) is not None:
+        if (complaint := complaint_of(found)) is not None:
             raise RunRecordError(f"{path}: {complaint}")
-        return list(processes)
+        return found

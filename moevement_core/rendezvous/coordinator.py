@@ -157,6 +157,11 @@ class Coordinator:
         self._store.set(STOP, reason)
         self.state = State.STOPPED
 
+    @property
+    def rejected(self) -> int:
+        """Values in the job's store that were of none of its processes, and did not count."""
+        return self._store.rejected
+
     def _report_rejected(self) -> None:
         if rejected := self._store.rejected:
             self._report(f"{rejected} values in the job's store were of none of its processes, and did not count")

@@ -139,6 +139,9 @@ DAMAGES: list[tuple[str, tuple[str, ...], Damage, str]] = [
     ("ranks of text", ("top",), put("ranks.json", b"[1]"), "1 is no process"),
     ("ranks no host", ("top",), put("ranks.json", b'[{"role": "active", "rank": 0}]'), "host None"),
     ("ranks no rank", ("top",), put("ranks.json", b'[{"role": "active", "host": "a"}]'), "rank None"),
+    ("strangers list", ("top",), put("strangers.json", b"[1]"), "strangers.json: [1] is no count"),
+    ("strangers cut", ("top",), put("strangers.json", b'{"val'), "strangers.json: cannot be read"),
+    ("strangers text", ("top",), put("strangers.json", b'{"values": "1"}'), "is no count"),
     ("config no text", ("top",), put("config.yaml", NO_TEXT), "config.yaml: not YAML"),
     ("config list", ("top",), put("config.yaml", b"[1]"), "holds list, not flags"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tests.fuzz.job import KILLS, attack, undisturbed
@@ -20,6 +21,7 @@ def test_a_job_ends_as_if_the_stranger_had_not_been_there(tmp_path: Path) -> Non
     assert sum(count for kind, count in done.items() if kind.startswith("socket")) > 20
     assert len(attacked.stranger.seen) >= 3, "the store and each rank listen"
     assert {host for host, _ in attacked.stranger.seen} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert json.loads((attacked.record.folder / "strangers.json").read_text())["values"] > 0
     # The token is nowhere that others could read it.
     texts = [path.read_text(errors="replace") for path in attacked.record.folder.rglob("*") if path.is_file()]
     assert not any("MOEVEMENT_JOB_TOKEN" in text for text in [*texts, attacked.output])
