@@ -5,7 +5,8 @@ ranks and 1,000 nodes were.
     python -m tests.soak.campaign --out runs/campaign --report      # writes its table into benchmarks/soak.md
 
 Every job has to come to its end, with the bits of a failure-free one; the first that does not ends the campaign with 1,
-and its run directory stays. ``OUT/jobs.jsonl`` has a line for each job that is over.
+and its run directory stays. ``OUT/jobs.jsonl`` has a line for each job that is over. A report puts it into
+``benchmarks/soak.jsonl``, too, from which a campaign in a new folder goes on.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ KILLS, NODES = 10_000, 1_000
 LOOK_S = 0.02
 BEGIN, END = "<!-- campaign -->\n", "<!-- end of campaign -->\n"
 REPORT = ROOT / "benchmarks" / "soak.md"
+RECORD = REPORT.with_suffix(".jsonl")
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,12 @@ def progress(jobs: Sequence[dict[str, Any]]) -> str:
     )
 
 
+def go_on_from_record(out: Path) -> None:
+    """Begin where the reported campaign has come to."""
+    if RECORD.exists() and not (out / "jobs.jsonl").exists():
+        shutil.copyfile(RECORD, out / "jobs.jsonl")
+
+
 @contextmanager
 def alone(out: Path) -> Iterator[None]:
     """One campaign to a folder."""
@@ -290,12 +298,14 @@ def main() -> int:
         jobs = read(out / "jobs.jsonl")
         if not jobs:
             raise SystemExit(f"--out {given.out}: no job is over there yet; run the campaign first")
+        shutil.copyfile(out / "jobs.jsonl", RECORD)
         REPORT.write_text(put_in(REPORT.read_text(encoding="utf-8"), report(jobs)), encoding="utf-8")
         print(progress(jobs))
         return 0
     out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that runs is ended, too
     with alone(out):
+        go_on_from_record(out)
         return campaign(given, out)
 
 

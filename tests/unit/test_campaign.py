@@ -62,6 +62,21 @@ def test_the_section_takes_its_place_again_and_leaves_the_rest() -> None:
     assert "| **all** | 2 | 4 | 2 | 2 | 0 | 1 | 0 |" in twice
 
 
+def test_a_campaign_in_a_new_folder_goes_on_from_the_reported_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(campaign, "RECORD", tmp_path / "soak.jsonl")
+    out = tmp_path / "out"
+    out.mkdir()
+    campaign.go_on_from_record(out)
+    assert campaign.read(out / "jobs.jsonl") == []
+    campaign.append(campaign.RECORD, {"job": 0})
+    campaign.go_on_from_record(out)
+    campaign.append(out / "jobs.jsonl", {"job": 1})
+    campaign.go_on_from_record(out)
+    assert campaign.read(out / "jobs.jsonl") == [{"job": 0}, {"job": 1}]
+
+
 def test_two_campaigns_do_not_share_a_folder(tmp_path: Path) -> None:
     with campaign.alone(tmp_path), pytest.raises(SystemExit, match="a campaign runs there"), campaign.alone(tmp_path):
         pass
