@@ -152,7 +152,7 @@ def strike(
             node = draw.choice(sorted({one["node"] for one in active}))
             chosen = [one for one in everyone if one["node"] == node]
         else:
-            chosen = draw.sample(active, 2 if draw.random() < 0.15 else 1)
+            chosen = draw.sample(active, min(2 if draw.random() < 0.15 else 1, len(active)))
         killed = [one["rank"] for one in chosen if _kill(one["pid"]) and one["role"] == "active"]
         done += len(killed)
         yield killed, node if killed else None
