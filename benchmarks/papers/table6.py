@@ -105,7 +105,7 @@ which dense checkpoints need none because all ranks roll back. At the published 
 {table(("model", "W", "windows", *PROTECTIONS), protected_rows)}
 
 - At or below dense: rolling windows with own copies dropped (within 2%), every kind of window with parity for two nodes.
-  **Not** with own copies kept (1.3 to 1.7), and not redo with copies (1.1 to 1.2 with own copies dropped): gradients are FP32, a third of the full state for
+  **Not** with own copies kept (1.3 to 1.7), and not redo with copies (1.1 with own copies dropped): gradients are FP32, a third of the full state for
   each iteration since an operator's newest one.
 - At most 0.6 of dense: rolling windows with parity:9+3 (which is two groups of six on twelve nodes); aligned ones 0.60 to
   0.67, redo 0.67 to 0.82, since no part of a sum goes early. parity:4+1 is not: a rank's own window and the one that is being made are 2.5 times its full
