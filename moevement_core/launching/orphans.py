@@ -42,7 +42,7 @@ class Orphans:
         """Collect what has ended, and end what is left after the grace time.
 
         Args:
-            ours: processes that the supervisor has started itself.
+            ours: processes that the supervisor has started and not seen to end; later others may have their numbers.
             living: the status pages of those that live.
         """
         now = time.monotonic()

@@ -147,7 +147,7 @@ class Supervisor:
             if child.poll() is not None:
                 self._has_ended(member, child)
         self._orphans.step(
-            {child.pid for child in self.children.values()}, {str(self._page_path(member)) for member in self._running}
+            {child.pid for child in self.running}, {str(self._page_path(member)) for member in self._running}
         )
         self._respawn()
         for member in self._running & self._link.given_up:
