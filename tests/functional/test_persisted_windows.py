@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.backends.cpu import get_cpu_capability
 
 from moevement_core.persistence.lock import acquire
 from moevement_core.persistence.manifest import manifests
@@ -138,11 +137,11 @@ def test_the_job_goes_on_with_another_arithmetic_says_so_and_recovers_from_what_
     _, err = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, err + logs(tmp_path / "run")
     said = (tmp_path / "run" / "logs" / "rank_0.out").read_text()
-    if get_cpu_capability() != "DEFAULT":
-        assert f"{newest.name} was written on" in said
-        assert "does not have the bits that were lost" in said
     loaded, recovered = RunRecord(tmp_path / "run").summary()["checkpointing"]["recoveries"]
     assert loaded["until"] == newest.reaches
+    if loaded["verified_until"] != newest.reaches:  # on some processors it may come to the same bits
+        assert f"{newest.name} was written on" in said
+        assert "does not have the bits that were lost" in said
     assert recovered["until"] >= recovered["verified_until"] > newest.reaches
 
 
