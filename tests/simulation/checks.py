@@ -108,7 +108,7 @@ class Checks:
         known.is_persisted |= peers <= snapshot.acknowledged
 
     def forgets(self, process: Any) -> None:
-        """It was interrupted before it had recovered, and begins anew: copies that it had come to keep are gone."""
+        """It was interrupted before it had recovered, and starts over: copies that it had come to keep are gone."""
         for its in self.copies.values():
             for one in its.values():
                 one.by.discard(process)
