@@ -14,7 +14,8 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from moevement_core import __version__
-from moevement_core.exit_codes import INTERRUPTED, USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
+from moevement_core.exit_codes import USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
+from moevement_core.interrupts import ends_in_one_line
 
 COMMANDS = {
     "launch": "start the ranks of a training script",
@@ -39,13 +40,13 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry of the console script; returns the exit code."""
-    try:
-        with exit_cleanly(), output_may_end():
-            return _run(list(sys.argv[1:] if argv is None else argv))
-    except KeyboardInterrupt:
-        print("moevement: interrupted", file=sys.stderr, flush=True)
-        return INTERRUPTED
+    """Run what ``argv`` asks for, or the process's own arguments, as the console script does, which ends then.
+
+    Returns:
+        The exit code.
+    """
+    with exit_cleanly(), output_may_end(), ends_in_one_line(process_ends=argv is None):
+        return _run(list(sys.argv[1:] if argv is None else argv))
 
 
 def _run(words: list[str]) -> int:

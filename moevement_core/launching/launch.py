@@ -129,6 +129,7 @@ def _run(launch: Launch) -> int:
         logs = None if launch.show_logs or run_dir is None else _make_logs(run_dir)
         token = given_token() or Token.new()
         starter = _Starter(launch, port, logs, Path(scratch), token)
+        signals.check()  # that has imported
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
         children: list[Child] = []
         store: Any = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+from types import FrameType
 from typing import Any
 
+from moevement_core.interrupts import is_importing
 from moevement_core.launching.children import ASKING, WINDING_DOWN
 
 
@@ -23,8 +25,8 @@ class Signals:
     in order, at a boundary between iterations and with everything saved; every other one is raised as an exception.
     What was ignored when this process was started (SIGHUP under nohup) stays so.
 
-    Python drops an exception that comes up in a finalizer or a callback of the garbage collector, so whoever waits in a
-    loop also calls :meth:`check`.
+    Python drops an exception that comes up in a finalizer or a callback of the garbage collector, and none is raised in
+    an import, so whoever has imported, or waits in a loop, also calls :meth:`check`.
     """
 
     def __init__(self) -> None:
@@ -49,9 +51,12 @@ class Signals:
         if self._stopped_by is not None:
             raise Stopped(self._stopped_by)
 
-    def _take(self, number: int, frame: Any) -> None:
+    def _take(self, number: int, frame: FrameType | None) -> None:
         if self.may_wind_down and number in WINDING_DOWN:
             self.may_wind_down, self.asked_by = False, number
+            return
+        if is_importing(frame):
+            self._stopped_by = number
             return
         for asking in ASKING:  # once is enough: what comes now is the end
             signal.signal(asking, signal.SIG_IGN)

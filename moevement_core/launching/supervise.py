@@ -148,26 +148,30 @@ def supervise(
         **config_file.environment_of(argv[1:]),
     }
     with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, nothing_left_behind(), Signals() as signals:
-        with launch.temporary_files_in(scratch):
-            program = trainer.program(argv, fresh_interpreters=fresh_interpreters)
-        host, port = store.get(ADDRESS).decode().rsplit(":", 1)
-        client = LeaseClient(task.name, (host, int(port)), lease_s, own_token(), os.environ.get(START_ENV, ""))
-        pages = Path(scratch) / "status"
-        pages.mkdir()
-        first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
-
-        def start(member: int, variables: dict[str, str]) -> Child:
-            local = first_local + (member % task.processes if member in task.first else 0)
-            own = {**common, **variables, "RANK": str(member), MEMBER_ENV: str(member), "LOCAL_RANK": str(local)}
-            return Child(f"member_{member}", program, own, None)
-
-        running = _Task(task, client, start, pages)
+        running: _Task | None = None
         try:
+            with launch.temporary_files_in(scratch):
+                program = trainer.program(argv, fresh_interpreters=fresh_interpreters)
+            signals.check()  # that has imported
+            host, port = store.get(ADDRESS).decode().rsplit(":", 1)
+            address = (host, int(port))
+            client = LeaseClient(task.name, address, lease_s, own_token(), os.environ.get(START_ENV, ""))
+            pages = Path(scratch) / "status"
+            pages.mkdir()
+            first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
+
+            def start(member: int, variables: dict[str, str]) -> Child:
+                local = first_local + (member % task.processes if member in task.first else 0)
+                own = {**common, **variables, "RANK": str(member), MEMBER_ENV: str(member), "LOCAL_RANK": str(local)}
+                return Child(f"member_{member}", program, own, None)
+
+            running = _Task(task, client, start, pages)
             return running.run(signals)
         except Stopped as stopped:
             return 128 + stopped.number
         finally:
-            running.end()
+            if running is not None:
+                running.end()
 
 
 class _Task:

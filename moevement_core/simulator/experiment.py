@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import signal
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.strategies import STRATEGIES, Costs, Strategy
@@ -91,8 +93,35 @@ def run(
     if workers == 1:
         return [_cell(*task) for task in tasks]
     # Forked, a worker would inherit threads of whatever else this process does.
-    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn")) as pool:
-        return list(pool.map(_cell, *zip(*tasks, strict=True)))
+    with ProcessPoolExecutor(
+        min(workers, len(tasks)), mp_context=get_context("spawn"), initializer=_end_by_ctrl_c
+    ) as pool:
+        try:
+            with _started_deaf():
+                cells = pool.map(_cell, *zip(*tasks, strict=True))
+            return list(cells)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _started_deaf() -> Iterator[None]:
+    """Start processes that SIGINT waits for until :func:`_end_by_ctrl_c`.
+
+    A terminal sends Ctrl-C to each process; in one that is being started, Python answers with a traceback.
+    """
+    resource_tracker.ensure_running()  # which unblocks SIGINT when it starts
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_by_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares) -> Cell:

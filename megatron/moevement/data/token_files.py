@@ -18,6 +18,7 @@ from typing import IO, Any, Literal, Protocol
 import numpy as np
 import torch
 
+from megatron.moevement.quiet_imports import quiet_imports
 from moevement_core.errors import DataError
 
 END_OF_DOCUMENT = 256
@@ -63,7 +64,8 @@ class FileTokenizer:
         is_sentencepiece = path.suffix == ".model"
         kind = "SentencePieceTokenizer" if is_sentencepiece else "HuggingFaceTokenizer"
         model = path if is_sentencepiece or path.is_dir() else path.parent
-        from megatron.core.tokenizers import MegatronTokenizer
+        with quiet_imports():
+            from megatron.core.tokenizers import MegatronTokenizer
 
         library = "sentencepiece" if is_sentencepiece else "huggingface"
         try:
@@ -114,7 +116,8 @@ def build_token_files(
         DataError: an input cannot be read or is not UTF-8 where the tokenizer needs that, there is no text at all, or
             the output cannot be written.
     """
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    with quiet_imports():
+        from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
     if not prefix.name:
         raise DataError(f"output {str(prefix)!r}: needs a name for the files; give a path without suffix")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -19,15 +18,12 @@ from torch.distributed import distributed_c10d
 
 from megatron.moevement.fp8 import install as fp8
 from megatron.moevement.patches import replace, wrap
+from megatron.moevement.quiet_imports import quiet_imports
 
 
 def install() -> None:
     """Replace the names below; idempotent. Imports Megatron's trainer."""
-    # It warns of a CUDA toolkit without a GPU; that is what this module is for.
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    with _eager_jit_fuser(), warnings.catch_warnings():
-        # Each module says at import that Apex and Transformer Engine are missing: here they must be.
-        warnings.simplefilter("ignore")
+    with _eager_jit_fuser(), quiet_imports():
         import_module("megatron.training.training")
 
     import megatron.training.training as training
