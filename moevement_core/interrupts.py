@@ -71,8 +71,9 @@ def is_importing(frame: FrameType | None) -> bool:
 def ends_in_one_line(*, process_ends: bool) -> Iterator[None]:
     """Turn SIGINT into "moevement: interrupted" and :data:`INTERRUPTED`.
 
-    What it interrupts need not end with KeyboardInterrupt: somebody may catch it, and fail in another way for it. Where
-    SIGINT is ignored or handled already (``nohup``, a thread, a caller's own), that stays.
+    What it interrupts need not end with KeyboardInterrupt: somebody may catch it, and fail in another way for it. Who
+    catches it and comes to an end has ended as it wanted to (``moevement top``). Where SIGINT is ignored or handled
+    already (``nohup``, a thread, a caller's own), that stays.
 
     Args:
         process_ends: the process ends after the ``with`` block, and ignores SIGINT from then on. It ends at once where
@@ -87,8 +88,6 @@ def ends_in_one_line(*, process_ends: bool) -> Iterator[None]:
     try:
         interrupts.take()
         yield
-        if interrupts.has_come:  # and somebody caught it
-            raise KeyboardInterrupt
     except BaseException:
         if not interrupts.has_come:
             raise

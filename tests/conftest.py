@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,9 @@ os.environ["MOEVEMENT_PLATFORM"] = "cpu"
 from megatron.moevement import platform  # noqa: E402
 
 platform.install()
+
+# Ignored, as a shell starts what runs in the background, it would stay ignored in all that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says something of what else this machine does.
 hypothesis.settings.register_profile("without_deadline", deadline=None)

@@ -139,8 +139,6 @@ def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path:
         str(tmp_path),
         env=environment,
         start_new_session=True,
-        # Ignored, as a shell starts what runs in the background, it would stay ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     pids = _pids_when_training(process, tmp_path)
     family = psutil.Process(process.pid).children(recursive=True)
