@@ -11,7 +11,7 @@ operators whose full state is loaded are made again.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,24 @@ class Trainer(ABC):
         return None
 
 
+class Observer:
+    """Is told how far a replay is; does nothing itself."""
+
+    def runs(self, iteration: int, frozen: int) -> None:
+        """``iteration`` is run again next, with so many operators frozen."""
+
+    def redoes(self, iteration: int) -> None:
+        """The update of ``iteration`` is made again next."""
+
+    def is_dense(self, iteration: int, record: Mapping[str, Any]) -> None:
+        """The dense state of ``iteration``, which is not the last one, is live.
+
+        Args:
+            iteration: whose state it is.
+            record: what came of it, the first time or now.
+        """
+
+
 def replay(
     plan: RecoveryPlan,
     stage: int,
@@ -103,10 +121,8 @@ def replay(
     snapshots: Mapping[int, Snapshot],
     trainer: Trainer,
     check: StateCheck,
-    tell: Callable[[int, int], None],
+    observer: Observer,
     outcomes: Mapping[int, Any] | None = None,
-    dense: Callable[[int, Mapping[str, Any]], None] = lambda iteration, record: None,
-    redoes: Callable[[int], None] = lambda iteration: None,
 ) -> Mapping[str, Any]:
     """Turn ``snapshots`` into the dense state of iteration ``plan.until``; what differs is in ``check``.
 
@@ -117,10 +133,8 @@ def replay(
         snapshots: this rank's own, by iteration: all of the plan's up to where the state is dense, some beyond.
         trainer: this rank's part of training.
         check: compares what comes out with what was.
-        tell: called with the iteration that comes next, and how many operators are frozen in it.
+        observer: is told how far it is.
         outcomes: records of iterations that no snapshot here has, from ranks that remember them.
-        dense: called with every iteration before the last whose dense state is live, and the record of it.
-        redoes: called with the iteration whose update is made again next.
 
     Returns:
         The record of the last iteration that was run; empty if none was.
@@ -143,7 +157,7 @@ def replay(
         if iteration == plan.until:
             break
         if iteration >= run.last:
-            dense(iteration, came_of if snapshot is None else snapshot.record()[ITERATION])
+            observer.is_dense(iteration, came_of if snapshot is None else snapshot.record()[ITERATION])
         if iteration < plan.begins:
             continue  # snapshots from before the run began: nothing was run from here to the next
         following = snapshots.get(iteration + 1)
@@ -152,14 +166,14 @@ def replay(
             if not redone:
                 continue  # other stages have operators whose newest state is older
             assert following is not None, "a run of snapshots has no gap where gradients are used"
-            redoes(iteration + 1)
+            observer.redoes(iteration + 1)
             if outcome := following.record()[ITERATION] or None:
                 trainer.redo(iteration + 1, _gradients(following, redone), outcome)
                 updated |= redone
             continue
         frozen = frozenset(_chosen(names, ~run.active_in(iteration + 1)))
         trainer.freeze(iteration + 1, frozen)
-        tell(iteration + 1, len(frozen))
+        observer.runs(iteration + 1, len(frozen))
         outcome = following.record()[ITERATION] if following is not None else (outcomes or {}).get(iteration + 1)
         outcome = outcome or None
         is_left_out = following is not None and outcome is None

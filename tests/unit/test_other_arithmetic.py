@@ -11,8 +11,8 @@ from moevement_core.errors import RecoveryError
 from moevement_core.persistence.manifest import Manifest
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.recovery.outcome import Recovery
-from moevement_core.session import carry_out, window_files
-from moevement_core.session.carry_out import _agreed, _Mine
+from moevement_core.session import verdict, window_files
+from moevement_core.session.verdict import Part
 from moevement_core.session.window_files import _other_arithmetic, arithmetic_of_all
 
 DIFFERS = ["state of experts.0 at iteration 5"]
@@ -23,13 +23,13 @@ def recovery() -> Recovery:
     return Recovery(**values | {"sources": {}, "replayed_by_stage": {}, "lost_tokens": {}, "ranks": ()})
 
 
-MINE = _Mine(recovery(), LostTokens(), [], False, [], "A")
+MINE = Part(recovery(), LostTokens(), [], False, [], "A")
 
 
-def agree(monkeypatch: pytest.MonkeyPatch, everyones: list[_Mine], window: str = "") -> None:
-    monkeypatch.setattr(carry_out, "all_gather_objects", lambda mine, kind: everyones)
-    monkeypatch.setattr(carry_out.dist, "get_rank", lambda: 0)
-    _agreed(everyones[0], window)
+def agree(monkeypatch: pytest.MonkeyPatch, everyones: list[Part], window: str = "") -> None:
+    monkeypatch.setattr(verdict, "all_gather_objects", lambda mine, kind: everyones)
+    monkeypatch.setattr(verdict.dist, "get_rank", lambda: 0)
+    verdict.agree(everyones[0], window)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def agree(monkeypatch: pytest.MonkeyPatch, everyones: list[_Mine], window: str =
         ([replace(MINE, replicas=[("", (0, 1), "x")]), replace(MINE, replicas=[("", (0, 1), "y")])], "elsewhere"),
     ],
 )
-def test_what_nothing_explains_is_refused(everyones: list[_Mine], window: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nothing_explains_is_refused(everyones: list[Part], window: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RecoveryError, match="the replayed state is not the one that was lost"):
         agree(monkeypatch, everyones, window)
 

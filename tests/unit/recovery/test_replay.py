@@ -16,7 +16,7 @@ from moevement_core.policy.window import WindowKind
 from moevement_core.recovery.check import StateCheck
 from moevement_core.recovery.places import Holding, Source
 from moevement_core.recovery.plan import RecoveryPlan, Report, plan_recovery
-from moevement_core.recovery.replay import replay
+from moevement_core.recovery.replay import Observer, replay
 from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot, digest_of
 from tests.unit.recovery.toy import OPERATORS, Toy, run_until
@@ -35,7 +35,7 @@ def bring_back(toy: Toy, snapshots: dict[int, Snapshot], until: int) -> tuple[Re
     toy.ran.clear()
     check = StateCheck(toy.states(), toy.whole)
     used = {fetch.iteration: snapshots[fetch.iteration] for fetch in plan.fetches}
-    replay(plan, 0, toy.names, used, toy, check, lambda iteration, frozen: None)
+    replay(plan, 0, toy.names, used, toy, check, Observer())
     return plan, check
 
 

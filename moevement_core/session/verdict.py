@@ -1,0 +1,92 @@
+"""What all ranks found in a recovery, put together: it is what was lost, or nobody goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from moevement_core import log
+from moevement_core.errors import RecoveryError
+from moevement_core.policy.partial_experts import LostTokens
+from moevement_core.recovery.outcome import Recovery
+from moevement_core.session.binding import Replicas
+from moevement_core.session.exchange import all_gather_objects
+from moevement_core.session.replicas import unequal_replicas
+from moevement_core.snapshot.agreement import NONE
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank tells the others of its part."""
+
+    recovery: Recovery
+    lost: LostTokens
+    differences: list[str]
+    """From the state that was lost."""
+    differ_as_loaded: bool
+    """Whether one of them is of what was only loaded."""
+    replicas: list[Replicas]
+    """Whether what ranks bring to each other is the same on all, on those too that kept their state."""
+    arithmetic: str
+
+
+def agree(mine: Part, other_arithmetic: str) -> Recovery:
+    """The recovery as all ranks together have it.
+
+    Each rank that replayed has compared the part of the state that it saves. Where ranks, or a window from disk, are of
+    different processors, what was run again may have other last bits than what was lost: that is said, and is no error.
+
+    Raises:
+        RecoveryError: any of them found a difference that nothing explains.
+    """
+    everyones = all_gather_objects(mine, Part)
+    found = [f"rank {rank}: {what}" for rank, its in enumerate(everyones) for what in its.differences]
+    unequal = unequal_replicas([its.replicas for its in everyones])
+    kinds = sorted({its.arithmetic for its in everyones})
+    if len(kinds) > 1 and not other_arithmetic:
+        other_arithmetic = f"ranks are of different kinds: {' and '.join(kinds)}"
+    is_explained = other_arithmetic and not any(its.differ_as_loaded for its in everyones)
+    if found and is_explained and not unequal:
+        if dist.get_rank() == 0:
+            log.warning(
+                f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(found)}). "
+                "Training goes on from it, as from a checkpoint that is loaded elsewhere"
+            )
+    elif found or unequal:
+        raise RecoveryError(
+            f"the replayed state is not the one that was lost: {_some(found + unequal)}. Nothing of it may be used: "
+            "start again from a dense checkpoint or an older window"
+        )
+    recoveries, lost = [its.recovery for its in everyones], mine.lost
+    known = min(NONE if one.restored_until is None else one.restored_until for one in recoveries)
+    recomputed = sum(one.recomputed for one in recoveries)
+    losses = max(one.losses_until for one in recoveries)
+    by_stage: dict[str, int] = {}
+    for its in everyones:
+        lost |= its.lost  # the same on all ranks of a stage
+        for stage, count in its.recovery.replayed_by_stage.items():
+            by_stage[stage] = max(count, by_stage.get(stage, 0))
+    return replace(
+        mine.recovery,
+        replayed=max(one.replayed for one in recoveries),
+        redone=max(one.redone for one in recoveries),
+        replayed_by_stage=dict(sorted(by_stage.items(), key=lambda item: int(item[0]))),
+        lost_tokens=lost.by_expert,
+        proportion_lost=lost.proportion,
+        fed_bytes=sum(one.fed_bytes for one in recoveries),
+        verified_until=None if known == NONE or not recomputed else known,
+        restored_until=None if known == NONE else known,
+        recomputed=recomputed,
+        restored=sum(one.restored for one in recoveries),
+        losses_until=None if losses == NONE else losses,
+        sends=max(one.sends for one in recoveries),
+        fetch_s=max(one.fetch_s for one in recoveries),
+        replay_s=max(one.replay_s for one in recoveries),
+        replay_cpu_s=sum(one.replay_cpu_s for one in recoveries),
+    )
+
+
+def _some(found: Sequence[str]) -> str:
+    return "; ".join(found[:5]) + (f" (and {len(found) - 5} more)" if len(found) > 5 else "")
