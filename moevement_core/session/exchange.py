@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,21 @@ def broadcast_object(mine: Any, kind: Any, source: int = 0) -> Any:
     came = data.to(device) if data is not None else torch.empty(int(size.item()), dtype=torch.uint8, device=device)
     dist.broadcast(came, source)
     return _decoded(came.cpu(), kind, source)
+
+
+def from_rank_zero(answer: Callable[[], Any], kind: Any) -> Any:
+    """Returns what ``answer`` gives on rank 0, where alone it is called; every rank calls this at the same point.
+
+    For what ranks may see differently (a file, the time), so that each of them goes on alike.
+
+    Args:
+        answer: raises nothing: the others would wait.
+        kind: see :func:`all_gather_objects`.
+
+    Raises:
+        ExchangeError: something else came. On every rank alike.
+    """
+    return broadcast_object(answer() if dist.get_rank() == 0 else None, kind)
 
 
 def _decoded(data: torch.Tensor, kind: Any, rank: int) -> Any:

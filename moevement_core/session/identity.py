@@ -10,11 +10,9 @@ import uuid
 from dataclasses import dataclass
 from itertools import count
 
-import torch.distributed as dist
-
 from moevement_core.rendezvous.roster import JOB_NAME
 from moevement_core.restart.store import connect, store_address
-from moevement_core.session.exchange import broadcast_object
+from moevement_core.session.exchange import from_rank_zero
 
 _START = "job/starts/{}"
 
@@ -37,7 +35,7 @@ class JobNames:
 
 def agree_on_names() -> JobNames:
     """Returns the names of the job and of this start of it; every rank calls it at the same point, once a start."""
-    names: JobNames = broadcast_object(_names() if dist.get_rank() == 0 else JobNames(), JobNames)
+    names: JobNames = from_rank_zero(_names, JobNames)
     return names
 
 

@@ -15,7 +15,7 @@ from moevement_core.persistence.lock import FolderLock, other_holder
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
-from moevement_core.session.exchange import all_gather_objects, broadcast_object
+from moevement_core.session.exchange import all_gather_objects, from_rank_zero
 from moevement_core.session.folder import (
     RECOVERY_PATIENCE_S,
     START_PATIENCE_S,
@@ -140,9 +140,7 @@ class WindowsOnDisk:
         """
         if self._place is None:
             return JobWindows(SharedFolder(Path(), ()), ())
-        newest_dense = broadcast_object(
-            self._binding.newest_checkpoint() if self.topology.rank == 0 else None, int | None
-        )
+        newest_dense = from_rank_zero(self._binding.newest_checkpoint, int | None)
         reached = newest_dense if newest_dense is not None else NONE
         windows = [
             manifest

@@ -35,7 +35,7 @@ from moevement_core import log
 from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.restart.generation import generation
-from moevement_core.session.exchange import broadcast_object
+from moevement_core.session.exchange import from_rank_zero
 from moevement_core.session.identity import agree_on_names, job_name
 from moevement_core.session.rejoin import NoWayBack, rejoin
 from moevement_core.session.run_directory import lock_run_directory
@@ -238,7 +238,8 @@ def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
             non_loss_data_func=given["non_loss_data_func"], pg_collection=given["pg_collection"],
             p2p_communicator=given["p2p_communicator"],
         )  # fmt: skip
-    if args.save and args.save_interval and _overdue(Path(args.save), iteration, args.save_interval):
+    every = args.save_interval
+    if args.save and every and from_rank_zero(lambda: _is_overdue(Path(args.save), iteration, every), bool):
         interval = get_timers()("interval-time", log_level=0)
         interval.start(barrier=True)  # the save interrupts it, and Megatron's loop has not begun it yet
         training.save_checkpoint_and_time(
@@ -249,13 +250,11 @@ def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
         interval.stop()
 
 
-def _overdue(folder: Path, iteration: int, interval: int) -> bool:
-    """Whether the newest save that was due is not there, or cannot be seen; one answer for all ranks."""
-    if dist.get_rank() != 0:
-        return bool(broadcast_object(None, bool))
+def _is_overdue(folder: Path, iteration: int, interval: int) -> bool:
+    """Whether the newest save that was due is not there, or cannot be seen."""
     try:
         text = (folder / TRACKER).read_text(errors="replace").strip()
     except OSError:
         text = ""
     saved = int(text) if text.isdecimal() else 0
-    return bool(broadcast_object(saved < iteration - iteration % interval, bool))
+    return saved < iteration - iteration % interval

@@ -19,7 +19,7 @@ from moevement_core import log
 from moevement_core.events import CheckpointFailed, CheckpointSaved
 from moevement_core.injection import Phase
 from moevement_core.restart import injection
-from moevement_core.session.exchange import broadcast_object
+from moevement_core.session.exchange import from_rank_zero
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -34,7 +34,7 @@ def save_or_report(process: Process) -> Wrapper:
 
             job, save = process.job, get_args().save
             # Non-persistent checkpoints may have folders of their own and no --save.
-            if save and (problem := _from_rank_zero(lambda: _unwritable(Path(save), iteration))):
+            if save and (problem := from_rank_zero(lambda: _unwritable(Path(save), iteration), str | None)):
                 _report(job, iteration, problem)
                 return None
             injection.at(Phase.SAVE, iteration)
@@ -115,9 +115,3 @@ def _unwritable(folder: Path, iteration: int) -> str | None:
     except OSError as error:
         return f"--save {folder}: {error.strerror}"
     return None
-
-
-def _from_rank_zero(answer: Callable[[], str | None]) -> str | None:
-    given = answer() if torch.distributed.get_rank() == 0 else None
-    told: str | None = broadcast_object(given, str | None)
-    return told
