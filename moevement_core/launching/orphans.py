@@ -38,6 +38,11 @@ class Orphans:
         """A process has ended: look for a while."""
         self._until = time.monotonic() + 2 * GRACE_S
 
+    @property
+    def is_due(self) -> bool:
+        """Whether to :meth:`step` now: for a while after a process has ended, and as long as one is left."""
+        return self._look_at <= time.monotonic() <= self._until
+
     def step(self, ours: Collection[int], living: Collection[str]) -> None:
         """Collect what has ended, and end what is left after the grace time.
 
@@ -46,8 +51,6 @@ class Orphans:
             living: the status pages of those that live.
         """
         now = time.monotonic()
-        if now > self._until or now < self._look_at:
-            return
         self._look_at = now + LOOK_S
         adopted = [process for process in psutil.Process().children() if process.pid not in ours]
         left = [process for process in adopted if self._is_left(process, living)]

@@ -146,9 +146,9 @@ class Supervisor:
             child = self.children[member]
             if child.poll() is not None:
                 self._has_ended(member, child)
-        self._orphans.step(
-            {child.pid for child in self.running}, {str(self._page_path(member)) for member in self._running}
-        )
+        if self._orphans.is_due:
+            living = {str(self._page_path(member)) for member in self._running}
+            self._orphans.step({child.pid for child in self.running}, living)
         self._respawn()
         for member in self._running & self._link.given_up:
             self.children[member].send(signal.SIGKILL)  # stopped or not

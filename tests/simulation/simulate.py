@@ -24,7 +24,7 @@ from moevement_core.session.peers import Peers
 from moevement_core.snapshot.snapshot import Snapshot, digest_of
 from tests.simulation.checks import Checks, Violation
 from tests.simulation.collectives import Exchanges, distributed
-from tests.simulation.hosts import Job, end_all
+from tests.simulation.hosts import Job, NoOrphans, end_all
 from tests.simulation.modules import running, simulated_modules, world
 from tests.simulation.network import SELECTORS, Connections, Network, sockets
 from tests.simulation.scenario import Fault, Kind, Scenario, draw
@@ -112,6 +112,7 @@ def stand_ins() -> Iterator[None]:
         (exchange, "_get_object_coll_device", lambda group=None: "cpu"),
         (lease_server, "selectors", SELECTORS),
         (supervisor, "end_all", end_all),
+        (supervisor, "Orphans", NoOrphans),
         (replication_config, "os", its_os),
         (loop, "os", its_os),
         (loop, "state_digest", lambda parts: {}),
