@@ -13,6 +13,7 @@ from typing import Any
 
 from moevement_cli.examples import EXAMPLES
 from moevement_core.errors import ConfigError
+from moevement_core.exit_codes import INTERRUPTED
 from moevement_core.run_record import RunRecord
 
 SCRIPT = EXAMPLES / "pretrain_moe" / "pretrain_gpt.py"
@@ -79,7 +80,13 @@ def _launch(nproc: int, argv: list[str], run_dir: Path, spares: int | None) -> N
 
 
 def failed(code: int, run_dir: Path) -> ConfigError:
-    """The error of a measured run, whose folder will be gone: what its ranks said last is printed."""
+    """The error of a measured run, whose folder will be gone: what its ranks said last is printed.
+
+    Raises:
+        SystemExit: it was stopped by Ctrl-C, and has said so.
+    """
+    if code == INTERRUPTED:
+        raise SystemExit(code)
     for path in sorted(run_dir.glob("logs/rank_*")):
         if lines := path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]:
             print(f"-- {path.name}", *lines, sep="\n", file=sys.stderr)

@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from moevement_core import __version__
-from moevement_core.exit_codes import USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
-from moevement_core.interrupts import ends_in_one_line
+from moevement_core.exit_codes import INTERRUPTED, USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
+from moevement_core.interrupts import interruptible
 
 COMMANDS = {
     "launch": "start the ranks of a training script",
@@ -45,8 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    with exit_cleanly(), output_may_end(), ends_in_one_line(process_ends=argv is None):
-        return _run(list(sys.argv[1:] if argv is None else argv))
+    try:
+        with exit_cleanly(), output_may_end(), interruptible(process_ends=argv is None):
+            return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("moevement: interrupted", file=sys.stderr, flush=True)
+        return INTERRUPTED
 
 
 def _run(words: list[str]) -> int:

@@ -1,8 +1,7 @@
-"""Ctrl-C ends a command in one line, whatever it interrupts."""
+"""Ctrl-C ends a command, whatever it interrupts."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -11,47 +10,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from moevement_core.exit_codes import INTERRUPTED
-
-_DROPPED_S = 0.1
-_LINE = "moevement: interrupted"
-
-
-class _Interrupts:
-    """The handler of SIGINT, and what becomes of a KeyboardInterrupt that Python drops."""
-
-    def __init__(self, *, process_ends: bool) -> None:
-        self.has_come = False
-        self._process_ends = process_ends
-        self._before: Any = signal.default_int_handler
-        self._unraisable = sys.unraisablehook
-
-    def take(self) -> None:
-        """Begin to handle SIGINT."""
-        self._before = signal.signal(signal.SIGINT, self._raise)
-        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._dropped
-
-    def give_back(self) -> None:
-        """Stop to; where the process ends, nothing more of it is interrupted."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN if self._process_ends else self._before)
-        if not self._process_ends:
-            sys.unraisablehook = self._unraisable
-
-    def _raise(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = True
-        if self._process_ends and is_importing(frame):
-            os.write(2, f"{_LINE}\n".encode())
-            os._exit(INTERRUPTED)
-        raise KeyboardInterrupt
-
-    def _dropped(self, what: Any) -> None:
-        """Come again: a finalizer or a callback was interrupted, from which nothing is raised."""
-        if not isinstance(what.exc_value, KeyboardInterrupt):
-            self._unraisable(what)
-            return
-        again = threading.Timer(_DROPPED_S, os.kill, (os.getpid(), signal.SIGINT))
-        again.daemon = True
-        again.start()
+_AGAIN_S = 0.1
 
 
 def is_importing(frame: FrameType | None) -> bool:
@@ -67,32 +26,82 @@ def is_importing(frame: FrameType | None) -> bool:
     return False
 
 
-@contextmanager
-def ends_in_one_line(*, process_ends: bool) -> Iterator[None]:
-    """Turn SIGINT into "moevement: interrupted" and :data:`INTERRUPTED`.
+class _Interrupts:
+    """SIGINT as KeyboardInterrupt, which comes again where it does not belong or where Python drops it.
 
-    What it interrupts need not end with KeyboardInterrupt: somebody may catch it, and fail in another way for it. Who
-    catches it and comes to an end has ended as it wanted to (``moevement top``). Where SIGINT is ignored or handled
-    already (``nohup``, a thread, a caller's own), that stays.
+    By an alarm, since a thread cannot be started in a signal's handler: it may have interrupted the start of another.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[int, Any]] = []
+        self._unraisable = sys.unraisablehook
+
+    def take(self) -> None:
+        """Begin to handle it."""
+        self._unraisable, sys.unraisablehook = sys.unraisablehook, self._drops
+        for number in (signal.SIGALRM, signal.SIGINT):
+            self._before.append((number, signal.signal(number, self._interrupt)))
+
+    def give_back(self, *, process_ends: bool) -> None:
+        """Stop to; where the process ends, nothing more of it is interrupted."""
+        if process_ends:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = self._unraisable
+        for number, handler in self._before:
+            if number != signal.SIGINT or not process_ends:
+                signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if is_importing(frame):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            raise KeyboardInterrupt
+
+    def _drops(self, what: Any) -> None:
+        """Nothing can be raised from a finalizer, or from a callback of the garbage collector."""
+        if isinstance(what.exc_value, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            self._unraisable(what)
+
+
+@contextmanager
+def interruptible(*, process_ends: bool) -> Iterator[None]:
+    """Raise KeyboardInterrupt at SIGINT, once no module is being imported.
+
+    Also from the ``with`` block, where what was interrupted has failed in another way because of it. Who catches it
+    and goes on does. Where SIGINT is ignored or handled already (``nohup``, a thread, a caller's own), that stays.
 
     Args:
-        process_ends: the process ends after the ``with`` block, and ignores SIGINT from then on. It ends at once where
-            it imports something, which is before it has made anything.
+        process_ends: the process ends after the ``with`` block, and ignores SIGINT from then on.
+
+    Raises:
+        KeyboardInterrupt: it came.
     """
     if threading.current_thread() is not threading.main_thread() or (
         signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     ):
         yield
         return
-    interrupts = _Interrupts(process_ends=process_ends)
+    interrupts = _Interrupts()
     try:
         interrupts.take()
         yield
-    except BaseException:
-        if not interrupts.has_come:
-            raise
-        interrupts.give_back()
-        print(_LINE, file=sys.stderr, flush=True)
-        raise SystemExit(INTERRUPTED) from None
+    except Exception as error:
+        if _is_of_interrupt(error):
+            raise KeyboardInterrupt from None
+        raise
     finally:
-        interrupts.give_back()
+        interrupts.give_back(process_ends=process_ends)
+
+
+def _is_of_interrupt(error: BaseException | None) -> bool:
+    """Whether an interruption led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return False

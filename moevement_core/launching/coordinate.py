@@ -82,7 +82,7 @@ def coordinate(what: Coordination) -> int:
         signals.may_wind_down = True
         running: _Coordination | None = None
         try:
-            running = _Coordination(what)
+            running = _Coordination(what, signals)
             return running.run(signals)
         except Stopped as stopped:
             print(f"moevement: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr, flush=True)
@@ -93,11 +93,12 @@ def coordinate(what: Coordination) -> int:
 
 
 class _Coordination:
-    def __init__(self, what: Coordination) -> None:
+    def __init__(self, what: Coordination, signals: Signals) -> None:
         import torch
 
         from moevement_core.restart.store import interrupt_in
 
+        signals.check()  # before anything is started
         self._what = what
         listener, leases = _listen(what, what.port), _listen(what, 0)
         token = _token_for(what)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from moevement_core.interrupts import is_importing
 from moevement_core.launching.children import ASKING, WINDING_DOWN
@@ -49,16 +49,17 @@ class Signals:
     def check(self) -> None:
         """Raises :class:`Stopped` if a signal has asked to end at once."""
         if self._stopped_by is not None:
-            raise Stopped(self._stopped_by)
+            self._stop(self._stopped_by)
+
+    def _stop(self, number: int) -> NoReturn:
+        for asking in ASKING:  # once is enough: what comes now is the end
+            signal.signal(asking, signal.SIG_IGN)
+        raise Stopped(number)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.may_wind_down and number in WINDING_DOWN:
             self.may_wind_down, self.asked_by = False, number
             return
-        if is_importing(frame):
-            self._stopped_by = number
-            return
-        for asking in ASKING:  # once is enough: what comes now is the end
-            signal.signal(asking, signal.SIG_IGN)
         self._stopped_by = number
-        raise Stopped(number)
+        if not is_importing(frame):
+            self._stop(number)

@@ -63,7 +63,7 @@ def from_rank_zero(answer: Callable[[], Any], kind: Any) -> Any:
     For what ranks may see differently (a file, the time), so that each of them goes on alike.
 
     Args:
-        answer: raises nothing: the others would wait.
+        answer: where it raises, the others wait for it.
         kind: see :func:`all_gather_objects`.
 
     Raises:

@@ -93,24 +93,18 @@ def run(
     if workers == 1:
         return [_cell(*task) for task in tasks]
     # Forked, a worker would inherit threads of whatever else this process does.
-    with ProcessPoolExecutor(
-        min(workers, len(tasks)), mp_context=get_context("spawn"), initializer=_end_by_ctrl_c
-    ) as pool:
-        try:
-            with _started_deaf():
-                cells = pool.map(_cell, *zip(*tasks, strict=True))
-            return list(cells)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn"), initializer=_end_by_ctrl_c)
+    try:
+        with _started_deaf():
+            cells = pool.map(_in_worker, tasks)
+        return list(cells)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
 def _started_deaf() -> Iterator[None]:
-    """Start processes that SIGINT waits for until :func:`_end_by_ctrl_c`.
-
-    A terminal sends Ctrl-C to each process; in one that is being started, Python answers with a traceback.
-    """
+    """Start processes to which SIGINT waits: in one that is being started, Python answers Ctrl-C with a traceback."""
     resource_tracker.ensure_running()  # which unblocks SIGINT when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -120,8 +114,18 @@ def _started_deaf() -> Iterator[None]:
 
 
 def _end_by_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """Where it is not ignored, as under ``nohup``."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _in_worker(task: tuple[Costs, str, Draws, float, Spares]) -> Cell:
+    """A worker may end while it computes, but not while it hands over half a result: its parent would wait for ever."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    try:
+        return _cell(*task)
+    finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
 def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares) -> Cell:

@@ -36,7 +36,9 @@ def test_what_has_ended_is_collected(tmp_path: Path) -> None:
         os._exit(0)
     time.sleep(0.2)
     looking = Orphans(tmp_path)
+    assert not looking.is_due
     looking.expect()
+    assert looking.is_due
     looking.step(ours=(), living=())
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
@@ -50,6 +52,7 @@ def test_what_a_process_that_ended_had_started_is_ended(
     looking.expect()
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
-        looking.step(ours=(), living=pages)
+        if looking.is_due:
+            looking.step(ours=(), living=pages)
         time.sleep(0.02)
     assert (left.poll() is None) == living
