@@ -10,7 +10,7 @@ import torch
 
 from megatron.moevement.elastic.grid import grid_of
 from megatron.moevement.platform import is_cpu
-from megatron.moevement.restart import leftovers, megatron_state
+from megatron.moevement.restart import leftovers, megatron_state, saves
 from megatron.moevement.runtime.job import Process
 from moevement_core.injection import Fault
 from moevement_core.rendezvous.resizing import Grid
@@ -72,6 +72,8 @@ class _Pretrain(Training):
         if job.session is not None:
             job.session.disconnect()
         megatron_state.forget_generation()
+        saves.forget_saves(job.live.is_saving)
+        job.live.is_saving = False
         job.binding.forget_loop()
         job.live.undo.close()
         leftovers.clear_thread()

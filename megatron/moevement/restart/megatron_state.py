@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-from contextlib import suppress
 
 
 def take_rank(rank: int, world: int, device: int | None = None) -> None:
@@ -49,17 +48,13 @@ def _take_world(world: int) -> None:
 def forget_generation() -> None:
     """Put away what an interrupted ``pretrain`` has left, so that it can be entered again."""
     from megatron.core import parallel_state, rerun_state_machine
-    from megatron.training import async_utils, get_args, global_vars
+    from megatron.training import get_args, global_vars
 
     args = get_args()
     end_data_workers()
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
     rerun_state_machine.destroy_rerun_state_machine()
-    if args.async_save:
-        with suppress(Exception):  # its worker may be gone
-            async_utils.reset_persistent_async_worker(args.async_strategy)
-        async_utils._async_calls_queue = None
     global_vars._GLOBAL_TIMERS = None
     global_vars._set_timers(args)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron.moevement.runtime.checkpoint_metadata import RefusedClass, read_metadata
 
@@ -51,11 +52,7 @@ def torn(checkpoint: Path) -> str | None:
         return f".metadata {error}"
     except Exception as error:  # a damaged pickle raises almost anything
         return f".metadata cannot be read ({type(error).__name__})"
-    needed: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        end = place.offset + place.length
-        needed[place.relative_path] = max(needed.get(place.relative_path, 0), end)
-    for name, size in sorted(needed.items()):
+    for name, size in sorted(listed_bytes(metadata).items()):
         path = checkpoint / name
         found = path.stat().st_size if path.exists() else None
         if found is None:
@@ -63,6 +60,14 @@ def torn(checkpoint: Path) -> str | None:
         if found < size:
             return f"{name} has {found} bytes, needs {size}"
     return None
+
+
+def listed_bytes(metadata: Any) -> dict[str, int]:
+    """Where the last piece ends that a checkpoint's ``.metadata`` lists, in bytes, for each of its files."""
+    ends: dict[str, int] = {}
+    for place in (metadata.storage_data or {}).values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return ends
 
 
 def _other(folder: Path, but: int | None) -> str:

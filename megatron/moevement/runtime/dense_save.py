@@ -75,7 +75,10 @@ def finalize_or_report(process: Process) -> Wrapper:
 
 
 class _Reported:
-    """Swallow Megatron's verdict on a failed save, which all ranks have agreed on, and report it once."""
+    """Swallow Megatron's verdict on a failed save, which all ranks have agreed on, and report it once.
+
+    Whatever else is raised interrupts the save, which then counts as under way until what it left is taken away.
+    """
 
     def __init__(self, job: Job, iteration: int | None) -> None:
         self._job = job
@@ -83,6 +86,7 @@ class _Reported:
         self.succeeded = False
 
     def __enter__(self) -> _Reported:
+        self._job.live.is_saving = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
@@ -90,7 +94,9 @@ class _Reported:
 
         self.succeeded = kind is None
         if not isinstance(error, CheckpointException):
+            self._job.live.is_saving = not self.succeeded
             return False
+        self._job.live.is_saving = False
         reasons = {f"rank {rank}: {wrapped[0]}" for rank, wrapped in error.failures.items()}
         _report(self._job, self.iteration, "; ".join(sorted(reasons)) or "a rank could not write its part")
         return True

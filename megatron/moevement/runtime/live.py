@@ -41,6 +41,8 @@ class Live:
     """The last committed iteration; 0 before the first."""
     num_tokens: Any = None
     """Of the batch of the iteration that is under way, a tensor on the device; None without per-token loss."""
+    is_saving: bool = False
+    """Whether a dense save is under way on the main thread; stays so when it is interrupted."""
     samples_are_known: bool = False
     """Whether the numbers of consumed samples were put back, and a zero among them is one."""
     boundary_log: BoundaryLog | None = None

@@ -1,0 +1,69 @@
+"""What an interrupted dense save leaves behind, and a later one would take for its own.
+
+Each rank's writer puts the list of what it has written into a queue that a module keeps, and every save takes one list
+from it once all ranks have written. A save that is interrupted in between leaves its list there; from then on each
+checkpoint would be described by the list of the one before, which nobody notices until one of them is loaded. And the
+process that writes an asynchronous save would go on in the files that the same save, made again, is writing.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from types import ModuleType
+from typing import Any
+
+_WRITERS = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
+)
+"""Modules that keep such a queue: of ``--async-strategy mcore`` and ``nvrx``, which synchronous saves use too."""
+
+
+def forget_saves(was_interrupted: bool) -> None:
+    """End what writes for this rank, and let go of what it has written; between two generations of the job.
+
+    Args:
+        was_interrupted: whether a save was under way on the main thread.
+    """
+    from megatron.training import get_args
+
+    if get_args().async_save:
+        was_interrupted = _end_writers() or was_interrupted
+    if was_interrupted:
+        for name in _WRITERS:
+            if (module := sys.modules.get(name)) is not None:
+                _forget_results(module)
+
+
+def _end_writers() -> bool:
+    """Whether there were saves that no rank had finished."""
+    from megatron.training import async_utils, get_args
+
+    queue = async_utils._async_calls_queue
+    calls = [] if queue is None else list(queue.async_calls)
+    if queue is not None:
+        queue.async_calls.clear()  # else it waits for all ranks to finish them, when it is collected
+    for call in calls:
+        _kill(call.async_caller)
+    with suppress(Exception):  # its worker may be gone
+        async_utils.reset_persistent_async_worker(get_args().async_strategy)
+    async_utils._async_calls_queue = None
+    return bool(calls)
+
+
+def _kill(caller: Any) -> None:
+    """The process that was forked for one save; a persistent worker is ended for all of them."""
+    process = getattr(caller, "process", None)
+    with suppress(Exception):  # it may have come to its end
+        caller.close(abort=True)
+    if process is not None:
+        process.join()
+
+
+def _forget_results(module: ModuleType) -> None:
+    """With the process that keeps them: a request to it may have been interrupted, whose answer the next would get."""
+    queue, module._results_queue = module._results_queue, None  # type: ignore[attr-defined]
+    if queue is not None:
+        with suppress(Exception):  # it may be gone
+            queue._manager.shutdown()
