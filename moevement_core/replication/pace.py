@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from moevement_core import log
 from moevement_core.policy.idle import IdleSpans, Sample, idle_spans
@@ -39,8 +39,7 @@ class Pace:
         self.spans = IdleSpans()
         self._moved = moved
         self._began_s = time.perf_counter()
-        self._seen: list[tuple[float, list[Sample]]] = []
-        self._samples: list[Sample] = []
+        self._profile = Profile()
         self._begun = 0
         self._looks = threading.Event()
         self._is_over = False
@@ -54,18 +53,16 @@ class Pace:
         Args:
             was_quiet: whether nothing was saved beside the one before, from its beginning to its end.
         """
-        now, its = time.perf_counter(), self._samples
+        self._began_s = time.perf_counter()
+        if self._is_over:
+            return
         self._begun += 1
-        if was_quiet and self._looks.is_set():
-            self._seen.append((now - self._began_s, its))
-        self._began_s, self._samples = now, []
-        if self._begun > PATIENCE and not self._is_over:
+        seen = self._profile.begin(self._began_s, self._moved(), is_counted=was_quiet and self._looks.is_set())
+        self._looks.set()
+        if self._begun > PATIENCE:
             self._is_over = True
-        elif len(self._seen) < PROFILED:
-            self._looks.set()
-        elif not self._is_over:
-            self.spans, self._is_over = idle_spans(self._seen), True
-            self._seen.clear()
+        elif len(seen) >= PROFILED:
+            self.spans, self._is_over = idle_spans(seen), True
             log.info(
                 f"the network is idle in {self.spans.idle_s:.3f} of {self.spans.iteration_s:.3f} s of an iteration, in "
                 f"{len(self.spans.spans)} spans; copies are sent there"
@@ -101,13 +98,47 @@ class Pace:
         return self._is_over
 
     def _look(self) -> None:
-        last_s, last = time.perf_counter(), 0
+        self._looks.wait()
         while not self._is_over:
-            if not self._looks.wait(timeout=1.0):
-                continue
-            moved, now_s = self._moved(), time.perf_counter()
-            began_s, samples = self._began_s, self._samples
-            if last_s > began_s and last:
-                samples.append(Sample(now_s - began_s, now_s - last_s, moved - last))
-            last_s, last = now_s, moved
+            moved = self._moved()
+            self._profile.look(time.perf_counter(), moved)
             time.sleep(LOOK_S)
+
+
+class Profile:
+    """What went over the network in some iterations, by counters that are looked at now and then, by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._iterations: list[tuple[float, list[Sample]]] = []
+        self._samples: list[Sample] = []
+        self._began_s = self._last_s = time.perf_counter()
+        self._last = 0
+
+    def begin(self, now_s: float, moved: int, *, is_counted: bool) -> Sequence[tuple[float, Sequence[Sample]]]:
+        """An iteration begins now, so that nothing of it is unseen.
+
+        Args:
+            now_s: of a monotonic clock.
+            moved: bytes that went over the network so far.
+            is_counted: whether the iteration before belongs to the profile.
+
+        Returns:
+            The length of each iteration that does, and what was seen in it.
+        """
+        with self._lock:
+            self._add(now_s, moved)
+            if is_counted:
+                self._iterations.append((now_s - self._began_s, self._samples))
+            self._began_s, self._samples = now_s, []
+            return self._iterations
+
+    def look(self, now_s: float, moved: int) -> None:
+        """At the counter, which stood at ``moved`` at ``now_s``; nothing if somebody has looked since."""
+        with self._lock:
+            self._add(now_s, moved)
+
+    def _add(self, now_s: float, moved: int) -> None:
+        if now_s > self._last_s:
+            self._samples.append(Sample(now_s - self._began_s, now_s - self._last_s, moved - self._last))
+            self._last_s, self._last = now_s, moved

@@ -5,36 +5,55 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from random import Random
 
+import pytest
 import torch
 
-from moevement_core.policy.idle import IdleSpans
+from moevement_core.policy.idle import IdleSpans, idle_spans
 from moevement_core.replication.interface import bytes_moved
-from moevement_core.replication.pace import PROFILED, Pace
+from moevement_core.replication.pace import PATIENCE, PROFILED, Pace, Profile
 
 
-def test_it_is_learned_when_training_communicates_and_copies_wait_for_the_rest() -> None:
-    """Iterations of 100 ms, in the first half of which something is moved; what is seen is a counter."""
-    moved, began_s = 0, time.perf_counter()
+@pytest.mark.parametrize("longest_s", [0.002, 0.02])
+def test_it_is_learned_when_training_communicates(longest_s: float) -> None:
+    """Iterations of 100 ms, in the first half of which bytes go; looks come when the machine lets them."""
+    random = Random(7)
+    profile, spans = Profile(), IdleSpans()
+    began_s, moved = 1e6, 5 << 30
+    for number in range(PROFILED + 1):
+        spans = idle_spans(profile.begin(began_s, moved, is_counted=number > 0))
+        offset_s = 0.0
+        while (offset_s := offset_s + random.uniform(0.001, longest_s)) < 0.1:
+            profile.look(began_s + offset_s, moved + int(min(offset_s, 0.05) * 1e9))
+            profile.look(began_s + offset_s - 0.0005, moved)  # by another thread, which comes too late
+        began_s, moved = began_s + 0.1, moved + 50_000_000
+    assert spans.iteration_s == pytest.approx(0.1)
+    ((first, last),) = spans.spans
+    assert 0.045 < first < 0.055 + longest_s
+    assert last == pytest.approx(0.1)
 
-    def counter() -> int:
-        nonlocal moved
-        if time.perf_counter() - began_s < 0.05:
-            moved += 1 << 20
-        return moved
 
-    pace = Pace(counter)
-    for number in range(PROFILED + 3):
-        began_s = time.perf_counter()
+def test_it_is_known_after_some_iterations() -> None:
+    pace = Pace(lambda: 0)
+    for number in range(PROFILED + 2):
+        assert not pace.is_known
         pace.begin(was_quiet=number > 1)
-        time.sleep(0.1)
-    pace.begin(was_quiet=True)
     assert pace.is_known
-    first = pace.spans.spans[0][0]
-    assert first > 0, "it begins with what is moved"
+    noisy = Pace(lambda: 0)
+    for _ in range(PATIENCE + 1):
+        assert not noisy.is_known
+        noisy.begin(was_quiet=False)
+    assert noisy.is_known
+
+
+def test_copies_wait_for_an_idle_span() -> None:
+    pace = Pace(lambda: 0)
+    pace.spans = IdleSpans(3600.0, ((0.05, 3600.0),))
     asked_s = time.perf_counter()
+    pace.begin(was_quiet=True)
     assert 0 < pace.allowed(1 << 30, lambda: False) < 1 << 30
-    assert time.perf_counter() - asked_s >= first / 2
+    assert time.perf_counter() - asked_s >= 0.05
 
 
 def test_what_has_to_hurry_does_not_wait() -> None:
