@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Collection
-from contextlib import suppress
 
-import psutil
 from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
 from moevement_core.replication import transport
+from moevement_core.restart.connections import Endpoint, Ends, shut_down
 
 DRAIN_S = 5.0
 """How long sends and receives of background threads have to notice that their connections are gone."""
@@ -24,39 +21,23 @@ class AbortAll(Abort):
     of a rank that is only stopped. With its sockets shut down, every wait of gloo ends with an error at once.
 
     Args:
-        store_port: connections to the job's store stay, but for those that process groups are made through.
-        groups_ports: the local ports of these.
+        store: where the job's store listens; connections to it stay.
+        groups: those of them that process groups are made through, which do not.
         before: called first; whatever must know that errors to come are nobody's fault.
     """
 
-    def __init__(self, store_port: int, groups_ports: Collection[int], before: Callable[[], None]) -> None:
-        self._store_port, self._groups_ports, self._before = store_port, groups_ports, before
+    def __init__(self, store: Collection[Endpoint], groups: Collection[Ends], before: Callable[[], None]) -> None:
+        self._store, self._of_groups, self._before = store, groups, before
         self._groups = AbortTorchDistributed()
 
     def __call__(self, state: FrozenState) -> FrozenState:  # on the wrapper's monitoring thread
         """Abort."""
         self._before()
         transport.refuse()
-        shut_down_connections(but=self._store_port, except_from=self._groups_ports)
+        shut_down(self._is_meant)
         transport.drained(DRAIN_S)
         self._groups(state)
         return state
 
-
-def shut_down_connections(but: int, except_from: Collection[int] = ()) -> None:
-    """Shut down every TCP connection of this process, but those to the port ``but``.
-
-    Descriptors stay open: whoever uses them finds the connection broken and closes them.
-
-    Args:
-        but: a port, of this or of the other side.
-        except_from: local ports of connections that are shut down all the same.
-    """
-    for connection in psutil.Process().net_connections("tcp"):
-        if not connection.raddr:
-            continue
-        local, remote = connection.laddr.port, connection.raddr.port
-        if but in (local, remote) and local not in except_from:
-            continue
-        with suppress(OSError), socket.socket(fileno=os.dup(connection.fd)) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
+    def _is_meant(self, ends: Ends) -> bool:
+        return ends in self._of_groups or not {ends.local, ends.remote} & set(self._store)

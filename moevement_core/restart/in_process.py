@@ -35,7 +35,7 @@ from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
 from moevement_core.restart.generation import Generation, Regroup, enter_generation, is_aborting, is_fault_of_others
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import Guard, Outcome
-from moevement_core.restart.store import GenerationStore, connect, connect_breakable, store_address
+from moevement_core.restart.store import GenerationStore, connect, connect_breakable, endpoints, store_address
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class _Restarts:
         self._training = training
         self._address = address
         self._store = connect(address)
+        self._endpoints = endpoints(address)
         self._member = Member(self._store, _introduction(training.watching.devices))
         self._reason = ""
 
@@ -179,12 +180,12 @@ class _Restarts:
         world = len(now.roster.ranks)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
         self._reason = ""
-        groups_store, groups_ports = connect_breakable(self._address)
+        groups_store, its_connections = connect_breakable(self._address)
         guard = Guard(
             now.rank,
             world,
             GenerationStore(connect(self._address), now.roster.generation),
-            AbortAll(self._address[1], groups_ports, now.abort),
+            AbortAll(self._endpoints, its_connections, now.abort),
             watching.hang_s,
             watching.interval_s,
         )

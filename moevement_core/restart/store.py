@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, override
 
-import psutil
 import torch
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import StoreMixin
@@ -15,6 +15,7 @@ from nvidia_resiliency_ext.inprocess.store import StoreMixin
 from moevement_core.rendezvous.roster import INTERRUPTED
 from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
 from moevement_core.rendezvous.token import own_token
+from moevement_core.restart.connections import Endpoint, Ends, connections
 from moevement_core.restart.environment import STORE_ENV
 
 TIMEOUT = timedelta(minutes=10)
@@ -46,22 +47,27 @@ def connect_plain(address: tuple[str, int]) -> Any:
     return torch.distributed.PrefixStore(f"{prefix_of(own_token())}/groups", _client(address))
 
 
-def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[int]]:
-    """The same as :func:`connect_plain`, and the local ports of its connections.
+def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[Ends]]:
+    """The same as :func:`connect_plain`, and its connections.
 
     Whoever waits in it can be freed by shutting these down, while other clients of the same store go on.
     """
-    before = _local_ports(address[1])
-    return connect_plain(address), _local_ports(address[1]) - before
+    before = _to(address[1])
+    return connect_plain(address), _to(address[1]) - before
+
+
+def endpoints(address: tuple[str, int]) -> set[Endpoint]:
+    """Where the store may be reached, by every address that its host's name has."""
+    found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    return {(str(name[0]), int(name[1])) for *_, name in found}
 
 
 def _client(address: tuple[str, int]) -> Any:
     return torch.distributed.TCPStore(*address, is_master=False, timeout=TIMEOUT)
 
 
-def _local_ports(remote_port: int) -> set[int]:
-    connections = psutil.Process().net_connections("tcp")
-    return {each.laddr.port for each in connections if each.raddr and each.raddr.port == remote_port}
+def _to(port: int) -> set[Ends]:
+    return {ends for ends, _ in connections() if ends.remote is not None and ends.remote[1] == port}
 
 
 class GenerationStore(StoreMixin):

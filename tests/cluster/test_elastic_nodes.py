@@ -17,7 +17,7 @@ FLAGS: dict[str, Any] = dict.fromkeys(PP2_EP2, False) | {
     "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1, "use_distributed_optimizer": False,
     "bf16": False, "global_batch_size": 12, "micro_batch_size": 2, "train_iters": 5000,
     "moevement_lease_seconds": LEASE_S, "moevement_elastic": True, "moevement_join_wait": 2, "log_interval": 1,
-    "lr": 5e-4,
+    "lr": 1e-4,
 }  # fmt: skip
 """Sums over another number of ranks are rounded differently, and a large learning rate amplifies that with every
 iteration between two changes: at 5e-3 a difference of 1e-7 was 1e-2 sixty iterations later, after a router had chosen

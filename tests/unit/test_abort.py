@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from nvidia_resiliency_ext.inprocess.state import State
 
 from moevement_core.replication import transport
 from moevement_core.replication.connections import Address, Connections
-from moevement_core.restart.abort import shut_down_connections
+from moevement_core.restart.abort import AbortAll
+from moevement_core.restart.connections import Patience, connections, shut_down
 from moevement_core.session.exchange import all_gather_objects
 from tests.harness import run_ranks
 
@@ -28,12 +33,74 @@ def test_every_wait_ends_but_those_of_the_store() -> None:
             ended.set()
 
         threading.Thread(target=wait, daemon=True).start()
-        shut_down_connections(but=store.getsockname()[1])
+        shut_down(lambda ends: store.getsockname() not in (ends.local, ends.remote))
         assert ended.wait(10), "nobody sent anything, and the wait is over"
         to_store.sendall(b"x")
         assert served.recv(1) == b"x"
         for one in (peer, to_store, others, served):
             one.close()
+
+
+def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
+    """At a thousand ranks some connection has that number by chance, on another host."""
+    with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.3", 0)) as peers:
+        port = store.getsockname()[1]
+        peer = socket.create_connection(peers.getsockname(), source_address=("127.0.0.2", port))
+        to_store = socket.create_connection(store.getsockname())
+        for_groups = socket.create_connection(store.getsockname())
+        (others, _), *served = peers.accept(), store.accept()[0], store.accept()[0]
+        groups = {ends for ends, _ in connections() if ends.local == for_groups.getsockname()}
+        AbortAll({("127.0.0.1", port)}, groups, lambda: None)(State(0, 1).freeze())
+        assert others.recv(1) == b"", "the peer is shut down"
+        assert served[1].recv(1) == b"", "what process groups are made through, too"
+        to_store.sendall(b"x")
+        assert served[0].recv(1) == b"x"
+        for one in (peer, others, to_store, for_groups, *served):
+            one.close()
+
+
+def test_nothing_but_connections_is_touched(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+        (tmp_path / "file").open("w+") as file,
+    ):
+        one, other = socket.socketpair()
+        datagrams.connect(server.getsockname())
+        shut_down(lambda _: True)
+        late = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        accepted.sendall(b"a")
+        assert late.recv(1) == b"a"
+        one.sendall(b"b")
+        assert other.recv(1) == b"b"
+        assert datagrams.send(b"c") == 1
+        assert file.write("d") == 1
+        for each in (one, other, late, accepted):
+            each.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_many_connections_end_while_others_go() -> None:
+    """What somebody else closes meanwhile hides none of them."""
+    with socket.create_server(("127.0.0.1", 0), backlog=512) as server:
+        pairs = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in range(150)]
+        going = [(socket.create_connection(server.getsockname()), server.accept()[0]) for _ in range(150)]
+
+        def close() -> None:
+            for pair in going:
+                for each in pair:
+                    each.close()
+
+        closing = threading.Thread(target=close)
+        closing.start()
+        shut_down(lambda _: True)
+        closing.join()
+        for each in (end for pair in pairs for end in pair):
+            each.settimeout(10)
+            assert each.recv(1) == b""
+            each.close()
 
 
 def _abort_while_receiving(is_half_received: bool) -> None:
@@ -71,3 +138,32 @@ def _abort_while_receiving(is_half_received: bool) -> None:
 @pytest.mark.parametrize("is_half_received", [False, True])
 def test_an_abort_ends_what_is_under_way_and_refuses_the_rest(is_half_received: bool) -> None:
     run_ranks(_abort_while_receiving, 2, is_half_received)
+
+
+def _abort_in_the_middle_of_a_message() -> None:
+    """Both sides live, and are interrupted while one sends to the other."""
+    rank = dist.get_rank()
+    data = torch.full((100 << 20,), 1 - rank, dtype=torch.uint8)
+    ended = threading.Event()
+
+    def move() -> None:
+        with suppress(RuntimeError):
+            if rank == 0:
+                dist.recv(data, 1)
+            else:
+                dist.send(data, 0)
+        ended.set()
+
+    dist.barrier()
+    threading.Thread(target=move, daemon=True).start()
+    if rank == 0:
+        while data[0]:
+            time.sleep(0.0001)
+    store = int(os.environ["MASTER_PORT"])
+    shut_down(lambda ends: ends.remote is None or ends.remote[1] != store, Patience(2.0, 2.0, 30.0))
+    assert ended.wait(30)
+    assert rank == 1 or not data.any()
+
+
+def test_a_message_under_way_arrives_before_its_connection_is_shut_down() -> None:
+    run_ranks(_abort_in_the_middle_of_a_message, 2)

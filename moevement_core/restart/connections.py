@@ -1,0 +1,154 @@
+"""The TCP connections of this process, and an end to them that leaves no message half received.
+
+This process is asked for its sockets, and not the host for its list, which is long on a busy one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import stat
+import struct
+import termios
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+LOOK_S = 0.005
+"""Between two looks at what has moved."""
+_ESTABLISHED = 1
+_MOVED = struct.Struct("=QQ")
+_MOVED_AT = 120
+"""Bytes acknowledged and received, in Linux's ``struct tcp_info``."""
+
+type Endpoint = tuple[str, int]
+"""Address and port."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Of a connection."""
+
+    local: Endpoint
+    remote: Endpoint | None
+    """None while it is being made, and once it is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long is waited for what is under way, seconds."""
+
+    idle_s: float = 0.02
+    """For how long nothing may have moved on a connection before it is taken to be idle."""
+    moved_s: float = 0.06
+    """The same for one on which something has: who sends the rest of a message may not be scheduled just then."""
+    limit_s: float = 0.5
+    """At most, for all of them: whoever was lost while it sent sends no more."""
+
+
+def connections() -> Iterator[tuple[Ends, socket.socket]]:
+    """Every TCP connection of this process, as a duplicate that is closed when the next is asked for."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if (one := _duplicate(descriptor)) is None:
+            continue
+        with one:
+            if (ends := _ends_of(one)) is not None:
+                yield ends, one
+
+
+def _ends_of(connection: socket.socket) -> Ends | None:
+    """Nothing if it is no connection."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return None
+    if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        return None
+    remote = None
+    with suppress(OSError):
+        remote = _endpoint(connection.getpeername())
+    return Ends(_endpoint(connection.getsockname()), remote)
+
+
+def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience()) -> None:
+    """Shut down connections, each as soon as what is under way on it has arrived; those made meanwhile, too.
+
+    Descriptors stay open: whoever uses them finds the connection broken and closes them. A receive of gloo of which a
+    part has come never ends when its connection does (torch 2.13, ``scripts/half_received_gloo.py``): where both sides
+    live, the rest comes first. Who waits for a message of which nothing has come is freed after ``patience.idle_s``.
+
+    Args:
+        is_meant: whether a connection is to be shut down.
+        patience: with what is under way.
+    """
+    seen: dict[Ends, _Seen] = {}
+    ends_s = time.monotonic() + patience.limit_s
+    while True:
+        now_s, before, seen = time.monotonic(), seen, {}
+        for ends, connection in connections():
+            if not is_meant(ends):
+                continue
+            now = _look(connection, before.get(ends), now_s)
+            if now is None or now.is_quiet(now_s, patience) or now_s >= ends_s:
+                with suppress(OSError):  # it is broken already
+                    connection.shutdown(socket.SHUT_RDWR)
+            else:
+                seen[ends] = now
+        if not seen:
+            return
+        time.sleep(LOOK_S)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Of a connection, when it was looked at last."""
+
+    moved: tuple[int, int]
+    """Bytes that have arrived at the other side, and here."""
+    since_s: float
+    """When something had moved last, or was on its way."""
+    has_moved: bool
+
+    def is_quiet(self, now_s: float, patience: Patience) -> bool:
+        return now_s - self.since_s >= (patience.moved_s if self.has_moved else patience.idle_s)
+
+
+def _look(connection: socket.socket, before: _Seen | None, now_s: float) -> _Seen | None:
+    """Nothing where no more can arrive."""
+    if (moved := _moved(connection)) is None:
+        return None
+    if before is None:
+        return _Seen(moved, now_s, _is_pending(connection))
+    if moved != before.moved or _is_pending(connection):
+        return _Seen(moved, now_s, has_moved=True)
+    return before
+
+
+def _moved(connection: socket.socket) -> tuple[int, int] | None:
+    """Nothing where no more can."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    if info[0] != _ESTABLISHED:
+        return None
+    if len(info) < _MOVED_AT + _MOVED.size:  # Linux before 4.1
+        return 0, 0
+    return _MOVED.unpack_from(info, _MOVED_AT)
+
+
+def _is_pending(connection: socket.socket) -> bool:
+    """Whether something has come that nobody has read, or was sent and has not arrived."""
+    return any(
+        struct.unpack("=i", fcntl.ioctl(connection, request, bytes(4)))[0]
+        for request in (termios.FIONREAD, termios.TIOCOUTQ)
+    )
+
+
+def _duplicate(descriptor: int) -> socket.socket | None:
+    """Nothing if it is no socket of this process, or closed by now."""
+    with suppress(OSError):
+        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return socket.socket(fileno=os.dup(descriptor))
+    return None
+
+
+def _endpoint(name: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
+    return name[0].removeprefix("::ffff:"), name[1]
