@@ -63,7 +63,7 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement.data import loaders
     from megatron.moevement.elastic import replicas
     from megatron.moevement.pipeline_parallel import communicator
-    from megatron.moevement.restart import entry, in_process, launcher_store, places
+    from megatron.moevement.restart import entry, in_process, launcher_store, places, saves
     from megatron.moevement.runtime import checkpoint_rng, dense_save, evaluation, recorder, train_step
     from megatron.moevement.transformer import attention, capacity, elastic_moe, experts, frozen, norm
     from moevement_core.injection import Phase
@@ -224,6 +224,18 @@ def points() -> tuple[Point, ...]:
             "maybe_finalize_async_save",
             dense_save.finalize_or_report(_process),
             "an asynchronous save shows its failure here",
+        ),
+        *(
+            Point(
+                (module,),
+                name,
+                dense_save.uninterrupted,
+                "who is interrupted within it leaves a process that nobody ends",
+            )
+            for module, name in (
+                ("megatron.training.initialize", "init_persistent_async_worker"),
+                *((writer, "get_write_results_queue") for writer in saves.WRITERS),
+            )
         ),
     )
 

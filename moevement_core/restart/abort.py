@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
 
-from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
+from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed, AbortTransformerEngine
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
 from moevement_core.replication import transport
@@ -37,6 +38,8 @@ class AbortAll(Abort):
         shut_down(self._is_meant)
         transport.drained(DRAIN_S)
         self._groups(state)
+        if "transformer_engine.pytorch" in sys.modules:  # its buffers of --tp-comm-overlap; not tested on GPUs
+            AbortTransformerEngine()(state)
         return state
 
     def _is_meant(self, ends: Ends) -> bool:

@@ -19,4 +19,5 @@ def forget_groups() -> None:
     if dist.is_initialized():
         with suppress(Exception):
             dist.destroy_process_group()
+    c10d._world.pg_coalesce_state.clear()  # of a block that was interrupted, which a new group would inherit
     c10d._world.group_count = 0

@@ -16,12 +16,10 @@ from tests.training import SCRIPT
 SAVES: dict[str, dict[str, Any]] = {
     "sync": {},
     "sync-mcore": {"async_strategy": "mcore"},
-    "async-forked": {"async_save": True},
-    "async-forked-mcore": {"async_save": True, "async_strategy": "mcore"},
     "async-worker": {"async_save": True, "use_persistent_ckpt_worker": True},
     "async-worker-mcore": {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"},
 }
-QUICK = ("sync", "async-forked")
+QUICK = ("sync", "async-worker")
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else [pytest.mark.full]) for how in SAVES])

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.moevement.restart import origin
 from megatron.moevement.restart.origin import as_at_first, checkpoint_meant, mark_saved, newest_saved, resumed
-from megatron.moevement.runtime.dense_checkpoint import TRACKER
+from megatron.moevement.runtime.dense_checkpoint import TRACKER, mend_tracker
 from moevement_core.errors import RecoveryError
 
 JOB = "8f3a2c1d"
@@ -52,6 +52,22 @@ def test_one_that_is_torn_or_not_finished_or_not_all_of_the_state_is_none(tmp_pa
     saved(tmp_path, 50)
     (tmp_path / TRACKER).write_text("40")  # an asynchronous save that is not finished
     assert newest_saved(str(tmp_path), JOB) == 10
+
+
+@pytest.mark.parametrize("text", ["", "1", "iter"])
+def test_a_tracker_whose_writer_was_stopped_names_the_newest_whole_checkpoint(text: str, tmp_path: Path) -> None:
+    mend_tracker(tmp_path)
+    assert not (tmp_path / TRACKER).exists()
+    saved(tmp_path, 10)
+    saved(tmp_path, 20)
+    (tmp_path / "iter_0000020" / "model.pt").unlink()
+    (tmp_path / TRACKER).write_text(text)
+    mend_tracker(tmp_path)
+    assert (tmp_path / TRACKER).read_text() == ("1" if text == "1" else "10")
+    (tmp_path / "iter_0000010" / "model.pt").unlink()
+    (tmp_path / TRACKER).write_text("")
+    mend_tracker(tmp_path)
+    assert not (tmp_path / TRACKER).exists()
 
 
 def test_what_load_means(tmp_path: Path) -> None:

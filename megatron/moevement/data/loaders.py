@@ -92,14 +92,14 @@ def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable
         def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
             job = process.job
             live, is_rejoining = job.live, job.rejoined is not None
-            if is_rejoining and len(live.datasets) >= len(live.model or []):  # after a failure, in the order of then
-                live.datasets.append(live.datasets.pop(0))
-                return live.datasets[-1]
+            chunk, live.datasets_asked = live.datasets_asked, live.datasets_asked + 1
+            if is_rejoining and chunk < len(live.datasets):
+                return live.datasets[chunk]
             with live.undo.nested() as inner:
                 if is_rejoining:
                     without_barrier(inner)
                 datasets = original(*args, **kwargs)
-            live.datasets.append(datasets)
+            live.datasets[chunk:] = [datasets]
             return datasets
 
         return build_train_valid_test_datasets

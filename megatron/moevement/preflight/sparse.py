@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 
 from megatron.moevement.arguments import session_config
-from megatron.moevement.preflight.refusal import Refusal, complaints, given
+from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
 from moevement_core.injection import Fault
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
 from moevement_core.strategies.config import Recovery
@@ -24,6 +24,10 @@ REFUSED = (
     Refusal(
         "--cuda-graph-impl", lambda args: args.cuda_graph_impl != "none",
         "a captured graph cannot leave out what is frozen in a replay",
+    ),
+    Refusal(
+        "--optimizer-cuda-graph", beside("optimizer_cuda_graph", False),
+        "a captured update cannot be left out, or made again",
     ),
     Refusal("--overlap-moe-expert-parallel-comm", given("overlap_moe_expert_parallel_comm"), _WGRAD),
     Refusal("--delay-wgrad-compute", given("delay_wgrad_compute"), _WGRAD),

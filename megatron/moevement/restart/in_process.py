@@ -37,6 +37,7 @@ class _Pretrain(Training):
         self, process: Process, pretrain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._process, self._pretrain, self._args, self._kwargs = process, pretrain, args, kwargs
+        self._program_start = megatron_state.program_start()
 
     @property
     @override
@@ -72,8 +73,10 @@ class _Pretrain(Training):
         if job.session is not None:
             job.session.disconnect()
         megatron_state.forget_generation()
+        megatron_state.set_program_start(self._program_start)
         saves.forget_saves(job.live.is_saving)
         job.live.is_saving = False
+        job.live.datasets_asked = 0
         job.binding.forget_loop()
         job.live.undo.close()
         leftovers.clear_thread()

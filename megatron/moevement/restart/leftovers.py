@@ -28,6 +28,8 @@ from megatron.moevement.state_digest import members
 
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
 """What ``train`` puts into the model's configuration."""
+_INDICES = {"shuffle_index": ("sample_index", "document_index"), "dataset_index": ("dataset_sample_index",)}
+"""Of Megatron's data sets: the one that is looked at, and those that are mapped after it."""
 _SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 
@@ -55,6 +57,7 @@ def clear(live: Live, config: Mapping[str, Any]) -> None:
         live: of this rank.
         config: what :func:`config_of` gave.
     """
+    _reset_indices(live)
     if live.model is not None:
         _reset_configuration(live, config)
         _reset_metrics(live)
@@ -183,7 +186,9 @@ def _reset_random_tracker() -> None:
 
 
 def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
-    """``train`` asserts that nobody has set what it sets; an evaluation puts the timers aside."""
+    """``train`` asserts that nobody has set what it sets; an evaluation puts the timers aside. Timers are new in each
+    generation: the optimizer's would go on with one that was started and not stopped.
+    """
     from megatron.core.utils import get_model_config
     from megatron.training import get_timers
 
@@ -191,6 +196,28 @@ def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
     for name, value in before.items():
         setattr(config, name, value)
     config.timers = get_timers()
+    for optimizer in (live.optimizer, *members(live.optimizer)):
+        if (its := getattr(optimizer, "config", None)) is not None:
+            its.timers = get_timers()
+
+
+def _reset_indices(live: Live) -> None:
+    """With ``--dataloader-defer-npy-index-mmap`` a data set maps its files when it is asked for its first sample, and
+    takes all of them to be there once the first is.
+    """
+    for one in _all_datasets(live.datasets):
+        for first, others in _INDICES.items():
+            if any(getattr(one, name, first) is None for name in others):
+                setattr(one, first, None)
+
+
+def _all_datasets(found: Any) -> Iterator[Any]:
+    if isinstance(found, list | tuple):
+        for one in found:
+            yield from _all_datasets(one)
+    elif found is not None:
+        yield found
+        yield from _all_datasets(getattr(found, "datasets", ()))
 
 
 def _reset_metrics(live: Live) -> None:
@@ -198,10 +225,10 @@ def _reset_metrics(live: Live) -> None:
     remember: one that is new would ask alone.
     """
     from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    get_moe_metrics_tracker().clear()
+    destroy_moe_metrics_tracker()  # it keeps groups, too, and a rank may come to a stage that has no experts
     MTPLossLoggingHelper.tracker.clear()
     DSAIndexerLossLoggingHelper.tracker.clear()
     for optimizer in (live.optimizer, *members(live.optimizer)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from contextlib import suppress
 
 
 def take_rank(rank: int, world: int, device: int | None = None) -> None:
@@ -23,10 +25,15 @@ def take_rank(rank: int, world: int, device: int | None = None) -> None:
     if device is not None:
         args.local_rank = device
         os.environ["LOCAL_RANK"] = str(device)
-    if rank == args.world_size - 1:  # it writes what Megatron logs
-        for name in ("tensorboard", "wandb"):
-            if getattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER") is None:
-                getattr(global_vars, f"_set_{name}_writer")(args)
+    is_last = rank == args.world_size - 1  # it writes what Megatron logs
+    for name in ("tensorboard", "wandb"):
+        writer = getattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER")
+        if is_last and writer is None:
+            getattr(global_vars, f"_set_{name}_writer")(args)
+        elif not is_last and writer is not None:
+            with suppress(Exception):  # another one goes on, and this one has no more to say
+                writer.flush() if name == "tensorboard" else writer.finish()
+            setattr(global_vars, f"_GLOBAL_{name.upper()}_WRITER", None)
 
 
 def _take_world(world: int) -> None:
@@ -55,8 +62,33 @@ def forget_generation() -> None:
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_global_memory_buffer()
     rerun_state_machine.destroy_rerun_state_machine()
+    _forget_dispatch_buffers()
     global_vars._GLOBAL_TIMERS = None
     global_vars._set_timers(args)
+
+
+def _forget_dispatch_buffers() -> None:
+    """Of DeepEP: made for the processes of a group, and kept for whatever group takes its place. Not tested on GPUs."""
+    if (module := sys.modules.get("megatron.core.transformer.moe.fused_a2a")) is not None:
+        module._buffer = None  # type: ignore[attr-defined]
+        module.reset_hybrid_ep_buffer()
+
+
+def program_start() -> float | None:
+    """When the script said that it began, to be put back before ``pretrain`` is entered again.
+
+    Ranks reduce it where it is known, and then it is known everywhere: one that is new would not take part.
+    """
+    from megatron.training import training
+
+    return training._STARTUP_TIMESTAMPS["program_start"]
+
+
+def set_program_start(when: float | None) -> None:
+    """Put back what :func:`program_start` gave."""
+    from megatron.training import training
+
+    training._STARTUP_TIMESTAMPS["program_start"] = when
 
 
 def end_data_workers() -> None:

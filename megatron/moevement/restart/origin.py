@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.moevement.runtime.dense_checkpoint import TRACKER, torn
+from megatron.moevement.runtime.dense_checkpoint import TRACKER, mend_tracker, torn
 from moevement_core.errors import RecoveryError
 from moevement_core.session.exchange import broadcast_object
 from moevement_core.session.identity import JobNames, remember
@@ -135,8 +135,8 @@ def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
     if origin is None:
         raise RecoveryError(refused)
     before = {name: getattr(args, name) for name in origin.flags}
-    vars(args).update(origin.flags)
     try:
+        vars(args).update(origin.flags)
         yield origin
     finally:
         vars(args).update(before)
@@ -145,8 +145,11 @@ def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
 def _decide(names: JobNames, args: Namespace, first: str) -> Origin:
     if not names.is_restart:
         return Origin("what its flags say")
-    if args.save and (step := newest_saved(args.save, names.name)) is not None:
-        return resumed(args.save, step)
+    if args.save:
+        with suppress(OSError):  # nothing may be written there, and what is there is looked for all the same
+            mend_tracker(Path(args.save))
+        if (step := newest_saved(args.save, names.name)) is not None:
+            return resumed(args.save, step)
     return as_at_first(args, first)
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
 
-_WRITERS = (
+WRITERS = (
     "megatron.core.dist_checkpointing.strategies.filesystem_async",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
@@ -31,34 +30,23 @@ def forget_saves(was_interrupted: bool) -> None:
     if get_args().async_save:
         was_interrupted = _end_writers() or was_interrupted
     if was_interrupted:
-        for name in _WRITERS:
+        for name in WRITERS:
             if (module := sys.modules.get(name)) is not None:
                 _forget_results(module)
 
 
 def _end_writers() -> bool:
-    """Whether there were saves that no rank had finished."""
+    """Whether there were saves that not all ranks had finished."""
     from megatron.training import async_utils, get_args
 
     queue = async_utils._async_calls_queue
-    calls = [] if queue is None else list(queue.async_calls)
+    are_left = queue is not None and bool(queue.async_calls)
     if queue is not None:
         queue.async_calls.clear()  # else it waits for all ranks to finish them, when it is collected
-    for call in calls:
-        _kill(call.async_caller)
     with suppress(Exception):  # its worker may be gone
         async_utils.reset_persistent_async_worker(get_args().async_strategy)
     async_utils._async_calls_queue = None
-    return bool(calls)
-
-
-def _kill(caller: Any) -> None:
-    """The process that was forked for one save; a persistent worker is ended for all of them."""
-    process = getattr(caller, "process", None)
-    with suppress(Exception):  # it may have come to its end
-        caller.close(abort=True)
-    if process is not None:
-        process.join()
+    return are_left
 
 
 def _forget_results(module: ModuleType) -> None:

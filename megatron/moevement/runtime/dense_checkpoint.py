@@ -62,6 +62,24 @@ def torn(checkpoint: Path) -> str | None:
     return None
 
 
+def mend_tracker(folder: Path) -> None:
+    """Let the tracker file of ``folder`` name its newest whole checkpoint, if whoever wrote it was stopped in between.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    tracker = folder / TRACKER
+    if not tracker.exists():
+        return
+    text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    if text == "release" or text.isdecimal():
+        return
+    if (step := _newest_whole(folder)) is not None:
+        tracker.write_text(str(step), encoding="utf-8")
+    else:
+        tracker.unlink()
+
+
 def listed_bytes(metadata: Any) -> dict[str, int]:
     """Where the last piece ends that a checkpoint's ``.metadata`` lists, in bytes, for each of its files."""
     ends: dict[str, int] = {}
@@ -71,6 +89,10 @@ def listed_bytes(metadata: Any) -> dict[str, int]:
 
 
 def _other(folder: Path, but: int | None) -> str:
-    steps = sorted((int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdigit()), reverse=True)
-    whole = next((step for step in steps if step != but and torn(folder / f"iter_{step:07d}") is None), None)
+    whole = _newest_whole(folder, but)
     return f"; iteration {whole} is whole: add --ckpt-step {whole}" if whole is not None else "; no other one is whole"
+
+
+def _newest_whole(folder: Path, but: int | None = None) -> int | None:
+    steps = sorted((int(path.name[5:]) for path in folder.glob("iter_*") if path.name[5:].isdigit()), reverse=True)
+    return next((step for step in steps if step != but and torn(folder / f"iter_{step:07d}") is None), None)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from megatron.moevement.restart import origin
+from megatron.moevement.runtime.dense_checkpoint import mend_tracker
 from megatron.moevement.runtime.job import Job, Process
 from moevement_core import log
 from moevement_core.events import CheckpointFailed, CheckpointSaved
 from moevement_core.injection import Phase
 from moevement_core.restart import injection
+from moevement_core.restart.generation import atomic
 from moevement_core.session.exchange import from_rank_zero
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -74,6 +76,17 @@ def finalize_or_report(process: Process) -> Wrapper:
     return wrapper
 
 
+def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """What starts a process and waits for it alone, in one piece: half started, it would never be ended."""
+
+    @functools.wraps(original)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        with atomic():
+            return original(*args, **kwargs)
+
+    return whole
+
+
 class _Reported:
     """Swallow Megatron's verdict on a failed save, which all ranks have agreed on, and report it once.
 
@@ -118,6 +131,7 @@ def _unwritable(folder: Path, iteration: int) -> str | None:
         probe = folder / f".probe-{os.getpid()}"
         probe.write_bytes(b"\0")
         probe.unlink()
+        mend_tracker(folder)
     except OSError as error:
         return f"--save {folder}: {error.strerror}"
     return None

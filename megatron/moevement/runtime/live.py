@@ -35,6 +35,8 @@ class Live:
     scheduler: Any = None
     datasets: list[Any] = field(default_factory=list)
     """Training, validation and test set of each virtual pipeline chunk, None on ranks that read no data."""
+    datasets_asked: int = 0
+    """For how many chunks, since training was entered last."""
     loop: TrainLoop | None = None
     """None before Megatron's training loop begins."""
     iteration: int = 0

@@ -1,0 +1,65 @@
+"""``pretrain`` is entered again where Megatron keeps things of its own from the first time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.launching import survive
+from tests.training import SCRIPT
+
+SPARSE: dict[str, Any] = {
+    "moevement_sparse_ckpt": True, "moevement_window": 2, "moevement_replicas": 1,
+    "moevement_replicas_on_same_node": True, "train_iters": 8, "fp16": True, "initial_loss_scale": 2**10,
+}  # fmt: skip
+
+
+def test_timers_that_were_started_and_a_script_that_says_nothing_of_its_start(tmp_path: Path) -> None:
+    """One rank dies where the others wait for its verdict on gradients, with the optimizer's timer of that running.
+
+    With a time of its start a script gives ranks one more reduction, which the spare, that is new, would not make.
+    """
+    script = tmp_path / "dying.py"
+    text = SCRIPT.read_text(encoding="utf-8").replace("    set_startup_timestamps(", "    dict(")
+    assert "    dict(program_start" in text
+    (tmp_path / "quiet.py").write_text(text, encoding="utf-8")
+    script.write_text(DYING.format(script=str(SCRIPT), quiet=str(tmp_path / "quiet.py"), died=str(tmp_path / "died")))
+    its = SPARSE | {"timing_log_level": 2}
+    wanted = survive(2, 0, tmp_path / "wanted", **its)
+    survived = survive(2, 1, tmp_path / "run", script=script, **its)
+    assert len(survived.failures()) == 1, survived.failures()
+    assert "no progress" not in survived.out
+    survived.check_metrics(8)
+    assert survived.digest == wanted.digest
+
+
+DYING = """
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+DIED = Path({died!r})
+original = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
+calls = 0
+
+
+def dying(self):
+    global calls
+    calls += 1
+    if calls == 5 and torch.distributed.get_rank() == 1 and not DIED.exists():
+        DIED.touch()
+        time.sleep(0.3)  # the other one waits for it
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self)
+
+
+MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan = dying
+sys.argv[0] = {script!r}
+exec(compile(Path({quiet!r}).read_text(), {script!r}, "exec"), globals())
+"""

@@ -1,0 +1,37 @@
+"""Data sets of virtual pipeline chunks are kept through failures, each for its own chunk."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.moevement.data.loaders import retain_datasets
+from megatron.moevement.runtime.live import Live
+
+
+def test_a_failure_between_two_chunks_swaps_no_data_sets() -> None:
+    made: list[str] = []
+
+    def build() -> str:
+        made.append(f"sets {len(made)}")
+        return made[-1]
+
+    live = Live(model=[None, None])
+    process: Any = SimpleNamespace(job=SimpleNamespace(live=live, rejoined=None))
+    ask = retain_datasets(process)(build)
+    assert [ask(), ask()] == ["sets 0", "sets 1"]
+    process.job.rejoined = object()
+    live.datasets_asked = 0  # interrupted, and entered again
+    assert ask() == "sets 0"
+    live.datasets_asked = 0  # once more, between the two
+    assert [ask(), ask()] == ["sets 0", "sets 1"] == live.datasets
+    assert len(made) == 2
+
+
+def test_what_an_interrupted_first_build_has_left_is_in_its_place() -> None:
+    live = Live(model=[None, None])
+    process: Any = SimpleNamespace(job=SimpleNamespace(live=live, rejoined=None))
+    ask = retain_datasets(process)(iter("abcd").__next__)
+    assert ask() == "a"
+    live.datasets_asked = 0
+    assert [ask(), ask()] == ["b", "c"] == live.datasets
