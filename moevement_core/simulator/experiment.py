@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import signal
 import statistics
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context, resource_tracker
 
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.strategies import STRATEGIES, Costs, Strategy
 from moevement_core.simulator.training import Outcome, Spares, train
+from moevement_core.simulator.workers import shared
 
 CONFIDENCE = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """Standard errors on each side of a mean in which it is with a probability of 95%, by Student, for 2 to 11 values."""
@@ -88,44 +85,18 @@ def run(
         spares: of a training.
         workers: processes that share the trainings. One training of hours is a matter of milliseconds, so more than one
             pays from thousands of them on.
+
+    Raises:
+        ProcessGroupError: one of them has ended.
     """
     tasks = [(costs, name, one, until_s, spares) for one in draws for name in strategies]
     if workers == 1:
         return [_cell(*task) for task in tasks]
-    # Forked, a worker would inherit threads of whatever else this process does.
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn"), initializer=_end_by_ctrl_c)
-    try:
-        with _started_deaf():
-            cells = pool.map(_in_worker, tasks)
-        return list(cells)
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def _started_deaf() -> Iterator[None]:
-    """Start processes to which SIGINT waits: in one that is being started, Python answers Ctrl-C with a traceback."""
-    resource_tracker.ensure_running()  # which unblocks SIGINT when it starts
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _end_by_ctrl_c() -> None:
-    """Where it is not ignored, as under ``nohup``."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return shared(_in_worker, tasks, min(workers, len(tasks)))
 
 
 def _in_worker(task: tuple[Costs, str, Draws, float, Spares]) -> Cell:
-    """A worker may end while it computes, but not while it hands over half a result: its parent would wait for ever."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    try:
-        return _cell(*task)
-    finally:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    return _cell(*task)
 
 
 def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares) -> Cell:
