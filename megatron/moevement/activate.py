@@ -63,8 +63,8 @@ def points() -> tuple[Point, ...]:
     from megatron.moevement.data import loaders
     from megatron.moevement.elastic import replicas
     from megatron.moevement.pipeline_parallel import communicator
-    from megatron.moevement.restart import entry, in_process, launcher_store, places, saves
-    from megatron.moevement.runtime import checkpoint_rng, dense_save, evaluation, recorder, train_step
+    from megatron.moevement.restart import entry, in_process, launcher_store, places
+    from megatron.moevement.runtime import checkpoint_rng, evaluation, recorder, train_step
     from megatron.moevement.transformer import attention, capacity, elastic_moe, experts, frozen, norm
     from moevement_core.injection import Phase
 
@@ -218,6 +218,17 @@ def points() -> tuple[Point, ...]:
             checkpoint_rng.states_of_this_rank,
             "expert-parallel ranks would all resume with the first one's random states",
         ),
+        *_save_points(),
+    )
+
+
+def _save_points() -> tuple[Point, ...]:
+    """Dense checkpoints, saved while ranks may fail."""
+    from megatron.moevement.restart import saves
+    from megatron.moevement.runtime import dense_save
+
+    training = "megatron.training.training"
+    return (
         Point((training,), "save_checkpoint", dense_save.save_or_report(_process), "a failed save ends no job"),
         Point(
             (training,),

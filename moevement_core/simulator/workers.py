@@ -74,7 +74,10 @@ def _received(connection: Connection, process: SpawnProcess) -> tuple[int, Any]:
         number, result, error = connection.recv()
     except (EOFError, OSError):
         process.join(1.0)
-        raise ProcessGroupError(f"a worker (pid {process.pid}) ended with exit code {process.exitcode}") from None
+        raise ProcessGroupError(
+            f"a worker (pid {process.pid}) ended with exit code {process.exitcode}, before its results had come; where "
+            "memory ran out, start fewer"
+        ) from None
     if error is not None:
         raise error
     return number, result

@@ -93,7 +93,7 @@ def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable
             job = process.job
             live, is_rejoining = job.live, job.rejoined is not None
             chunk, live.datasets_asked = live.datasets_asked, live.datasets_asked + 1
-            if is_rejoining and chunk < len(live.datasets):
+            if is_rejoining and chunk < len(live.datasets):  # after a failure each chunk has its own of before
                 return live.datasets[chunk]
             with live.undo.nested() as inner:
                 if is_rejoining:
