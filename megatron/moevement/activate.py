@@ -72,6 +72,12 @@ def points() -> tuple[Point, ...]:
     return (
         Point((arguments_,), "parse_args", arguments.parse_args_with_ours, "our flags, and one-line errors"),
         Point(
+            ("megatron.training.argument_utils:ArgumentGroupFactory",),
+            "_get_field_docstrings",
+            arguments.remember_field_docstrings,
+            "parses the sources of all configuration classes whenever a parser is built",
+        ),
+        Point(
             (arguments_,), "validate_args", preflight.validate_args_after_preflight, "one-line errors, from one rank"
         ),
         *(

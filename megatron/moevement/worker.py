@@ -26,8 +26,10 @@ def run_rank(argv: list[str]) -> None:
 def preload() -> None:
     """Import everything that a rank without a GPU will need, so that ranks forked from here start at once."""
     from megatron.moevement.activate import activate
+    from megatron.moevement.arguments import read_field_docstrings
 
     activate()
+    read_field_docstrings()
     # What torch's optimizers import at their first step, and Megatron where it makes a tokenizer and a model.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "MimoModelConfig is experimental")  # nobody has asked for it
