@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from moevement_core.errors import ConfigError, DataError, MoEvementError, RunRecordError, VariableError
 
 USAGE_ERROR = 2
+REPLACES_ENV = "MOEVEMENT_REPLACES"
+"""Set in a process that was started in the place of one that ended: it is alone in what it finds wrong."""
 INTERRUPTED = 128 + signal.SIGINT
 """By Ctrl-C, as shells have it."""
 _SHOWN = 200
@@ -22,12 +24,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def exit_cleanly() -> Iterator[None]:
     """Turn the errors that a user can mend into one line on stderr and exit code 2.
 
-    Rank 0 prints it, for all ranks find the same; what a process finds wrong with its own variables it prints itself.
+    Rank 0 prints it, for all ranks find the same. A process prints itself what it finds wrong with its own variables,
+    and, where it was started in the place of another one, everything.
     """
     try:
         yield
     except (ConfigError, DataError, RunRecordError) as error:
-        if os.environ.get("RANK", "0") == "0" or isinstance(error, VariableError):
+        if os.environ.get("RANK", "0") == "0" or isinstance(error, VariableError) or REPLACES_ENV in os.environ:
             print(f"moevement: {error}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
     except MoEvementError as error:

@@ -26,13 +26,13 @@ def command(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
 class Launcher:
     """The command in a forked process; what of ``subprocess.Popen`` the tests use."""
 
-    def __init__(self, *words: str) -> None:
+    def __init__(self, *words: str, leads_group: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._outputs = [Path(self._folder.name) / name for name in ("out", "err")]
         for path in self._outputs:
             path.touch()
         self._process = context.Process(
-            target=_run, args=(["launch", *words], dict(os.environ), [str(path) for path in self._outputs])
+            target=_run, args=(["launch", *words], dict(os.environ), [str(path) for path in self._outputs], leads_group)
         )
         self._process.start()
         assert self._process.pid is not None
@@ -64,7 +64,9 @@ class Launcher:
         self._process.kill()
 
 
-def _run(argv: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+def _run(argv: list[str], environment: dict[str, str], outputs: list[str], leads_group: bool) -> None:
+    if leads_group:
+        os.setsid()
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
@@ -84,9 +86,14 @@ def _run(argv: list[str], environment: dict[str, str], outputs: list[str]) -> No
     os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def launch(*words: str) -> Launcher:
-    """The command, forked."""
-    return Launcher(*words)
+def launch(*words: str, leads_group: bool = False) -> Launcher:
+    """Start the command in a forked process.
+
+    Args:
+        words: its arguments.
+        leads_group: whether it leads a process group, as a job of a shell or a service does.
+    """
+    return Launcher(*words, leads_group=leads_group)
 
 
 def finished(process: subprocess.Popen[str] | Launcher, timeout_s: float = 280) -> tuple[int, str, str]:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,8 @@ ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.S
 """Signals that ask a process to end, at once or by and by; none of them may end it and leave its children."""
 WINDING_DOWN = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Those of them that come before a machine is taken away."""
+END_S = 10.0
+"""Seconds that a process with a handler of its own for SIGTERM has to end before it is killed."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -68,6 +70,8 @@ class Child:
         self.label, self.logs = label, logs
         self.code: int | None = None
         """How it ended; negative: by which signal."""
+        self.was_ended = False
+        """Whether :func:`end_all` ended it, so that its code says nothing about the job."""
         environment = {**environment, PARENT_ENV: str(os.getpid())}
         with ExitStack() as opened:
             streams = [opened.enter_context(_log_file(logs / f"{label}.{s}")) for s in ("out", "err")] if logs else []
@@ -82,7 +86,9 @@ class Child:
                 self.pid = int(forked.pid or 0)
             else:
                 out, err = streams or (None, None)
-                fresh = subprocess.Popen(program.command, env={**os.environ, **environment}, stdout=out, stderr=err)
+                # Held signals stay so in the new process, which ignores them before it takes them up.
+                with _signals_held():
+                    fresh = subprocess.Popen(program.command, env={**os.environ, **environment}, stdout=out, stderr=err)
                 self._poll, self.pid = fresh.poll, fresh.pid
 
     def poll(self) -> int | None:
@@ -150,30 +156,72 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
 
 
+def ignore_asking() -> None:
+    """Ignore the signals that ask a job to end; the launcher answers them for its processes.
+
+    ``timeout``, systemd, ``scancel`` and init programs of containers send them to every process of a job. A rank that
+    died of one could not come to the boundary at which the job saves and ends. Called first in each process.
+    """
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+
+
+def end_workers() -> None:
+    """Kill the daemonic children of this process, which ignore SIGTERM as it does; called before it ends.
+
+    ``multiprocessing`` ends them by SIGTERM and then waits for them without a limit.
+    """
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
+
+
 def _run(program: Program, environment: dict[str, str], streams: list[TextIO]) -> None:
     """In the forked process."""
-    for number in ASKING:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    ignore_asking()
     for stream, target in zip(streams, (1, 2), strict=False):
         os.dup2(stream.fileno(), target)
     os.environ.update(environment)
     end_with_parent()
-    program.function(*program.arguments)  # what it raises multiprocessing prints, and the process ends with 1
+    try:
+        program.function(*program.arguments)  # what it raises multiprocessing prints, and the process ends with 1
+    finally:
+        end_workers()
 
 
-def end_all(children: Sequence[Child], timeout_s: float = 10.0) -> None:
-    """SIGTERM to those that still run, and SIGKILL to those that it does not end in time."""
-    for end in (psutil.Process.terminate, psutil.Process.kill):
-        running = [child for child in children if child.poll() is None]
-        for child in running:
-            with suppress(psutil.NoSuchProcess):
-                end(process := psutil.Process(child.pid))
-                process.resume()  # one that is stopped would not hear of it
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline and any(child.poll() is None for child in running):
-            time.sleep(0.01)
+def end_all(children: Sequence[Child], timeout_s: float = END_S) -> None:
+    """End the processes that still run: SIGTERM for those that handle it themselves, then SIGKILL for all.
+
+    Args:
+        children: the processes.
+        timeout_s: seconds that a process with a handler for SIGTERM has; all others are killed at once.
+    """
+    running = [child for child in children if child.poll() is None]
+    for child in running:
+        child.was_ended = True
+    polite = [child for child in running if _handles(child.pid, signal.SIGTERM)]
+    _send_and_wait(polite, psutil.Process.terminate, timeout_s)
+    _send_and_wait([child for child in running if child.poll() is None], psutil.Process.kill, timeout_s)
+
+
+def _send_and_wait(children: Sequence[Child], send: Callable[[psutil.Process], None], timeout_s: float) -> None:
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            send(process := psutil.Process(child.pid))
+            process.resume()  # one that is stopped would not hear of it
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and any(child.poll() is None for child in children):
+        time.sleep(0.01)
+
+
+def _handles(pid: int, number: signal.Signals) -> bool:
+    """Return whether a process has a handler of its own for a signal (``SigCgt`` of proc(5))."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 @contextmanager

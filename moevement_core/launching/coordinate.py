@@ -172,7 +172,11 @@ class _Coordination:
             self._endpoint.step(_report)
 
     def _answer(self) -> dict[str, Any]:
-        answer: dict[str, Any] = {"generation": self._generation, "wind_down": self._wind_down}
+        answer: dict[str, Any] = {
+            "generation": self._generation,
+            "wind_down": self._wind_down,
+            "has_trained": self._coordinator.has_trained(),
+        }
         if self._coordinator.state is State.DONE:
             answer["stop"] = {"reason": "", "code": 0}
         elif self._coordinator.state is State.STOPPED:
@@ -189,6 +193,7 @@ class _Coordination:
     def _begin_to_wind_down(self, why: str) -> None:
         if not self._wind_down:
             self._wind_down = True
+            self._coordinator.wind_down()
             _report(
                 f"{why}: the job ends at the next boundary between iterations, and saves; once more ends it at once"
             )

@@ -35,6 +35,7 @@ from moevement_core.progress import Progress
 from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
 from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
 from moevement_core.rendezvous.token import Token, given_token
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
 from moevement_core.run_record import RunRecord
@@ -135,8 +136,13 @@ def _run(launch: Launch) -> int:
         store: Any = None
         watch: Watch
         try:
+            folder_of_pages = Path(scratch) / "status"
+            folder_of_pages.mkdir()
+            pages: list[StatusPage] = []
             if launch.spares is None:
-                children = [starter.start(number) for number in range(launch.nproc)]
+                paths = [folder_of_pages / f"status_{number}" for number in range(launch.nproc)]
+                pages = [StatusPage(path) for path in paths]
+                children = [starter.start(number, {PAGE_ENV: str(path)}) for number, path in enumerate(paths)]
             # After the ranks are forked, so that none of them inherits the store's thread. Those that are started
             # later do without it.
             store = SignedStore(_store(listener), token)
@@ -144,18 +150,15 @@ def _run(launch: Launch) -> int:
             with Progress(*followed) as progress:
                 if endpoint is not None:
                     progress.say(f"figures of the run are served at {endpoint.url}")
+                record = RunRecord(run_dir) if run_dir is not None else None
                 if launch.spares is None:
-                    record = RunRecord(run_dir) if run_dir is not None else None
-                    watch = UntilOneFails(children, record, progress.say)
+                    watch = UntilOneFails(children, record, progress.say, pages)
                 else:
-                    signals.may_wind_down = True
-                    pages = Path(scratch) / "status"
-                    pages.mkdir()
                     watch = ReplaceWhoDies(
                         starter.start, store, launch.nproc, launch.spares, launch.spare_timeout_s,
-                        lease_of(launch.argv), pages, RunRecord(run_dir) if run_dir is not None else None, progress,
-                        children, launch.respawn_after_s,
+                        lease_of(launch.argv), folder_of_pages, record, progress, children, launch.respawn_after_s,
                     )  # fmt: skip
+                signals.may_wind_down = True
                 folder = LogFolder(logs) if logs is not None else None
                 while watch.is_running():
                     signals.check()

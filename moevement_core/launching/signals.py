@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
 from typing import Any, NoReturn
 
 from moevement_core.interrupts import is_importing
 from moevement_core.launching.children import ASKING, WINDING_DOWN
+
+REPEAT_S = 1.0
+"""Signals that ask for an orderly end within this time of the first one are that one again: ``timeout`` sends it to its
+command and then to the group of both, batch systems to each process and by way of ``srun``."""
 
 
 class Stopped(BaseException):
@@ -34,6 +39,7 @@ class Signals:
         self.asked_by: int | None = None
         """The signal that asked the job to end in order; until that is taken up."""
         self._stopped_by: int | None = None
+        self._asked_at = -float("inf")
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -59,6 +65,9 @@ class Signals:
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.may_wind_down and number in WINDING_DOWN:
             self.may_wind_down, self.asked_by = False, number
+            self._asked_at = time.monotonic()
+            return
+        if number in WINDING_DOWN and time.monotonic() - self._asked_at < REPEAT_S:
             return
         self._stopped_by = number
         if not is_importing(frame):

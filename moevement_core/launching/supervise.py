@@ -212,7 +212,7 @@ class _Task:
         client = self._client
         if client.stop is not None:
             return False
-        if is_mistake(child, has_begun=client.generation >= 0):
+        if is_mistake(child, has_begun=client.generation >= 0, has_trained=client.has_trained):
             why = "found a mistake in the flags" if child.code == USAGE_ERROR else child.how
             client.request("stop", f"member {member} {why}; its output says more", child.code or 1)
             return False

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.exit_codes import REPLACES_ENV, USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.orphans import Orphans
 from moevement_core.launching.worker import SETTLE_ENV
 from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
 
+FIRST_BACK_OFF_S = 1.0
+"""Seconds before the next start after a process could not start; doubled for each further one in a row."""
+LONGEST_BACK_OFF_S = 60.0
 LOOK_S = 0.2
 """How often it is looked whether processes are stopped."""
 
@@ -104,6 +107,8 @@ class Supervisor:
         self._start, self._next_member, self._link, self._folder = start, next_member, link, pages
         self._on_end, self._on_replaced, self._may_settle = on_end, on_replaced, may_settle
         self._respawn_after_s = respawn_after_s
+        self._failed_starts = 0
+        """Processes in a row that ended with a positive code."""
         self._respawns: list[tuple[float, int, Child]] = []
         """When which member's process is followed by another one."""
         self._settling = pages / "settling"
@@ -116,14 +121,20 @@ class Supervisor:
         for member in first:
             self.start(member)
 
-    def start(self, member: int, *, settles: bool = False) -> Child:
-        """Start the process of ``member``, which may have to do nothing for a while."""
+    def start(self, member: int, *, settles: bool = False, replaces: bool = False) -> Child:
+        """Start the process of a member.
+
+        Args:
+            member: its number.
+            settles: whether it is to do nothing for a while.
+            replaces: whether it starts in the place of one that ended, and so reports by itself what it finds wrong.
+        """
         path = self._page_path(member)
         page = self._pages[member] = StatusPage(path)
         page.hold_until(self._link.held_until)
         if self._is_winding_down:
             page.ask_to_wind_down()
-        variables = {PAGE_ENV: str(path)}
+        variables = {PAGE_ENV: str(path), **({REPLACES_ENV: "1"} if replaces else {})}
         if settles:
             self._settling.touch()
             variables[SETTLE_ENV] = str(self._settling)
@@ -165,14 +176,21 @@ class Supervisor:
         self._stopped.discard(member)
         self._pages.pop(member)
         self._page_path(member).unlink(missing_ok=True)
+        self._failed_starts = self._failed_starts + 1 if (child.code or 0) > 0 else 0
         if self._on_end(member, child):
-            self._respawns.append((time.monotonic() + self._respawn_after_s, member, child))
+            after_s = max(self._respawn_after_s, self._back_off_s())
+            self._respawns.append((time.monotonic() + after_s, member, child))
+
+    def _back_off_s(self) -> float:
+        if not self._failed_starts:
+            return 0.0
+        return min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(self._failed_starts - 1, 10))
 
     def _respawn(self) -> None:
         due = [one for one in self._respawns if one[0] <= time.monotonic()]
         self._respawns = [one for one in self._respawns if one not in due]
         for _, member, child in due:
-            self._on_replaced(member, child, self.start(self._next_member(), settles=self._may_settle()))
+            self._on_replaced(member, child, self.start(self._next_member(), settles=self._may_settle(), replaces=True))
 
     def _look_for_stopped(self) -> None:
         if self.is_fenced or time.monotonic() - self._looked_at < LOOK_S:
@@ -210,7 +228,16 @@ class Supervisor:
         end_all(self.running)
 
 
-def is_mistake(child: Child, has_begun: bool) -> bool:
-    """Whether a process ended by a mistake in the flags, or, before the job was formed, in the script: all would."""
+def is_mistake(child: Child, *, has_begun: bool, has_trained: bool) -> bool:
+    """Return whether every process of the job would end as this one did, by a mistake in flags or script.
+
+    Once the job trains, that is no longer so: flags were good then, and what has changed since (a configuration that
+    is being edited, a folder that is gone, a full disk) concerns the process that started later, and not the job.
+
+    Args:
+        child: the process; it has ended.
+        has_begun: whether the job was formed.
+        has_trained: whether the job has trained, or this process took no part in it.
+    """
     code = child.code or 0
-    return code == USAGE_ERROR or (code > 0 and not has_begun)
+    return not has_trained and (code == USAGE_ERROR or (code > 0 and not has_begun))

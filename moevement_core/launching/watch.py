@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.status_page import StatusPage
 from moevement_core.run_record import RunRecord
 
 SAY_S = 5.0
@@ -49,12 +49,17 @@ class UntilOneFails(Watch):
         children: the ranks.
         record: of the run; None: there is none.
         say: what the user sees.
+        pages: shared with the ranks; ranks that save their state every iteration report there and are asked there.
     """
 
     def __init__(
-        self, children: list[Child], record: RunRecord | None = None, say: Callable[[str], None] = lambda text: None
+        self,
+        children: list[Child],
+        record: RunRecord | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        pages: Sequence[StatusPage] = (),
     ) -> None:
-        self._children = children
+        self._children, self._pages = children, pages
         self._silence = Silence(children, record, say)
 
     def is_running(self) -> bool:
@@ -65,6 +70,12 @@ class UntilOneFails(Watch):
         if any(codes):
             _end_after_failure(self._children)
         return None in codes and not any(codes)
+
+    def wind_down(self) -> bool:
+        """Ask the ranks to end at the next boundary; returns False where none has reported a committed iteration."""
+        for page in self._pages:
+            page.ask_to_wind_down()
+        return any(page.committed is not None for page in self._pages)
 
     def verdict(self) -> int:
         """Say which failed."""
@@ -93,8 +104,8 @@ def _say_who_failed(children: list[Child]) -> int:
                 break
         return USAGE_ERROR
     # A rank that is killed makes its peers fail by their broken connections, not the other way round; and those that
-    # went on were ended by SIGTERM just now.
-    failed = [child for child in children if child.code not in (0, None, -signal.SIGTERM)]
+    # went on were ended just now.
+    failed = [child for child in children if child.code not in (0, None) and not child.was_ended]
     child = min(failed or children, key=lambda one: (one.code or 0) >= 0)
     if (child.code or 0) > 0 and child.logs is not None:
         print("\n".join(child.lines_of("err")[-30:]), file=sys.stderr)
@@ -180,17 +191,27 @@ class ReplaceWhoDies(Watch):
 
     def wind_down(self) -> bool:
         """Have the job end at the next boundary between iterations; whether it has begun, so that there is one."""
+        self._coordinator.wind_down()
         self._supervisor.wind_down()
         return self._roster.generation >= 0
 
     def _on_end(self, member: int, child: Child) -> bool:
         if self._coordinator.state in (State.DONE, State.STOPPED):
             return False
-        if is_mistake(child, has_begun=self._roster.generation >= 0):
+        coordinator = self._coordinator
+        if is_mistake(child, has_begun=self._roster.generation >= 0, has_trained=coordinator.has_trained(member)):
             self._failed = self._failed or child  # it would be made again
             return False
-        self._coordinator.died(member, child.pid, child.how)
+        if (child.code or 0) > 0:
+            self._report_failed_start(member, child)
+        coordinator.died(member, child.pid, child.how)
         return True
+
+    def _report_failed_start(self, member: int, child: Child) -> None:
+        """Say what a process that has not trained found wrong; one that has trained reported its own failure."""
+        if self._coordinator.roster.rank_of(member) is None:
+            reasons = [line for line in child.lines_of("err") if line.startswith(log.PREFIXES)]
+            self._progress.say("\n".join([f"a spare (pid {child.pid}) cannot start; the job goes on", *reasons[-3:]]))
 
     def _may_settle(self) -> bool:
         """Where enough spares wait, who is started is not needed at once, and its start would hold up a recovery."""

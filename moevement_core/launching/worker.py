@@ -20,8 +20,9 @@ from types import CodeType, ModuleType
 from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
-from moevement_core.launching.children import Program, end_with_parent
+from moevement_core.launching.children import Program, end_with_parent, end_workers, ignore_asking
 from moevement_core.output import never_fails
+from moevement_core.restart.environment import PARENT_ENV
 from moevement_core.variables import check_variables
 
 SETTLE_ENV = "MOEVEMENT_SETTLE"
@@ -70,6 +71,8 @@ def run_script(
     Raises:
         SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
     """
+    if PARENT_ENV in os.environ:  # a launcher answers them; a process that nobody started so ends by them
+        ignore_asking()
     never_fails()
     with exit_cleanly():
         check_variables()
@@ -89,6 +92,8 @@ def run_script(
     except SystemExit as exit_:
         if exit_.code not in (0, None):
             raise
+    finally:
+        end_workers()
 
 
 def end_groups() -> None:
@@ -104,12 +109,6 @@ def end_groups() -> None:
 
 def run_forked(run_rank: Callable[[list[str]], None], argv: list[str]) -> None:
     """``run_rank`` in a process that was forked."""
-    # The launcher turns signals into exceptions; a rank that is ended must simply end.
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, signal.SIG_DFL)
-    # Ctrl-C reaches every process of the terminal; the launcher answers it for all.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     tempfile.tempdir = None  # TMPDIR is this rank's own now
     _close_sockets()
     run_rank(argv)

@@ -25,6 +25,11 @@ class Attempts:
         self._in_a_row = 0
         self._generation = -1
 
+    @property
+    def has_committed(self) -> bool:
+        """Whether any iteration of the job was committed."""
+        return self._committed >= 0
+
     def committed(self, iteration: int) -> None:
         """Some rank is known to have committed it."""
         self._here = max(self._here, iteration)

@@ -101,6 +101,7 @@ class Coordinator:
         """Since when everyone else is there and only spares are missing."""
         self._grid: Grid | None = None
         """Of an elastic job, as soon as any of its ranks has said that it is one."""
+        self._is_winding_down = False
         self._adopts = Now(clock)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # whoever asks later finds it, and it is kept from here on
         store.set(NEWEST, "-1")
@@ -151,6 +152,18 @@ class Coordinator:
             self._interrupted()
             self._form_at = self._short_since = None  # a process for this one has only begun to start
         return rank
+
+    def has_trained(self, member: int | None = None) -> bool:
+        """Return whether the job has committed an iteration, or was formed without ``member`` among its ranks."""
+        is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
+        return self._attempts.has_committed or is_outside
+
+    def wind_down(self) -> None:
+        """Note that the job was asked to end at the next boundary: it does not begin again once all its ranks are lost.
+
+        It would begin with what was saved last, or with the first iteration, and end after one more.
+        """
+        self._is_winding_down = True
 
     def stop(self, reason: str) -> None:
         """End the job; everyone who waits finds the reason."""
@@ -240,6 +253,11 @@ class Coordinator:
     def _form(self) -> None:
         survivors = {rank: member for rank, member in self.roster.ranks.items() if member not in self.membership.dead}
         if not self._have_left(survivors):
+            return
+        if self._is_winding_down and self._entered.generation >= 0 and not survivors:
+            self.stop(
+                "it was asked to end, and no rank that trained is left; start it again to go on from what is saved"
+            )
             return
         if self._form_at is None:
             self._form_at = self._clock() + self._decide_to_go_on()

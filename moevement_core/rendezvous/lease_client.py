@@ -40,6 +40,8 @@ class LeaseClient:
         self.is_connected = False
         self.generation = -1
         """The newest that has started; before the job was formed -1."""
+        self.has_trained = False
+        """Whether the job has committed an iteration."""
         self._configured_lease_s, self._token = lease_s, token
         self._name, self._address, self._started_by = name, address, started_by
         self._lines: SignedLines | None = None
@@ -140,6 +142,7 @@ class LeaseClient:
             self._request = None
         self.is_winding_down = bool(answer.get("wind_down", False))
         self.generation = int(answer.get("generation", -1))
+        self.has_trained = bool(answer.get("has_trained", False))
         if "stop" in answer:
             self.stop = answer["stop"]
 

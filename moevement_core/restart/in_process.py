@@ -24,7 +24,7 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
-from moevement_core.errors import ConfigError, DataError, JobStopped, RunRecordError
+from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, RunRecordError
 from moevement_core.injection import Fault, Phase
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
@@ -233,7 +233,15 @@ class _Restarts:
         except SystemExit as exit_:
             if exit_.code in (0, None):
                 return exit_  # a planned exit is no failure: all ranks come to it
-            raise
+            if not self._training.has_begun:
+                raise
+            # Megatron's rerun machine ends a rank with 16 or 17 where a result was not a number, or did not come again.
+            # The state of every rank is whole then, so it is an interruption like any other.
+            raise TrainingExit(f"the trainer ended this rank with exit code {exit_.code}") from exit_
+
+
+class TrainingExit(MoEvementError):
+    """The training script ended its process with another code than 0 while the job trained."""
 
 
 class _Unfit(BaseException):

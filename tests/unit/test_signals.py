@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from moevement_core.launching.signals import Signals, Stopped
+from moevement_core.launching import signals as signals_module
+from moevement_core.launching.signals import REPEAT_S, Signals, Stopped
 
 
 class Interrupted:
@@ -30,11 +31,16 @@ def test_a_signal_that_comes_in_a_finalizer_is_not_lost() -> None:
     assert stopped.value.number == signal.SIGINT
 
 
-def test_the_first_request_may_be_to_end_in_order() -> None:
+def test_the_first_request_may_be_to_end_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repetition within a second is the same request; a later signal ends the job at once."""
+    now = 100.0
+    monkeypatch.setattr(signals_module.time, "monotonic", lambda: now)
     with Signals() as signals:
         signals.may_wind_down = True
-        os.kill(os.getpid(), signal.SIGTERM)
-        signals.check()
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+            signals.check()
         assert signals.asked_by == signal.SIGTERM
+        now += REPEAT_S
         with pytest.raises(Stopped):
             os.kill(os.getpid(), signal.SIGTERM)

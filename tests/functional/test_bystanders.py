@@ -1,0 +1,192 @@
+"""A running job is ended by nothing but its own end: not by signals to its group, nor by a spare that cannot start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moevement_cli.main import main
+from moevement_core.run_record import RunRecord
+from tests.launching import Launcher, finished, launch, logs
+from tests.training import ROOT
+
+SCRIPT = ROOT / "examples" / "plain_torch" / "train.py"
+ITERATIONS = 100_000
+Job = Launcher | subprocess.Popen[str]
+
+
+def start(
+    run_dir: Path, *words: str, script: Path = SCRIPT, before: tuple[str, ...] = (), spares: int | None = 1
+) -> Job:
+    """Start a job of two ranks and a spare in a process group of its own.
+
+    Args:
+        run_dir: of the job.
+        words: further flags.
+        script: the training script.
+        before: a command in front of the launcher, such as ``timeout``.
+        spares: number of spares; None: the first failure ends the job.
+    """
+    options = ["--trainer", "torch", "--nproc", "2", *(["--spares", str(spares)] if spares is not None else [])]
+    given = [*options, str(script), "--iterations", str(ITERATIONS), *words, "--run-dir", str(run_dir)]
+    if not before:
+        return launch(*given, leads_group=True)
+    launcher = [*before, sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *given]
+    return subprocess.Popen(
+        launcher, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+    )
+
+
+def wait_for(job: Job, holds: Callable[[], bool], timeout_s: float = 240) -> None:
+    """Wait until something holds while a job runs."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert job.poll() is None, finished(job)
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def newest(run_dir: Path) -> int:
+    """Return the newest committed iteration; 0 before the first."""
+    record = RunRecord(run_dir)
+    return int((record.newest_metric() or {"iteration": 0})["iteration"]) if record.metrics_path.exists() else 0
+
+
+def processes(run_dir: Path, role: str) -> list[int]:
+    """Return the pids of the ranks (``active``) or spares."""
+    path = RunRecord(run_dir).ranks_path
+    return [one["pid"] for one in json.loads(path.read_text()) if one["role"] == role] if path.exists() else []
+
+
+def check_orderly_end(run_dir: Path, least: int) -> None:
+    """Check that nothing was lost: each iteration has its line, and the summary is that of the last one."""
+    record = RunRecord(run_dir)
+    iterations = [line["iteration"] for line in record.metrics()]
+    assert iterations == list(range(1, len(iterations) + 1))
+    assert record.summary()["iterations"] == len(iterations) >= least
+    assert [event["event"] for event in record.events() if event["event"] in ("start", "restart")] == ["start"]
+
+
+@pytest.mark.parametrize(("times", "spares"), [(1, 1), (2, 1), (1, None)])
+def test_sigterm_to_the_group_ends_a_job_in_order(times: int, spares: int | None, tmp_path: Path) -> None:
+    """As systemd, ``tini -g`` and dumb-init send it; batch systems send it to a process twice."""
+    job = start(tmp_path, spares=spares)
+    wait_for(job, lambda: newest(tmp_path) >= 5 and len(processes(tmp_path, "spare")) == (spares or 0))
+    least = newest(tmp_path)
+    for _ in range(times):
+        os.killpg(job.pid, signal.SIGTERM)
+    code, out, err = finished(job)
+    assert (code, err) == (0, ""), f"{out}\n{logs(tmp_path)}"
+    check_orderly_end(tmp_path, least)
+
+
+@pytest.mark.full
+def test_timeout_ends_a_job_in_order(tmp_path: Path) -> None:
+    job = start(tmp_path, before=("timeout", "-s", "TERM", "40"))
+    code, out, err = finished(job)
+    assert code == 124, f"{out}\n{err}"  # that of timeout
+    check_orderly_end(tmp_path, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
+def test_signals_that_end_a_job_at_once_leave_its_record(number: signal.Signals, tmp_path: Path) -> None:
+    job = start(tmp_path)
+    wait_for(job, lambda: newest(tmp_path) >= 5)
+    least = newest(tmp_path)
+    os.killpg(job.pid, number)
+    code, _, _ = finished(job)
+    assert code == 128 + number
+    iterations = [line["iteration"] for line in RunRecord(tmp_path).metrics()]
+    assert iterations == list(range(1, len(iterations) + 1))
+    assert len(iterations) >= least
+
+
+def test_a_job_that_is_to_end_does_not_begin_again(tmp_path: Path) -> None:
+    """All its ranks are killed before they come to the boundary: it stops with a reason and keeps its record."""
+    job = start(tmp_path)
+    wait_for(job, lambda: newest(tmp_path) >= 5)
+    ranks, least = processes(tmp_path, "active"), newest(tmp_path)
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    job.send_signal(signal.SIGTERM)
+    time.sleep(0.5)  # the launcher has taken it up; whether it has or not, the ranks are lost
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+    code, out, err = finished(job)
+    assert code == 1, f"{out}\n{err}"
+    assert len(RunRecord(tmp_path).metrics()) >= least
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_spare_that_cannot_start_ends_nothing(tmp_path: Path) -> None:
+    """Its configuration is being edited; it is tried again, and takes part once the file is whole."""
+    config, run_dir = tmp_path / "job.yaml", tmp_path / "run"
+    config.write_text("moevement-window: 4\n")
+    job = start(run_dir, "--config", str(config))
+    wait_for(job, lambda: newest(run_dir) >= 5 and len(processes(run_dir, "spare")) == 1)
+    (spare,) = processes(run_dir, "spare")
+    config.write_text("moevement-window: [4\n")
+    os.kill(spare, signal.SIGKILL)
+    before = newest(run_dir)
+    wait_for(job, lambda: len(list((run_dir / "logs").glob("spare_*.err"))) >= 3)  # one has failed, another was started
+    config.write_text("moevement-window: 4\n")
+    wait_for(job, lambda: len(processes(run_dir, "spare")) == 1 and processes(run_dir, "spare") != [spare])
+    job.send_signal(signal.SIGTERM)
+    code, out, err = finished(job)
+    assert (code, err) == (0, ""), f"{out}\n{logs(run_dir)}"
+    assert str(config) in out, "what the spare found wrong"
+    check_orderly_end(run_dir, before)
+
+
+def test_an_exit_code_of_the_trainer_is_an_interruption(tmp_path: Path) -> None:
+    """As those of Megatron's rerun machine, 16 and 17: nobody has lost anything, and nothing is lost."""
+    script = tmp_path / "exits.py"
+    script.write_text(EXITS.format(script=str(SCRIPT)))
+    words = ("--iterations", "20")
+    runs: dict[str, Any] = {"failure_free": SCRIPT, "interrupted": script}
+    for name, its in runs.items():
+        code, out, err = finished(start(tmp_path / name, *words, script=its))
+        assert (code, err) == (0, ""), f"{out}\n{logs(tmp_path / name)}"
+    record = RunRecord(tmp_path / "interrupted")
+    (failure,) = [event for event in record.events() if event["event"] == "failure"]
+    assert failure["recovery"] is None, "every rank kept its state"
+    assert any("17" in reason for reason in failure["failures"])
+    assert [event["event"] for event in record.events() if event["event"] in ("start", "restart")] == ["start"]
+    assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "interrupted")]) == 0
+
+
+EXITS = """
+import runpy
+import sys
+
+import moevement_core as ft
+
+reduce_left = 1
+
+
+def exiting(trainer):
+    original = trainer.reduce
+
+    def reduce(self):
+        global reduce_left
+        if self.iteration == 7 and reduce_left:
+            reduce_left = 0
+            sys.exit(17)
+        return original(self)
+
+    trainer.reduce = reduce
+
+
+sys.argv[0] = {script!r}
+source = open({script!r}).read().replace('if __name__ == "__main__":', "exiting(Trainer)\\nif True:")
+exec(compile(source, {script!r}, "exec"), globals())
+"""
