@@ -1,11 +1,15 @@
 # make demo    train a small GPT-MoE on four ranks of this machine, kill one, compare
-# make test    lint is separate: make lint
+# make test    lint is separate: make lint, and so is what compiles and builds: make test-packaging
 SHELL := bash
 PYTHON_BIN := .venv/bin/python
 RUN_DIR ?= runs/demo
 NPROC ?= 4
 
-.PHONY: help setup demo test test-cluster test-full lint format lock docs bench clean
+REPORTS ?= runs/tests
+PYTEST = $(PYTHON_BIN) -m pytest
+
+.PHONY: help setup demo test test-packaging test-cluster test-full durations check-durations lint format lock docs \
+    bench clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -15,26 +19,44 @@ setup: ## make .venv with the pinned dependencies (quick when nothing changed)
 	@scripts/bootstrap.sh
 
 LAPTOP = examples/pretrain_moe/pretrain_gpt.py --config examples/pretrain_moe/configs/laptop.yaml
+DEMO_ITERATIONS ?= 30
+DEMO_KILL ?= 15
 
-demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, and compare the two: four minutes
+demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, and compare the two: a minute and a half
 	@echo "== four ranks, pipeline 2 x expert/data 2, failure-free"
-	@.venv/bin/moevement launch --nproc $(NPROC) $(LAPTOP) --run-dir $(RUN_DIR)/failure_free
-	@echo "== the same with one spare; rank 2 is killed in iteration 75"
-	@.venv/bin/moevement launch --nproc $(NPROC) --spares 1 $(LAPTOP) --run-dir $(RUN_DIR)/killed \
-	    --moevement-inject rank=2,iteration=75,phase=backward
+	@.venv/bin/moevement launch --nproc $(NPROC) $(LAPTOP) --train-iters $(DEMO_ITERATIONS) --run-dir $(RUN_DIR)/failure_free
+	@echo "== the same with one spare; rank 2 is killed in iteration $(DEMO_KILL)"
+	@.venv/bin/moevement launch --nproc $(NPROC) --spares 1 $(LAPTOP) --train-iters $(DEMO_ITERATIONS) \
+	    --run-dir $(RUN_DIR)/killed --moevement-inject rank=2,iteration=$(DEMO_KILL),phase=backward
 	@echo "== are they the same?"
 	@.venv/bin/moevement verify $(RUN_DIR)/failure_free $(RUN_DIR)/killed
 	@.venv/bin/moevement report $(RUN_DIR)/failure_free $(RUN_DIR)/killed --plot $(RUN_DIR)/loss.png --trace $(RUN_DIR)/trace.json
+	@echo "== what to try next"
+	@echo "  .venv/bin/moevement top $(RUN_DIR)/killed --once"
+	@echo "  .venv/bin/moevement report $(RUN_DIR)/killed --html $(RUN_DIR)/report.html"
+	@echo "  make demo DEMO_ITERATIONS=60 DEMO_KILL=40    # and docs/laptop.md: faults, text and trainers of your own"
 
+# Jobs of several ranks fill a small machine by themselves; side by side they only slow each other down.
 test: setup ## the tests that CI runs: one representative of each kind
-	@$(PYTHON_BIN) -m pytest
+	@mkdir -p $(REPORTS)
+	@$(PYTEST) --ignore=tests/functional -n auto --dist worksteal --junitxml=$(REPORTS)/without_jobs.xml
+	@$(PYTEST) tests/functional --junitxml=$(REPORTS)/jobs.xml
+
+test-packaging: setup ## what builds (kernels, wheel, the container's environment, site), and what starts many fresh interpreters
+	@$(PYTEST) -m "builds and not full"
+
+durations: test ## run the tests and write tests/durations.md
+	@$(PYTHON_BIN) -m tests.durations table $(REPORTS)/without_jobs.xml $(REPORTS)/jobs.xml
+
+check-durations: ## after make test: fail if a test takes more than 20 seconds and gives no reason
+	@$(PYTHON_BIN) -m tests.durations check $(REPORTS)/without_jobs.xml $(REPORTS)/jobs.xml
 
 test-cluster: setup ## training under real Slurm on a cluster made of namespaces; needs root, slurm-wlm, munge, iproute2
-	@$(PYTHON_BIN) -m pytest tests/cluster -rs
+	@$(PYTEST) tests/cluster -rs
 
 test-full: setup ## the exhaustive matrix too, that of the cluster with it
-	@$(PYTHON_BIN) -m pytest -m ""
-	@$(PYTHON_BIN) -m pytest -m "" tests/cluster -rs
+	@$(PYTEST) -m ""
+	@$(PYTEST) -m "" tests/cluster -rs
 
 lint: setup ## ruff and mypy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy

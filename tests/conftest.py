@@ -1,4 +1,4 @@
-"""Fixtures that more than one test module uses."""
+"""Fixtures that more than one test module uses, and what all worker processes of a test session share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# Tests use one small corpus and never the cache of the person who runs them.
-_corpus_home = tempfile.TemporaryDirectory(prefix="moevement-tests-")
-os.environ["MOEVEMENT_CACHE"] = _corpus_home.name
+from tests.failure_free import FOLDER_ENV
+from tests.reporting import pytest_collection_modifyitems  # noqa: F401
+
+# Tests use one small corpus and one folder of failure-free runs, and never the cache of the person who runs them. The
+# first process of a session makes the folder; workers (pytest -n) inherit its environment.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _session_folder = tempfile.TemporaryDirectory(prefix="moevement-tests-")
+    os.environ["MOEVEMENT_CACHE"] = str(Path(_session_folder.name) / "cache")
+    os.environ[FOLDER_ENV] = str(Path(_session_folder.name) / "failure_free")
+    Path(os.environ[FOLDER_ENV]).mkdir()
 os.environ["MOEVEMENT_PLATFORM"] = "cpu"
 
-from megatron.moevement import platform  # noqa: E402
+from megatron.moevement import platform
 
 platform.install()
 
@@ -44,3 +51,10 @@ def same_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     from tests.training import start_from
 
     return start_from(tmp_path_factory.mktemp("weights"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers for ``-n auto``: one for each core, and 4 GB of memory for each."""
+    gigabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return max(1, min(os.cpu_count() or 1, int(gigabytes / 4)))

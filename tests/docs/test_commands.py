@@ -27,7 +27,7 @@ HERE = {
 }
 """Cheap commands, run right here, with what makes them cheaper."""
 
-IN_CI = r"make (lint|test|docs|test-cluster)"
+IN_CI = r"make (lint|test|docs|test-packaging|check-durations|test-cluster)"
 """Those that .ci/run runs."""
 
 ELSEWHERE = {
@@ -189,6 +189,7 @@ def test_ci_runs_what_it_is_said_to_run() -> None:
     assert shown <= set(lines)
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize(
     "text", sorted({shlex.join(one.words) for one in ALL if any(_matches(one, pattern) for pattern in HERE)})
 )
