@@ -18,6 +18,8 @@ import pytest
 from moevement_core.rendezvous.token import TOKEN_ENV, Token
 from tests.training import ROOT
 
+pytestmark = pytest.mark.builds  # each from a fresh interpreter
+
 COMMANDS = {
     "plan": "plan deepseek_moe --ranks 96 --iteration-time 2 --cluster moevement-h100",
     "simulate": "simulate laptop --mtbf 1 --hours 12 --seeds 20",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +49,7 @@ def test_windows_are_found_where_nobody_can_write(read_only: Path) -> None:
     place = find_place("--moevement-load", str(read_only), "n", PATIENCE_S, is_written=False)
     assert (place.path, place.members) == (read_only, (0,))
     assert [one.reaches for one in windows_of_all(place)] == [5]
-    with pytest.raises(ConfigError, match=f"--moevement-persist-dir {read_only}: Read-only file system; give a folder"):
+    with pytest.raises(ConfigError, match=f"--moevement-persist-dir {read_only}: {os.strerror(errno.EROFS)}"):
         find_place("--moevement-persist-dir", str(read_only), "n", PATIENCE_S)
 
 

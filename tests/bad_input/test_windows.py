@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -132,7 +133,10 @@ def test_a_manifest_that_is_no_file_is_not_waited_for(manifest: Path, make: Call
 @pytest.mark.parametrize("make", STRANGE)
 def test_a_lock_that_is_no_file_is_not_waited_for(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / LOCK)
-    with within(LIMIT_S), pytest.raises(OSError, match=r"no regular file|[Dd]irectory|No such device"):
+    with (
+        within(LIMIT_S),
+        pytest.raises(OSError, match=rf"{LOCK}|{os.strerror(errno.EISDIR)}|{os.strerror(errno.ENXIO)}"),
+    ):
         acquire(tmp_path, "abcd", "--run-dir", may_wait=False)
 
 
@@ -215,5 +219,5 @@ def test_a_length_beyond_the_file_takes_no_memory(snapshot: Path) -> None:
     data = bytearray(snapshot.read_bytes())
     data[16:24] = (1 << 29).to_bytes(8, "little")
     snapshot.write_bytes(data)
-    with pytest.raises(SnapshotError, match="its header is damaged"):
+    with pytest.raises(SnapshotError, match=rf"{snapshot.name}.*\bheader\b"):
         files.read_header(snapshot)

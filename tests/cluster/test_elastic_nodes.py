@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster.cluster import Cluster
 from tests.cluster.training import PP2_EP2, Baselines, Training, train
-from tests.functional.test_elastic import without
+from tests.functional.elastic import without
 
 LEASE_S = 5.0
 FLAGS: dict[str, Any] = dict.fromkeys(PP2_EP2, False) | {

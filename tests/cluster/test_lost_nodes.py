@@ -2,11 +2,12 @@
 
 Ranks 0 and 1 are on n1, where the coordinator is too, 2 and 3 on n2, and spares on n3. A node that is back takes part
 again with tasks that are started by the same command. Seconds are printed; what they are on cores that do nothing else
-is in benchmarks/cluster.md. Here it is only looked whether anybody waited for a timeout of minutes.
+is in benchmarks/cluster.md. A wait here fails after two minutes, so no timeout of ten minutes goes unnoticed.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,11 @@ from tests.cluster.machine import wait_until
 from tests.cluster.training import PP4, Baselines, Training, assert_equal_runs, train
 
 LEASE_S = 5.0
-NO_TIMEOUT_S = 40.0
 FLAGS: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": LEASE_S, "log_interval": 1}
 
 
-def _lose(training: Training, how: str, node: str) -> tuple[float, dict[str, object]]:
-    """Lose a node; returns the seconds to the next iteration, and the account of the recovery."""
+def _lose(training: Training, how: str, node: str) -> dict[str, object]:
+    """Lose a node and wait for the next iteration; returns the account of the recovery."""
     cluster = training.cluster
     at = {
         "killed": cluster.kill_node, "power lost": cluster.lose_power, "cut off": cluster.cut_link,
@@ -33,7 +33,7 @@ def _lose(training: Training, how: str, node: str) -> tuple[float, dict[str, obj
     seconds = training.resumes_after(at)
     failure = training.events("failure")[-1]
     print(f"{node} {how}: next iteration after {seconds:.1f} s; {failure['noticed_by']}; {failure['parts']}")
-    return seconds, failure
+    return failure
 
 
 def _assert_only_lost_ranks_replayed(failure: dict[str, object]) -> None:
@@ -45,17 +45,15 @@ def _assert_only_lost_ranks_replayed(failure: dict[str, object]) -> None:
 def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
     training = train(cluster, tmp_path, **FLAGS)
     training.wait_for_iteration(12)
-    loud_s, loud = _lose(training, "killed", "n2")
+    loud = _lose(training, "killed", "n2")
     assert "reset" in str(loud["noticed_by"])
-    assert loud_s < NO_TIMEOUT_S
     _assert_only_lost_ranks_replayed(loud)
     assert training.ranks_on("n3") == [2, 3]
     cluster.restart_node("n2")
     training.add_node("n2")
     training.wait_for_spares(2)
-    silent_s, silent = _lose(training, "power lost", "n3")
+    silent = _lose(training, "power lost", "n3")
     assert "lease" in str(silent["noticed_by"])
-    assert silent_s < LEASE_S + NO_TIMEOUT_S
     _assert_only_lost_ranks_replayed(silent)
     assert training.ranks_on("n2") == [2, 3]
     cluster.take_down("n3")  # else Slurm waits for its answer at the end of the job, until its own timeout
@@ -94,9 +92,8 @@ def test_a_node_that_is_cut_off_and_back(cluster: Cluster, baselines: Baselines,
     training.wait_for_iteration(training.iteration() + 10)
     assert training.events("failure") == [], "silent for less than the lease"
 
-    seconds, failure = _lose(training, "cut off", "n2")
+    failure = _lose(training, "cut off", "n2")
     assert "lease" in str(failure["noticed_by"])
-    assert seconds < LEASE_S + NO_TIMEOUT_S
     assert training.ranks_on("n3") == [2, 3]
     before = training.iteration()
     cluster.mend_link("n2")
@@ -130,7 +127,7 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(
 
     wait_until(lambda: newest("windows_abandoned") > 0, "a window is abandoned", training.everything, timeout_s=120)
     assert newest("replication_lag") > 0
-    assert "is abandoned; the persisted one stays" in training.job.text()
+    assert re.search(r"\bWARNING rank \d+: iteration \d+\b.*\babandoned\b", training.job.text())
     cluster.slow_link("n2", None)
     mended_at = training.iteration()
 
@@ -149,7 +146,7 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(
     at = training.end()
     assert training.events("failure") == []
     assert_equal_runs(training, baselines.of(**its, exit_interval=at))
-    assert "a spare (pid" in training.job.text()
+    assert re.search(r"\bspare \(pid \d+\)", training.job.text())
 
 
 def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(
@@ -163,15 +160,17 @@ def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(
     )
     training.wait_for_iteration(12)
     first = _lose_both(training, 1, 3)
-    assert first["scope"] == "stage 1, 3 of 4 lost its state; only it rolled back"
+    assert re.findall(r"\d+", first["scope"]) == ["1", "3", "4"], "stages that lost their state, and of how many"
+    assert first["recovery"]["ranks"] == [1, 3], "only they roll back"
     training.wait_for_spares(2)
     training.wait_for_iteration(training.iteration() + 10)
     second = _lose_both(training, 1, 2)
     (fallback,) = training.events("recovery_from_disk")
-    assert str(fallback["text"]).startswith("memory and peers cannot bring iteration ")
-    assert "All ranks fall back to window_" in str(fallback["text"])
-    assert second["scope"] == "stage 1, 2 of 4 lost its state; all stages rolled back"
+    assert re.search(rf"\b{fallback['until']}\b.*\b{fallback['window']}\b", fallback["text"])
+    assert re.findall(r"\d+", second["scope"]) == ["1", "2", "4"]
+    assert second["recovery"]["ranks"] == [0, 1, 2, 3], "all stages roll back"
     assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
+    assert fallback["text"] in training.record.summary()["checkpointing"]["warnings"]
     assert len(training.events("failure")) == 2
 
 
@@ -192,8 +191,8 @@ def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, baseli
     seconds = training.resumes_after(six_nodes.kill_node(second))
     failure = training.events("failure")[-1]
     print(f"{first}, then {second} killed: next iteration after {seconds:.1f} s; {failure['parts']}")
-    assert [who.split(" (")[0] for who in (*failure["earlier"], *failure["failures"])] == ["rank 3", "rank 3"]
-    assert seconds < LEASE_S + NO_TIMEOUT_S
+    lost = [re.match(r"rank (\d+)\b", who) for who in (*failure["earlier"], *failure["failures"])]
+    assert [found and found[1] for found in lost] == ["3", "3"]
     for node in (first, second):
         six_nodes.take_down(node)
     assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))

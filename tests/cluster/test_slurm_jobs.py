@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,13 @@ def test_a_mistake_in_the_flags_ends_the_job_with_the_reason_in_its_last_line(cl
     assert training.job.wait(240) == "FAILED"
     assert training.job.exit_code() == 2
     assert "--num-expert" in training.job.text()
-    assert _last_line(training).startswith("moevement: the job is stopped: member ")
-    assert "found a mistake in the flags" in _last_line(training)
+    assert re.match(r"moevement: .*\bmember \d+\b.*\bflags\b", _last_line(training))
 
 
 def test_where_moevement_is_not_found_the_job_fails_at_once_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
     training = train(cluster, tmp_path, environment={"PATH": SYSTEM_PATH})
     assert training.job.wait(30) == "FAILED"
-    assert _last_line(training).startswith("moevement: no moevement on the PATH of n1; activate its environment")
+    assert re.match(r"moevement: .*\bPATH\b.*\bn1\b", _last_line(training))
 
 
 def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itself(

@@ -10,6 +10,8 @@ import pytest
 
 from tests.packaging.environments import source_copy
 
+pytestmark = pytest.mark.builds
+
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -371,7 +371,8 @@ def spoiled_and_cleared(argv: list[str]) -> dict[str, Any]:
     assert type(commit.mode) is Train
     return {
         "left": left,
-        "kept for those who follow": still_there,
+        "still_there": still_there,
+        "names": [name for name, _ in chunk.named_parameters()],
         "after": leftovers.gradients(job.live),
         "masters": sum(
             master.grad is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import subprocess
 import threading
 import time
@@ -23,24 +26,23 @@ SPARSE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "named"),
     [
-        pytest.param({"num_experts": 6, "expert_model_parallel_size": 4}, "--num-experts 6: ", id="in-the-preflight"),
+        pytest.param({"num_experts": 6, "expert_model_parallel_size": 4}, r"--num-experts 6\b", id="in-the-preflight"),
         pytest.param(
             {"moe_router_enable_expert_bias": True, "moe_router_score_function": "softmax"},
-            "Megatron refuses these flags: ", id="by-megatron",
+            r"Megatron\b.*--moe-router-score-function", id="by-megatron",
         ),
     ],
 )  # fmt: skip
-def test_a_mistake_beside_spares_ends_at_once(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_mistake_beside_spares_ends_at_once(wrong: dict[str, Any], named: str, tmp_path: Path) -> None:
     words = flags(**SPARSE | {"moevement_replicas_on_same_node": True} | wrong)
     nproc = wrong.get("expert_model_parallel_size", 1) * 2
     code, _, err = finished(
         launch("--nproc", str(nproc), "--spares", "1", str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
     )
     assert code == 2, f"{err}\n{logs(tmp_path / 'run')}"
-    assert err.startswith(f"moevement: {said}")
-    assert err.count("\n") == 1
+    assert re.fullmatch(rf"moevement: .*{named}.*\n", err), err
     events = RunRecord(tmp_path / "run").events()
     assert not [event for event in events if event["event"] in ("failure", "restart")], "nobody tried again"
 
@@ -66,8 +68,8 @@ def test_a_disk_that_fills_while_a_job_trains_changes_no_bit_of_it(small_disk: P
     ended = outcomes(2, run_dir, train_iters=iterations, **SPARSE, moevement_persist_dir=str(windows))
     filled.join()
     (small_disk / "filler").unlink()
-    said = [line for outcome in ended for line in outcome.output.splitlines() if "No space left on device" in line]
-    windows_lost = sum("is not on disk" in line for line in said)
+    said = [line for outcome in ended for line in outcome.output.splitlines() if os.strerror(errno.ENOSPC) in line]
+    windows_lost = sum(str(windows) in line for line in said)
     assert 0 < windows_lost < 2 * 6, "the 1st, 2nd, 4th ... of each rank"
     compared = compare(wanted, RunRecord(run_dir), common_iterations=True)
     assert compared.first_difference is None

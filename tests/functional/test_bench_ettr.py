@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from moevement_cli.main import main
 from tests.training import TINY
 
 
+@pytest.mark.builds  # six jobs from fresh interpreters
 def test_strategies_under_one_schedule_of_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "tiny.yaml"
     its = {"pipeline-model-parallel-size": 2, "moevement-sparse-ckpt": True, "moevement-window": 3}
@@ -32,13 +34,13 @@ def test_strategies_under_one_schedule_of_kills(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("words", "found"),
-    [(["--mtbf", "0"], "--mtbf 0.0; needs more than 0"), (["--iterations", "0"], "--iterations 0; needs 1 or more")],
+    [(["--mtbf", "0"], r"--mtbf 0\.0\b.*\b0\b"), (["--iterations", "0"], r"--iterations 0\b.*\b1\b")],
 )
 def test_values_that_cannot_be_are_refused(words: list[str], found: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["bench", "ettr", *words])
     assert caught.value.code == 2
-    assert found in capsys.readouterr().err
+    assert re.search(found, capsys.readouterr().err)
 
 
 def test_a_trace_with_one_failure_has_no_mean_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,4 +49,4 @@ def test_a_trace_with_one_failure_has_no_mean_time(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit) as caught:
         main(["bench", "ettr", "--trace", str(trace)])
     assert caught.value.code == 2
-    assert "trace.csv: 1 moments at which something is removed; needs two" in capsys.readouterr().err
+    assert re.search(r"--trace \S*trace\.csv\b.*\b1\b.*\b(2|two)\b", capsys.readouterr().err)

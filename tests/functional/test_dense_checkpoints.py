@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
-from tests.functional.test_layouts import EP2, INTERLEAVED, OVERLAP, PP2, TP2, ULPS
+from tests.failure_free import digest_of
+from tests.functional.layouts import EP2, INTERLEAVED, OVERLAP, PP2, TP2, ULPS
 from tests.harness import Outcome
 from tests.launching import survive
 from tests.training import losses, outcomes, train
@@ -48,7 +50,9 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 ONLY_IN_FULL = (
-    "async-mcore", "async-nvrx", "fp32-tensor", "fp8-delayed", "fp8-blockwise", "narrow-state", "remainders",
+    "fp16-interleaved-expert-bias", "async-mcore", "async-nvrx", "fp32-tensor",
+    "fp8-delayed", "fp8-blockwise", "fp8-mxfp8", "narrow-state",
+    "remainders",
 )  # fmt: skip
 
 
@@ -58,7 +62,7 @@ SPARSE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("is_elastic", [False, True], ids=["spares", "elastic"])
+@pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.full)], ids=["spares", "elastic"])
 def test_a_rank_is_replaced_in_a_job_that_began_from_a_dense_checkpoint(is_elastic: bool, tmp_path: Path) -> None:
     layout: dict[str, Any] = {"bf16": True, "use_distributed_optimizer": True} | ({} if is_elastic else PP2)
     sparse = SPARSE | ({"moevement_elastic": True} if is_elastic else {})
@@ -71,7 +75,7 @@ def test_a_rank_is_replaced_in_a_job_that_began_from_a_dense_checkpoint(is_elast
     survived = survive(2, 1, tmp_path / "run", inject=tuple(faults), **resumed)
     assert len(survived.events("resized") if is_elastic else survived.failures()) == len(faults)
     assert compare(wanted, survived.record, common_iterations=True).first_difference is None
-    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    assert survived.digest == digest_of(wanted)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +101,10 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Pa
     ("nproc", "layout"),
     [
         (1, {}),
-        (2, TP2),
-        (4, {"pipeline_model_parallel_size": 4}),
+        pytest.param(2, TP2, marks=pytest.mark.full),
+        pytest.param(4, {"pipeline_model_parallel_size": 4}, marks=pytest.mark.full),
         (4, {"expert_model_parallel_size": 4}),
-        (2, INTERLEAVED),
+        pytest.param(2, INTERLEAVED, marks=pytest.mark.full),
     ],
     ids=["one-rank", "tensor", "pipeline-4", "expert-4", "interleaved"],
 )
@@ -147,17 +151,20 @@ def test_a_torn_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-100])
     line = _refused(tmp_path, load=str(save))
-    assert f"{shard.name} has {len(whole) - 100} bytes, needs {len(whole)}" in line
-    assert "add --ckpt-step 2" in line
+    assert re.search(rf"\b{re.escape(shard.name)}\b.*\b{len(whole) - 100}\b.*\b{len(whole)}\b", line), line
+    assert "--ckpt-step 2" in line
     shard.unlink()
-    assert f"{shard.name} is missing" in _refused(tmp_path, load=str(save))
+    line = _refused(tmp_path, load=str(save))
+    assert re.search(rf"\biteration 4\b.*\b{re.escape(shard.name)}\b", line), line
+    assert str(len(whole)) not in line, "not a file that is too short"
     # A save that died before its end: no metadata, and the tracker still names the one before.
     (torn / ".metadata").unlink()
     (save / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = train(2, tmp_path / "resumed", **PP2, load=str(save), train_iters=3, **OTHER_END)
     assert [line["iteration"] for line in resumed.metrics()] == [3]
-    assert "iteration 4 is torn" in _refused(tmp_path, load=str(save), ckpt_step=4)
-    assert "needs an iteration number" in _refused(_with_tracker(save, "tw0").parent, load=str(save))
+    assert re.search(r"\biteration 4\b.*\.metadata\b", _refused(tmp_path, load=str(save), ckpt_step=4))
+    line = _refused(_with_tracker(save, "tw0").parent, load=str(save))
+    assert re.search(r"\blatest_checkpointed_iteration\.txt\b.*\btw0\b", line), line
 
 
 def _with_tracker(save: Path, text: str) -> Path:
@@ -175,7 +182,7 @@ def test_a_save_over_a_torn_checkpoint_replaces_it(tmp_path: Path) -> None:
     assert [line["iteration"] for line in resumed.metrics()] == [3]
 
 
-@pytest.mark.parametrize("flags", [{}, ASYNC], ids=["sync", "async"])
+@pytest.mark.parametrize("flags", [pytest.param({}, marks=pytest.mark.full), ASYNC], ids=["sync", "async"])
 def test_a_failed_save_is_reported_and_training_goes_on(flags: dict[str, Any], tmp_path: Path) -> None:
     """Rank 1 cannot write its part of iteration 2: a folder stands where its file should go."""
     save = tmp_path / "checkpoints"
@@ -184,10 +191,10 @@ def test_a_failed_save_is_reported_and_training_goes_on(flags: dict[str, Any], t
     ranks = outcomes(2, tmp_path / "run", **PP2, **flags, save=str(save), save_interval=2)
     record = RunRecord(tmp_path / "run")
     assert [line["iteration"] for line in record.metrics()] == [1, 2, 3, 4]
-    kinds = [event["event"] for event in record.events()]
-    assert kinds.count("checkpoint_failed") == 1
-    assert "was NOT saved" in ranks[0].output
-    assert "training goes on" in ranks[0].output
+    (failed,) = [event for event in record.events() if event["event"] == "checkpoint_failed"]
+    assert failed["iteration"] == (None if flags else 2), "an asynchronous save fails later"
+    # Rank 0 has the reason that rank 1 gave: its class, or its number and the file.
+    assert re.search(r"\bWARNING rank 0: .*\brank 1\b.*\b(IsADirectoryError|Errno 21)\b", ranks[0].output)
     # The next save succeeds, and nothing points at the failed one.
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "4"
     resumed = train(2, tmp_path / "resumed", **PP2, load=str(save), train_iters=5, **OTHER_END)

@@ -13,45 +13,9 @@ from typing import Any
 import pytest
 
 from moevement_core.persistence.manifest import manifests
+from tests.functional.elastic import ELASTIC, GONE, assert_same, fresh, resized
 from tests.launching import survive
 from tests.training import SCRIPT, start_from, train
-
-ELASTIC: dict[str, Any] = {
-    "moevement_sparse_ckpt": True,
-    "moevement_elastic": True,
-    "moevement_join_wait": 1000,
-    "moevement_window": 3,
-    "moevement_replicas_on_same_node": True,
-    "global_batch_size": 24,
-    "train_iters": 9,
-}
-GONE = ("--respawn-after", "inf")
-"""Who dies does not come back."""
-
-
-def fresh(nproc: int, folder: Path, saved: Path, iteration: int, **overrides: Any) -> Any:
-    """A job without any of this project's fault tolerance that starts from a dense checkpoint."""
-    plain = {name: value for name, value in (ELASTIC | overrides).items() if not name.startswith("moevement")}
-    return train(nproc, folder, **plain | {"load": str(saved), "ckpt_step": iteration})
-
-
-def resized(survived: Any) -> list[dict[str, Any]]:
-    return [event for event in survived.record.events() if event["event"] == "resized"]
-
-
-def assert_same(survived: Any, other: Any, since: int, drawn_apart: tuple[int, ...] = ()) -> None:
-    """Losses after ``since`` and the final state are equal, bit for bit.
-
-    Args:
-        drawn_apart: ranks whose generators may differ.
-    """
-    mine = {line["iteration"]: line["loss"] for line in survived.record.metrics() if line["iteration"] > since}
-    its = {line["iteration"]: line["loss"] for line in other.metrics()}
-    assert mine == its
-    ranks, others = (summary["state_digest"]["ranks"] for summary in (survived.record.summary(), other.summary()))
-    for rank in range(len(others)):
-        but = {"rng"} if rank in drawn_apart else set()
-        assert {**ranks[rank], **dict.fromkeys(but)} == {**others[rank], **dict.fromkeys(but)}, f"rank {rank}"
 
 
 def some_of(cases: Iterable[str], *quick: str) -> list[Any]:
@@ -100,16 +64,16 @@ def fresh_with_slots(nproc: int, folder: Path, saved: Path, survived: Any, itera
     return survive(nproc, 0, folder, **SLOTS | overrides | start).record
 
 
-def test_experts_in_slots_compute_what_megatrons_experts_compute(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_experts_in_slots_compute_what_megatrons_experts_compute(slots: int, tmp_path: Path) -> None:
     """From one checkpoint: the same losses and gradient norms, to the rounding of sums in another order."""
     start = start_from(tmp_path / "start")
     plain = train(2, tmp_path / "plain", **{"global_batch_size": 24, "train_iters": 6} | start)
-    for slots in (2, 3):
-        its = SLOTS | {"moevement_expert_slots": slots, "train_iters": 6} | start
-        elastic = survive(4 if slots == 2 else 3, 0, tmp_path / f"slots{slots}", **its).record
-        for mine, other in zip(elastic.metrics(), plain.metrics(), strict=True):
-            assert mine["loss"] == pytest.approx(other["loss"], rel=2e-5)
-            assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
+    its = SLOTS | {"moevement_expert_slots": slots, "train_iters": 6} | start
+    elastic = survive(4 if slots == 2 else 3, 0, tmp_path / "elastic", **its).record
+    for line, other in zip(elastic.metrics(), plain.metrics(), strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=2e-5)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-4)
 
 
 SLOT_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
@@ -129,7 +93,7 @@ SLOT_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 """In the last two state dies with its rank: shards of the dense part, or the only replica of an expert."""
 
 
-@pytest.mark.parametrize("layout", some_of(SLOT_LAYOUTS, "PP2xDP3"))
+@pytest.mark.parametrize("layout", some_of(SLOT_LAYOUTS))
 def test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would(layout: str, tmp_path: Path) -> None:
     nproc, left, its = SLOT_LAYOUTS[layout]
     saved = tmp_path / "saved"
@@ -182,7 +146,7 @@ WINDOWS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", some_of(WINDOWS, "DP3xslots"))
+@pytest.mark.parametrize("layout", some_of(WINDOWS, "DP3"))
 def test_lost_shards_come_from_a_sparse_window_that_is_run_again(layout: str, tmp_path: Path) -> None:
     """Without gradients at peers the window is replayed by the ranks of now, whose sums have another order."""
     nproc, its = WINDOWS[layout]
@@ -201,11 +165,6 @@ def test_lost_shards_come_from_a_sparse_window_that_is_run_again(layout: str, tm
     for mine, other in zip(survived.record.metrics(), plain.metrics(), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=loss)
         assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=norm)
-
-
-def without(flags: dict[str, Any]) -> dict[str, Any]:
-    """The same flags without those of this project."""
-    return {name: value for name, value in flags.items() if not name.startswith("moevement")}
 
 
 GROWING = {"train_iters": 40, "save_interval": 1, "moevement_join_wait": 0.5}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.functional.test_kills import BOTH, SPARSE
+from tests.failure_free import digest_of, failure_free
+from tests.functional.jobs import BOTH, SPARSE
 from tests.launching import survive
 from tests.training import losses, train
 
@@ -25,10 +26,10 @@ def test_an_evaluation_that_draws_does_not_move_what_training_draws(tmp_path: Pa
 def test_a_rank_that_died_after_an_evaluation_draws_what_it_would_have_drawn(recovery: str, tmp_path: Path) -> None:
     """Rank 0 dies when iteration 9 has begun everywhere, and is restored by one that saw no evaluation."""
     flags_ = SPARSE | {"moevement_replicas": 1} | JITTER | {"eval_interval": 8}
-    wanted = train(2, tmp_path / "failure_free", **JITTER, eval_interval=8)
+    wanted = failure_free(2, **flags_)
     its = {"moevement_recovery": recovery}
     survived = survive(2, 1, tmp_path / "killed", inject=("rank=0,iteration=9,phase=snapshot",), **flags_ | its)
     (failure,) = survived.failures()
     assert failure["recovery"]["until"] == 8
-    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    assert survived.digest == digest_of(wanted)
     survived.check_metrics(14)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moevement_core.verify import compare
-from tests.functional.test_layouts import ULPS
+from tests.functional.layouts import ULPS
 from tests.training import losses, start_from, train
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -55,7 +55,7 @@ TOLERANCE = {
 
 ONLY_IN_FULL = (
     "sequence-aux-loss", "capacity-with-padding", "per-token-loss", "router-in-fp32", "first-layer-dense",
-    "group-query-attention", "layer-norm-gelu-learned-positions",
+    "group-query-attention", "layer-norm-gelu-learned-positions", "shared-experts", "tied-embeddings",
 )  # fmt: skip
 """Close relatives of others here; make test-full runs them too."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.moevement.runtime.checkpoint_metadata import read_metadata
 from megatron.moevement.runtime.dense_checkpoint import listed_bytes
-from tests.functional.test_elastic import ELASTIC, GONE, assert_same, fresh, resized
+from tests.functional.elastic import ELASTIC, GONE, assert_same, fresh, resized
 from tests.launching import survive
 from tests.training import SCRIPT
 
@@ -19,7 +19,7 @@ SAVES: dict[str, dict[str, Any]] = {
     "async-worker": {"async_save": True, "use_persistent_ckpt_worker": True},
     "async-worker-mcore": {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"},
 }
-QUICK = ("sync", "async-worker")
+QUICK = ("async-worker",)
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else [pytest.mark.full]) for how in SAVES])

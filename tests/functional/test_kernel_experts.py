@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +48,25 @@ def run(**job: Any) -> tuple[int, str, str]:
 def test_what_runs_is_said() -> None:
     code, out, err = run(**ON)
     assert code == 0, err
-    assert "moevement: INFO rank 0: experts run on the kernels' reference in torch, as there is no GPU" in out
+    assert re.search(r"\bINFO rank 0: .*\bexperts\b.*\breference\b.*\bGPU\b", out), out
 
 
 @pytest.mark.parametrize(
-    ("job", "message"),
+    ("job", "named"),
     [
-        ({"moe_ffn_hidden_size": 44}, "--moe-ffn-hidden-size 44 (needs multiples of 8"),
+        ({"moe_ffn_hidden_size": 44}, r"--moe-ffn-hidden-size 44\b.*\b8\b"),
         pytest.param(
             {"moe_apply_probs_on_input": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
-            "--moe-apply-probs-on-input is Megatron's",
+            "--moe-apply-probs-on-input",
             marks=pytest.mark.full,
         ),
-        pytest.param({"swiglu": False, "quick_geglu": True}, "is none of swiglu, geglu", marks=pytest.mark.full),
+        pytest.param(
+            {"swiglu": False, "quick_geglu": True}, r"\bquick_gelu\b.*\bswiglu\b.*\bgeglu\b", marks=pytest.mark.full
+        ),
     ],
 )
-def test_what_the_kernels_cannot_run_is_one_line(job: dict[str, Any], message: str) -> None:
+def test_what_the_kernels_cannot_run_is_one_line(job: dict[str, Any], named: str) -> None:
     code, _, err = run(**ON, **job)
     assert code == 2
-    assert message in err
-    assert "use off" in err
+    assert re.search(rf"--moevement-frozen-kernels triton\b.*{named}.*\boff\b", err), err
     assert "Traceback" not in err

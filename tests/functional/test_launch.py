@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -21,6 +23,7 @@ from tests.training import SCRIPT, flags
 from tests.unit.monitoring.scraping import free_port
 
 
+@pytest.mark.builds
 def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
     """And both leave the record, the logs of each rank, and a console that says how far it came."""
     layout = flags(pipeline_model_parallel_size=2, hidden_dropout=0.1)
@@ -29,8 +32,8 @@ def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
         code, out, err = finished(command(*words))
         assert (code, err) == (0, "")
         assert "iteration 4/4, loss " in out
-        assert "moevement: INFO rank 0: no GPU: running on the CPU with --distributed-backend gloo" in out
-        assert "moevement: INFO rank 0: no --data-path: training on the embedded corpus" in out
+        assert re.search(r"\bINFO rank 0: .*\bGPU\b.*--distributed-backend gloo\b", out), out
+        assert re.search(r"\bINFO rank 0: .*--data-path\b", out), out
         assert (tmp_path / name / "logs" / "rank_1.out").read_text()
         ranks = json.loads((tmp_path / name / "ranks.json").read_text())
         assert [rank["rank"] for rank in ranks] == [0, 1]
@@ -41,56 +44,57 @@ def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["files", pytest.param("console", marks=pytest.mark.full)])
 def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
     words = flags(num_experts=6, expert_model_parallel_size=4)
-    started = time.monotonic()
     code, _, err = finished(
         command("--nproc", "4", "--logs", where, str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
     )
     assert code == 2
-    assert err == (
-        "moevement: --num-experts 6: not a multiple of --expert-model-parallel-size 4; use 4 or 8 experts or an expert "
-        "parallel size that divides 6\n"
-    )
-    assert time.monotonic() - started < 60
+    found, needed = r"--num-experts 6\b.*--expert-model-parallel-size 4\b", r"\b4\b.*\b8\b"
+    assert re.fullmatch(rf"moevement: {found}.*{needed}.*\n", err), err
 
 
 def test_a_run_directory_of_a_job_that_runs_keeps_its_logs(tmp_path: Path) -> None:
     log = tmp_path / "run" / "logs" / "rank_0.out"
     log.parent.mkdir(parents=True)
-    log.write_text("of the job that runs\n")
+    log.write_text("written before\n")
     with acquire(tmp_path / "run", "beef", "--run-dir"):
         code, _, err = finished(launch("--nproc", "1", str(SCRIPT), *flags(), "--run-dir", str(tmp_path / "run")))
     assert code == 2
-    assert err.startswith(f"moevement: --run-dir {tmp_path / 'run'}: in use by job beef (pid {os.getpid()} on ")
-    assert err.count("\n") == 1
-    assert log.read_text() == "of the job that runs\n"
+    refused, holder = re.escape(f"--run-dir {tmp_path / 'run'}"), rf"\bbeef\b.*\bpid {os.getpid()}\b"
+    assert re.fullmatch(rf"moevement: {refused}\b.*{holder}.*\n", err), err
+    assert log.read_text() == "written before\n"
 
 
 def test_what_megatrons_own_configuration_refuses_is_one_line_too(tmp_path: Path) -> None:
     words = flags(moe_router_enable_expert_bias=True, moe_router_score_function="softmax", recompute_granularity="full")
     code, _, err = finished(launch("--nproc", "1", str(SCRIPT), *words, "--run-dir", str(tmp_path / "run")))
     assert code == 2
-    assert err.startswith("moevement: Megatron refuses these flags: ")
-    assert err.count("\n") == 1
+    assert re.fullmatch(r"moevement: .*\bMegatron\b.*\brecompute_granularity\b.*\n", err), err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--nproc", "2", "no_such_script.py"], "no_such_script.py: no such training script"),
-        (["--nproc", "0", str(SCRIPT)], "--nproc 0: needs 1 or more"),
-        (["--nproc", "2", "--spares", "-1", str(SCRIPT)], "--spares -1: needs 0 or more"),
-        (["--nproc", "2", "--spares", "1", str(SCRIPT)], "--spares without --moevement-sparse-ckpt"),
-        (["--nproc", "2", "--ranks-per-node", "0", str(SCRIPT)], "--ranks-per-node 0: needs 1 or more"),
-        ([str(SCRIPT)], "no --nproc and not started by srun"),
-        (["--nproc", "1", str(SCRIPT), "--config", "none.yaml"], "--config none.yaml: cannot be read"),
-        (["--nproc", "1", str(SCRIPT), "--run-dir", __file__], f"--run-dir {__file__}: File exists; give a folder"),
+        (["--nproc", "2", "no_such_script.py"], r"\bno_such_script\.py\b"),
+        (["--nproc", "0", str(SCRIPT)], r"--nproc 0\b.*\b1\b"),
+        (["--nproc", "2", "--spares", "-1", str(SCRIPT)], r"--spares -1\b.*\b0\b"),
+        (["--nproc", "2", "--spares", "1", str(SCRIPT)], r"--spares\b.*--moevement-sparse-ckpt\b"),
+        (["--nproc", "2", "--ranks-per-node", "0", str(SCRIPT)], r"--ranks-per-node 0\b.*\b1\b"),
+        ([str(SCRIPT)], r"--nproc\b.*\bsrun\b"),
+        (
+            ["--nproc", "1", str(SCRIPT), "--config", "none.yaml"],
+            rf"--config none\.yaml\b.*{os.strerror(errno.ENOENT)}",
+        ),
+        (
+            ["--nproc", "1", str(SCRIPT), "--run-dir", __file__],
+            rf"--run-dir {re.escape(__file__)}\b.*{os.strerror(errno.EEXIST)}",
+        ),
     ],
 )
-def test_what_cannot_be_launched_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_launched_is_said(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["launch", *words])
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert re.search(named, capsys.readouterr().err)
 
 
 def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
@@ -100,7 +104,8 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
     os.kill(pids[1], signal.SIGKILL)
     code, _, err = finished(process)
     assert code == 1
-    assert f"rank 1 (pid {pids[1]}) was killed by signal 9; its output is in {tmp_path}/logs/rank_1.out" in err
+    log = re.escape(f"{tmp_path}/logs/rank_1.out")
+    assert re.search(rf"\brank 1\b.*\bpid {pids[1]}\b.*\bsignal 9\b.*{log}\b", err), err
     assert not any(psutil.pid_exists(pid) for pid in pids)
     # Killed runs have whole lines, and no summary.
     assert RunRecord(tmp_path).metrics()
@@ -111,14 +116,12 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_fails_shows_its_traceback(options: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import os\nif os.environ['RANK'] == '1':\n    raise KeyError('this one')\nimport time; time.sleep(60)\n"
+        "import os\nif os.environ['RANK'] == '1':\n    raise KeyError('absent')\nimport time; time.sleep(3600)\n"
     )
-    started = time.monotonic()
     code, _, err = finished(launch("--nproc", "2", *options, str(script), "--run-dir", str(tmp_path / "run")))
     assert code == 1
-    assert "KeyError: 'this one'" in err
-    assert "rank 1 (pid " in err
-    assert time.monotonic() - started < 50
+    assert "KeyError: 'absent'" in err
+    assert re.search(r"\brank 1\b.*\bpid \d+\b", err), err
 
 
 @pytest.mark.parametrize("victim", [pytest.param("rank", marks=pytest.mark.full), "launcher"])
@@ -149,7 +152,8 @@ def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path:
         os.killpg(process.pid, signal.SIGINT)
     code, _, err = finished(process)
     assert code == (1 if victim == "rank" else 130)
-    assert ("was killed by signal 9" in err) if victim == "rank" else (err == "moevement: stopped by Ctrl-C\n")
+    killed = rf"\brank 0\b.*\bpid {pids[0]}\b.*\bsignal 9\b"
+    assert re.search(killed, err) if victim == "rank" else re.fullmatch(r"moevement: .*\bCtrl-C\b.*\n", err), err
     assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
     assert list(scratch.iterdir()) == []
     scratch.rmdir()

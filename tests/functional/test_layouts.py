@@ -13,21 +13,19 @@ import pytest
 
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
+from tests.functional.layouts import (
+    ALLGATHER,
+    DISTRIBUTED_OPTIMIZER,
+    EP2,
+    FULL_RECOMPUTE,
+    INTERLEAVED,
+    OVERLAP,
+    PP2,
+    SELECTIVE_RECOMPUTE,
+    TP2,
+    ULPS,
+)
 from tests.training import losses, train
-
-ULPS = 4 * 2.0**-21
-"""Four units in the last place of a float32 between 4 and 8."""
-
-PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
-# The vocabulary is padded to a multiple of this times the tensor-parallel size, and padding enters the softmax.
-TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "make_vocab_size_divisible_by": 8}
-DISTRIBUTED_OPTIMIZER = {"use_distributed_optimizer": True}
-OVERLAP = DISTRIBUTED_OPTIMIZER | {"overlap_grad_reduce": True, "overlap_param_gather": True}
-INTERLEAVED = PP2 | {"num_virtual_stages_per_pipeline_rank": 2}
-ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-SELECTIVE_RECOMPUTE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, PP2),
@@ -64,7 +62,24 @@ def reference(same_weights: dict[str, Any], tmp_path_factory: pytest.TempPathFac
     return losses(train(1, tmp_path_factory.mktemp("one-rank"), **same_weights))
 
 
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "num_layers" not in LAYOUTS[name][1]])
+QUICK = (
+    "pipeline-expert",
+    "tensor-expert-tensor",
+    "interleaved-expert-overlap",
+    "data-overlap",
+    "pipeline-full-recompute",
+)
+"""Every kind of parallelism once; the others mostly try Megatron over gloo, and `make test-full` runs them."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full])
+        for name in LAYOUTS
+        if "num_layers" not in LAYOUTS[name][1]
+    ],
+)
 def test_a_layout_agrees_with_one_rank(
     name: str, reference: dict[int, float], same_weights: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -97,8 +112,8 @@ def test_a_wrong_layout_would_be_seen(
     ("name", "precision"),
     [
         ("interleaved-expert-overlap", {"bf16": True}),
-        ("pipeline-tensor-expert", {}),
-        ("interleaved", {"fp16": True, "initial_loss_scale": 65536}),
+        pytest.param("pipeline-tensor-expert", {}, marks=pytest.mark.full),
+        pytest.param("interleaved", {"fp16": True, "initial_loss_scale": 65536}, marks=pytest.mark.full),
     ],
     ids=["interleaved-expert-overlap-bf16", "pipeline-tensor-expert-fp32", "interleaved-fp16"],
 )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from moevement_core.damage import Damage
 from moevement_core.run_record import RunRecord
+from tests.failure_free import failure_free
 from tests.functional.bodies import clipped_as_with_transformer_engine, wiped_with_a_damaged_log, with_shapes_exchanged
-from tests.functional.test_recovery import (
+from tests.functional.wiped import (
     ALWAYS_REORDER,
     BF16,
     DISTRIBUTED,
@@ -30,7 +33,7 @@ from tests.functional.test_recovery import (
     recover,
 )
 from tests.harness import run_ranks
-from tests.training import SCRIPT, flags, train
+from tests.training import SCRIPT, flags
 
 PP4: dict[str, Any] = {"pipeline_model_parallel_size": 4}
 Case = tuple[int, dict[str, Any], dict[str, Any], set[int]]
@@ -82,11 +85,11 @@ def test_a_stage_replays_alone_where_shapes_are_sent_along(tmp_path: Path) -> No
         "moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1, "moevement_replicas": 1, "moevement_window": 3,
         "moevement_wipe_at": 7, "moevement_wipe_stages": 2,
     }  # fmt: skip
-    failure_free = train(4, tmp_path / "failure_free", **job)
+    wanted = failure_free(4, **job)
     argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "recovered")]
     run_ranks(with_shapes_exchanged, 4, argv, timeout_s=150.0, init_process_group=False)
     recovered = RunRecord(tmp_path / "recovered")
-    check_scope(recovered, check(failure_free, recovered, sparse), {2})
+    check_scope(recovered, check(wanted, recovered, sparse), {2})
 
 
 @pytest.mark.parametrize(
@@ -95,8 +98,8 @@ def test_a_stage_replays_alone_where_shapes_are_sent_along(tmp_path: Path) -> No
 )
 def test_the_stages_that_lost_their_state_replay_alone(name: str, tmp_path: Path) -> None:
     ranks, job, sparse, stages = RUNS[name]
-    failure_free, recovered = recover(ranks, job, sparse, tmp_path)
-    check_scope(recovered, check(failure_free, recovered, sparse), stages)
+    wanted, recovered = recover(ranks, job, sparse, tmp_path)
+    check_scope(recovered, check(wanted, recovered, sparse), stages)
     assert all(line["log_bytes"] > 0 for line in recovered.metrics())
 
 
@@ -116,8 +119,8 @@ def test_any_stages_of_any_pipeline_at_any_iteration(seed: int, tmp_path: Path) 
     }  # fmt: skip
     told = f"seed {seed}: {ranks} ranks, {job}, {sparse}"
     print(told)
-    failure_free, recovered = recover(ranks, job, sparse, tmp_path)
-    check_scope(recovered, check(failure_free, recovered, sparse, told), set(lost), told)
+    wanted, recovered = recover(ranks, job, sparse, tmp_path)
+    check_scope(recovered, check(wanted, recovered, sparse, told), set(lost), told)
 
 
 def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_path: Path) -> None:
@@ -126,20 +129,22 @@ def test_a_damaged_log_is_found_before_it_is_fed_and_all_stages_roll_back(tmp_pa
         "moevement_sparse_ckpt": True, "moevement_ranks_per_node": 1, "moevement_replicas": 1, "moevement_window": 2,
         "moevement_wipe_at": 6, "moevement_wipe_stages": 1,
     }  # fmt: skip
-    failure_free = train(2, tmp_path / "failure_free", **job)
+    wanted = failure_free(2, **job)
     argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "recovered")]
     outcomes = run_ranks(wiped_with_a_damaged_log, 2, argv, 0, init_process_group=False)
-    found = "damage found by the digests of a boundary log that is to be fed: what iterations 6 sent is damaged"
-    assert f"WARNING rank 0: {found} in host memory; it is not fed" in outcomes[0].output
+    warnings = re.findall(r"^moevement: WARNING rank 0: (.*)$", outcomes[0].output, re.MULTILINE)
+    (found,) = filter(None, map(Damage.parse, warnings))
+    assert "boundary log" in found.by
+    assert re.findall(r"\d+", found.what) == ["6"]
     recovered = RunRecord(tmp_path / "recovered")
-    check_scope(recovered, check(failure_free, recovered, sparse), {0, 1})
+    check_scope(recovered, check(wanted, recovered, sparse), {0, 1})
 
 
 @pytest.mark.full
 def test_without_the_log_all_stages_roll_back_and_the_reason_is_reported(tmp_path: Path) -> None:
     sparse = {"moevement_window": 3, "moevement_wipe_at": 7, "moevement_wipe_stages": 1}
-    failure_free, recovered = recover(2, PP2 | BF16, sparse | {"moevement_log_memory_gb": 1e-5}, tmp_path)
-    check_scope(recovered, check(failure_free, recovered, sparse), {0, 1})
+    wanted, recovered = recover(2, PP2 | BF16, sparse | {"moevement_log_memory_gb": 1e-5}, tmp_path)
+    check_scope(recovered, check(wanted, recovered, sparse), {0, 1})
 
 
 def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None:
@@ -158,5 +163,5 @@ def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None
 def test_an_embedding_that_predicts_ahead_ties_the_stages_that_have_a_copy(tmp_path: Path) -> None:
     job = PP2 | BF16 | {"mtp_num_layers": 1}
     sparse: dict[str, Any] = {"moevement_window": 3, "moevement_wipe_at": [2, 8], "moevement_wipe_stages": 1}
-    failure_free, recovered = recover(2, job, sparse, tmp_path)
-    check_scope(recovered, check(failure_free, recovered, sparse), {0, 1})
+    wanted, recovered = recover(2, job, sparse, tmp_path)
+    check_scope(recovered, check(wanted, recovered, sparse), {0, 1})

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional.test_kills import SPARSE, assert_alone, reference
+from tests.failure_free import failure_free_digest
+from tests.functional.jobs import SPARSE, assert_alone
 from tests.launching import survive
 
 FULL = pytest.mark.full
@@ -31,7 +32,7 @@ FAULTS = (
 )  # fmt: skip
 def test_matrices_are_updated_again_as_they_were(layout: dict[str, Any], tmp_path: Path) -> None:
     flags = SPARSE | layout | {"optimizer": "muon"}
-    wanted = reference(4, tmp_path / "failure_free", **flags)
+    wanted = failure_free_digest(4, **flags)
     survived = survive(4, 1, tmp_path / "recovered", inject=FAULTS, **flags)
     assert survived.digest == wanted
     survived.check_metrics(20)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.moevement.describe import describe
 from tests.functional.bodies import operators_held, state_weighed
-from tests.functional.test_low_precision import REGIMES
+from tests.functional.jobs import REGIMES
 from tests.harness import run_ranks
 from tests.training import SCRIPT, flags
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional.test_kills import LAYOUTS, SPARSE, reference
+from tests.failure_free import failure_free_digest
+from tests.functional.jobs import LAYOUTS, SPARSE
 from tests.launching import survive
 
 NPROC, LAYOUT = LAYOUTS["PP2xEP2"]
@@ -23,7 +24,7 @@ NPROC, LAYOUT = LAYOUTS["PP2xEP2"]
     ],
 )
 def test_ranks_killed_one_after_the_other(tmp_path: Path, protection: str, recovery: dict[str, Any]) -> None:
-    wanted = reference(NPROC, tmp_path / "failure_free", **SPARSE | LAYOUT)
+    wanted = failure_free_digest(NPROC, **SPARSE | LAYOUT)
     faults = (
         "rank=0,iteration=8,phase=backward", "rank=3,iteration=12,phase=step", "rank=1,iteration=17,phase=forward",
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -80,22 +81,20 @@ def test_a_new_job_starts_from_windows_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "script", "words", "message"),
+    ("options", "script", "words", "named"),
     [
-        (["--nproc", "3"], SCRIPT, [], "--nproc 3: 8 experts; give a number that divides them"),
+        (["--nproc", "3"], SCRIPT, [], r"--nproc 3\b.*\b8 experts\b"),
         pytest.param(
             ["--nproc", "2"],
             SCRIPT,
             ["--moevement-window", "many"],
-            "--moevement-window many; needs auto or a number",
+            r"--moevement-window many\b.*\bauto\b",
             marks=pytest.mark.full,
         ),
-        (["--nproc", "2"], Path(__file__), [], "has ended without moevement_core.train(); bind its trainer as in"),
+        (["--nproc", "2"], Path(__file__), [], r"\bno_binding\.py\b.*\bmoevement_core\.train\b"),
     ],
 )
-def test_mistakes_are_one_line(
-    tmp_path: Path, options: list[str], script: Path, words: list[str], message: str
-) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, options: list[str], script: Path, words: list[str], named: str) -> None:
     if script != SCRIPT:
         script = tmp_path / "no_binding.py"
         script.write_text("print()\n")
@@ -103,7 +102,7 @@ def test_mistakes_are_one_line(
         launch("--trainer", "torch", *options, "--spares", "1", str(script), *words, "--run-dir", str(tmp_path / "run"))
     )
     assert (code, err.count("\n")) == (2, 1), err
-    assert message in err
+    assert re.search(named, err), err
 
 
 def test_a_job_that_is_asked_to_end_does_so_at_a_boundary(tmp_path: Path) -> None:

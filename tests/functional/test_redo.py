@@ -6,6 +6,7 @@ they were not, its stage goes on from the newest that were.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 
 from moevement_cli.main import main
 from moevement_core.persistence.manifest import manifests
-from tests.functional.test_kills import LAYOUTS, SPARSE, _killed_from_outside, reference
+from tests.failure_free import digest_of, failure_free, failure_free_digest
+from tests.functional.jobs import LAYOUTS, MICRO_BATCHES, SPARSE, killed_from_outside
 from tests.launching import Survived, launch, logs, survive
 from tests.launching import finished as finished_job
-from tests.training import SCRIPT, flags, train
+from tests.training import SCRIPT, flags
 
 REDO: dict[str, Any] = {"moevement_recovery": "redo"}
 PHASES = (
@@ -34,15 +36,17 @@ def _alone(survived: Survived) -> list[bool]:
 
 def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
     nproc, layout = LAYOUTS["PP2xEP2"]
-    flags_ = SPARSE | layout | {"train_iters": 30}
-    failure_free = train(nproc, tmp_path / "failure_free", **flags_)
+    flags_ = SPARSE | layout | MICRO_BATCHES | {"train_iters": 30}
+    wanted = failure_free(nproc, **flags_)
     survived = survive(nproc, 2, tmp_path / "recovered", inject=PHASES, **flags_ | REDO)
-    assert survived.digest == failure_free.summary()["state_digest"]["all"]
+    assert survived.digest == digest_of(wanted)
     survived.check_metrics(30)
     assert len(survived.failures()) == len(PHASES)
     assert any(_alone(survived)), "in some of these phases the newest gradients are with peers"
-    assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "recovered"), "--json"]) == 0
-    assert "no iteration is repeated" in survived.out
+    assert main(["verify", str(wanted.folder), str(tmp_path / "recovered"), "--json"]) == 0
+    recoveries = [failure["recovery"] for failure in survived.failures() if failure["recovery"]]
+    its = recoveries[_alone(survived).index(True)]
+    assert re.search(rf"\b{its['redone']} updates\b.*\brank {its['ranks'][0]}\b", survived.out)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_layouts(name: str, tmp_path: Path) -> None:
     """FP32, FP16 whose first steps overflow, replicas with and without the distributed optimizer, interleaved."""
     nproc, layout = LAYOUTS[name]
     flags_ = SPARSE | layout
-    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(nproc, **flags_)
     faults = (
         "rank=1,iteration=2,phase=forward", f"rank={nproc - 1},iteration=7,phase=backward",
         "rank=0,iteration=12,phase=gather", f"rank={nproc - 1},iteration=17,phase=commit",
@@ -69,7 +73,9 @@ def test_layouts(name: str, tmp_path: Path) -> None:
     "layout",
     [
         pytest.param({"bf16": True}, marks=pytest.mark.full),
-        {"bf16": True, "grad_reduce_in_bf16": True, "use_distributed_optimizer": True},
+        pytest.param(
+            {"bf16": True, "grad_reduce_in_bf16": True, "use_distributed_optimizer": True}, marks=pytest.mark.full
+        ),
         pytest.param(
             {"fp16": True, "initial_loss_scale": 2**16, "use_distributed_optimizer": True}, marks=pytest.mark.full
         ),
@@ -84,7 +90,7 @@ def test_layouts(name: str, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_without_a_pipeline_in_every_form_of_gradients(layout: dict[str, Any], tmp_path: Path) -> None:
     flags_ = SPARSE | layout | {"moevement_replicas": 1}
-    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(2, **flags_)
     faults = (
         "rank=1,iteration=3,phase=forward",
         "rank=0,iteration=8,phase=backward",
@@ -99,7 +105,7 @@ def test_without_a_pipeline_in_every_form_of_gradients(layout: dict[str, Any], t
 def test_failures_while_updates_are_made_again(tmp_path: Path) -> None:
     nproc, layout = LAYOUTS["PP2xEP2"]
     flags_ = SPARSE | layout
-    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(nproc, **flags_)
     faults = (
         "rank=1,iteration=7,phase=forward", "rank=1,phase=redo", "rank=0,phase=recover", "rank=3,phase=recover",
         "rank=2,iteration=15,phase=backward",
@@ -114,7 +120,7 @@ def test_iterations_that_are_left_out_and_updates_that_are_torn(tmp_path: Path) 
     """What was never run has no gradients; a rank that raises inside its update goes by the record of others."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "clip_grad": 0.1,
                        "iterations_to_skip": [7, 12]}  # fmt: skip
-    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(2, **flags_)
     faults = (
         "rank=1,iteration=8,phase=forward", "rank=0,iteration=10,phase=step,signal=EXC",
         "rank=0,iteration=11,phase=forward", "rank=1,iteration=13,phase=backward",
@@ -128,7 +134,7 @@ def test_iterations_that_are_left_out_and_updates_that_are_torn(tmp_path: Path) 
 def test_a_stage_with_fewer_operators_than_slots(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "moevement_window": 8,
                        "decoder_first_pipeline_num_layers": 1, "num_layers": 4, "num_experts": 2}  # fmt: skip
-    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(2, **flags_)
     faults = (
         "rank=0,iteration=5,phase=forward",
         "rank=1,iteration=12,phase=forward",
@@ -144,7 +150,7 @@ def test_a_whole_stage_dies_at_once(tmp_path: Path) -> None:
     """Both of its ranks are restored, each from its own gradients, and nobody of the other stage feeds them."""
     nproc, layout = LAYOUTS["PP2xEP2"]
     flags_ = SPARSE | layout | {"moevement_replicas": 2}
-    wanted = reference(nproc, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(nproc, **flags_)
     faults = ("rank=2,iteration=10,phase=backward", "rank=3,iteration=10,phase=backward")
     survived = survive(nproc, 3, tmp_path / "recovered", inject=faults, **flags_ | REDO)
     assert survived.digest == wanted
@@ -154,10 +160,10 @@ def test_a_whole_stage_dies_at_once(tmp_path: Path) -> None:
 def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
     """Of all ranks at once nothing is left in memory."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}
-    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(2, **flags_)
     windows = tmp_path / "windows"
     words = flags(**flags_ | REDO, moevement_persist_dir=str(windows), moevement_load=str(windows))
-    survived = _killed_from_outside(
+    survived = killed_from_outside(
         tmp_path / "recovered", (0, 1), lambda newest: newest >= 30 and bool(manifests(windows)), "--nproc", "2",
         "--spares", "2", str(SCRIPT), *words,
     )  # fmt: skip
@@ -174,7 +180,7 @@ def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
 def test_what_is_measured_decides(gigabytes_per_s: str, way: str, tmp_path: Path) -> None:
     """In the middle of the job, after sparse windows; a kill before the change, right after it, and later."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 30}
-    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(2, **flags_)
     faults = (
         "rank=1,iteration=6,phase=forward",
         "rank=0,iteration=19,phase=backward",
@@ -186,7 +192,7 @@ def test_what_is_measured_decides(gigabytes_per_s: str, way: str, tmp_path: Path
     )  # fmt: skip
     assert survived.digest == wanted
     survived.check_metrics(30)
-    assert survived.out.count(f"recovery by {way}: a slot of ") == 1
+    assert len(re.findall(rf"\bby {way}\b", survived.out)) == 1
     last = survived.failures()[-1]["recovery"]
     assert (last["redone"] > 0) == (way == "redo")
 
@@ -194,26 +200,24 @@ def test_what_is_measured_decides(gigabytes_per_s: str, way: str, tmp_path: Path
 @pytest.mark.full
 def test_windows_take_the_place_of_gradients_that_have_no_room(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "bf16": True}
-    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(2, **flags_)
     tight = _least_memory(tmp_path, **flags_)
     survived = survive(
         2, 1, tmp_path / "recovered", inject=("rank=1,iteration=9,phase=forward",),
         **flags_ | REDO, moevement_host_memory_gb=tight,
     )  # fmt: skip
     assert survived.digest == wanted
-    assert "recovery by replay, because gradients have no room beside snapshots: host memory: rank" in survived.out
+    assert re.search(r"\bby replay\b.*\bhost memory\b.*\brank \d\b", survived.out)
     assert survived.failures()[0]["recovery"]["redone"] == 0
 
 
 def _least_memory(tmp_path: Path, **flags_: Any) -> str:
     """What windows without gradients need, as a refusal says it."""
-    import re
-
     code, _, err = finished_job(
         launch("--nproc", "2", str(SCRIPT), *flags(**flags_, moevement_host_memory_gb="0.000001"), "--run-dir",
                str(tmp_path / "refused"))
     )  # fmt: skip
     assert code == 2, logs(tmp_path / "refused")
-    found = re.search(r"needs ([\d.]+) GB", err)
+    found = re.search(r"\brank \d\b.*?([\d.]+) GB\b", err)
     assert found is not None, err
     return found[1]

@@ -12,6 +12,7 @@ import pytest
 from moevement_core.policy.schedule import Saved
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
+from tests.failure_free import failure_free
 from tests.functional.bodies import live_and_saved, one_killed_while_sending, with_peers_that_keep_nothing
 from tests.harness import run_ranks
 from tests.training import SCRIPT, flags, outcomes, train
@@ -73,7 +74,7 @@ RELATIVES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 EVERY = RUNS | RELATIVES
 
 
-QUICK = [name for name in RUNS if name.startswith(("PP2xEP2", "DP2"))]
+QUICK = [name for name in RUNS if name.startswith("PP2xEP2")]
 
 
 @pytest.mark.parametrize(
@@ -151,16 +152,19 @@ def test_a_gate_probability_order_and_a_token_order_are_both_taken_at_a_window(t
     [
         (
             {"moevement_ranks_per_node": None, "moevement_replicas": 1},
-            "1 replicas on other nodes, of which there are 0",
+            r"\b1 replicas\b.*\b0\b.*--moevement-replicas\b.*--moevement-replicas-on-same-node\b",
         ),
-        ({"moevement_host_memory_gb": "0.0001", "moevement_replicas": 1}, "rank 0 needs 0.0"),
+        (
+            {"moevement_host_memory_gb": "0.0001", "moevement_replicas": 1},
+            r"\brank 0\b.*\b0\.0\d\d GB\b.*--moevement-host-memory-gb\b",
+        ),
     ],
 )
 def test_what_only_the_ranks_can_know_is_refused_in_one_line_too(change: dict[str, Any], found: str) -> None:
     ended = outcomes(2, None, check=False, **EP2, **(SPARSE | {"moevement_window": 2} | change))
     assert {outcome.exit_code for outcome in ended} == {2}
     lines = [line for outcome in ended for line in outcome.output.splitlines() if line.startswith("moevement: ")]
-    assert sum(found in line for line in lines) == 1
+    assert len([line for line in lines if re.search(found, line)]) == 1, lines
 
 
 @pytest.mark.parametrize(
@@ -177,8 +181,9 @@ def test_the_memory_that_a_refusal_names_is_enough(
     """With nothing to spare: snapshots, those of peers, and logs; stages are of different sizes."""
     sparse = SPARSE | {"moevement_window": 3, "moevement_replicas": 1} | sparse
     ended = outcomes(2, None, check=False, **layout, **sparse, moevement_host_memory_gb=0.0001)
-    (line,) = [one for outcome in ended for one in outcome.output.splitlines() if "rank" in one and "needs" in one]
-    named = re.search(r"rank \d needs (\d+\.\d{3}) GB", line)
+    output = (one for outcome in ended for one in outcome.output.splitlines())
+    (line,) = [one for one in output if "--moevement-host-memory-gb" in one]
+    named = re.search(r"\brank \d\b.*?(\d+\.\d{3}) GB\b", line)
     assert named is not None
     record = train(2, tmp_path, train_iters=30, **layout, **sparse, moevement_host_memory_gb=float(named[1]))
     summary = record.summary()["checkpointing"]
@@ -194,15 +199,13 @@ def test_nothing_is_persisted_for_long_and_everybody_learns_of_it(tmp_path: Path
     ended = run_ranks(
         with_peers_that_keep_nothing, 2, [str(SCRIPT), *words, "--run-dir", str(tmp_path)], init_process_group=False
     )
-    warning = (
-        "WARNING rank 0: 7 iterations in a row have brought no window at all to all peers (a window has 2 iterations)"
-    )
-    assert warning in ended[0].output
     record = RunRecord(tmp_path)
     events = [event for event in record.events() if event["event"] == "nothing_persisted"]
-    assert [event["iterations"] for event in events] == [7, 14, 28]
+    assert [(event["iterations"], event["persisted_from"]) for event in events] == [(7, None), (14, None), (28, None)]
+    assert re.findall(r"\d+", events[0]["text"]) == ["7", "2"], "iterations in a row, and of a window"
+    assert f"WARNING rank 0: {events[0]['text']}" in ended[0].output
     summary = record.summary()["checkpointing"]
-    assert len(summary["warnings"]) == 3
+    assert summary["warnings"] == [event["text"] for event in events]
     assert summary["longest_unpersisted"] >= 39
     assert summary["persisted_from"] is None
     lines = record.metrics()
@@ -231,7 +234,7 @@ def test_copies_may_stay_on_the_node_if_that_is_asked_for(tmp_path: Path) -> Non
 def test_a_run_that_loads_a_dense_checkpoint_goes_on_with_snapshots(tmp_path: Path) -> None:
     sparse = SPARSE | {"moevement_window": 2, "moevement_replicas": 1}
     job = EP2 | DISTRIBUTED_OPTIMIZER | {"bf16": True, "save": str(tmp_path / "dense"), "save_interval": 4}
-    whole = train(2, tmp_path / "whole", train_iters=8, **job, **sparse)
+    whole = failure_free(2, train_iters=8, **job)
     resumed = train(
         2, tmp_path / "resumed", train_iters=8, **job, **sparse, load=str(tmp_path / "dense"), ckpt_step=4,
     )  # fmt: skip
@@ -255,7 +258,5 @@ def test_a_peer_killed_while_it_sends_leaves_the_persisted_window_whole_on_all_o
         assert window <= set(told["own"])
         assert window <= set(told["kept"][1]), "what the dead rank had persisted is on its peers"
         assert 9 not in told["kept"][1], "half a snapshot is none"
-        assert "moevement: WARNING rank " in outcome.output
-        assert "peer 1 keeps no more copies" in outcome.output or "rank 1, whose snapshots are kept here, is gone" in (
-            outcome.output
-        )
+        warning = r"^moevement: WARNING rank \d: .*\b(peer|rank) 1\b.*\b(copies|snapshots)\b"
+        assert re.search(warning, outcome.output, re.MULTILINE), outcome.output

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moevement_cli.main import main
-from tests.functional.test_kills import LAYOUTS, SPARSE, reference
+from tests.failure_free import digest_of, failure_free, failure_free_digest
+from tests.functional.jobs import EP2XDP2, LAYOUTS, PHASES, SPARSE
 from tests.launching import Survived, survive
 from tests.training import train
-
-EP2XDP2: dict[str, Any] = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True}
-PHASES = (
-    "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
-    "rank=2,iteration=13,phase=commit", "rank=1,iteration=15,phase=step", "rank=3,iteration=17,phase=gather",
-    "rank=0,iteration=19,phase=snapshot",
-)  # fmt: skip
 
 
 def as_strategy(name: str, tmp_path: Path) -> dict[str, Any]:
@@ -45,7 +40,8 @@ def assert_all_roll_back(survived: Survived) -> None:
         pytest.param("gemini", EP2XDP2, marks=pytest.mark.full), pytest.param("moc", EP2XDP2, marks=pytest.mark.full),
         pytest.param("moc", LAYOUTS["PP2xEP2"][1], marks=pytest.mark.full),
         pytest.param("checkfreq", LAYOUTS["PP2xEP2"][1], marks=pytest.mark.full),
-        ("moetion", LAYOUTS["PP2xEP2"][1]), pytest.param("moetion", EP2XDP2, marks=pytest.mark.full),
+        pytest.param("moetion", LAYOUTS["PP2xEP2"][1], marks=pytest.mark.full),
+        pytest.param("moetion", EP2XDP2, marks=pytest.mark.full),
     ],
     ids=[
         "gemini-PP2xEP2", "checkfreq-EP2xDP2", "gemini-EP2xDP2", "moc-EP2xDP2", "moc-PP2xEP2", "checkfreq-PP2xEP2",
@@ -54,9 +50,9 @@ def assert_all_roll_back(survived: Survived) -> None:
 )  # fmt: skip
 def test_a_rank_killed_in_every_phase_of_an_iteration(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
     flags_ = SPARSE | layout | {"train_iters": 22}
-    failure_free = train(4, tmp_path / "failure_free", **flags_)
+    wanted = failure_free(4, **flags_)
     survived = survive(4, 2, tmp_path / "recovered", inject=PHASES, **flags_ | as_strategy(name, tmp_path))
-    assert survived.digest == failure_free.summary()["state_digest"]["all"]
+    assert survived.digest == digest_of(wanted)
     survived.check_metrics(22)
     # What is not durable yet when a rank dies is nothing to resume from: then the job begins again.
     restarts = len(survived.events("restart"))
@@ -65,20 +61,22 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(name: str, layout: dict[st
     assert_all_roll_back(survived)
     from_disk = survived.events("recovery_from_disk")
     assert len(from_disk) == (len(survived.failures()) if name == "checkfreq" else 0)
-    assert main(["verify", str(tmp_path / "failure_free"), str(tmp_path / "recovered"), "--json"]) == 0
+    assert main(["verify", str(wanted.folder), str(tmp_path / "recovered"), "--json"]) == 0
 
 
 def test_what_is_not_durable_yet_is_not_resumed_from(tmp_path: Path) -> None:
     """A rank that dies before a checkpoint is on disk takes the job back to its beginning."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2}
-    wanted = reference(2, tmp_path / "failure_free", **flags_ | {"moevement_replicas": 1})
+    wanted = failure_free_digest(2, **flags_ | {"moevement_replicas": 1})
     its = as_strategy("checkfreq", tmp_path) | {"moevement_dense_interval": 7}
     faults = ("rank=1,iteration=1,phase=backward", "rank=0,iteration=18,phase=backward")
     survived = survive(2, 2, tmp_path / "recovered", inject=faults, **flags_ | its)
     assert survived.digest == wanted
     survived.check_metrics(20)
     (event,) = survived.events("recovery_from_disk")
-    assert event["text"].startswith("all ranks go back to window_")
+    assert re.search(rf"\b{event['window']}\b.*\b{event['until']}\b", event["text"])
+    assert f"INFO rank 0: {event['text']}" in survived.out
+    assert event["text"] not in survived.record.summary()["checkpointing"]["warnings"], "as the strategy has it"
 
 
 def test_checkfreq_tunes_its_interval(tmp_path: Path) -> None:
@@ -100,14 +98,15 @@ def test_gemini_sends_while_training_is_silent(tmp_path: Path) -> None:
     windows = [line["window"] for line in survived.record.metrics()]
     assert set(windows[:25]) == {10}, "until all is measured"
     assert len(set(windows)) <= 2, "and chosen once"
-    assert any("copies are sent there" in path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
-    wanted = train(2, tmp_path / "failure_free", **flags_ | {"moevement_replicas": 1})
-    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    logs = [path.read_text() for path in (tmp_path / "run" / "logs").iterdir()]
+    assert any(re.search(r"\bidle\b.*\d\.\d{3} s\b.*\b\d+ spans\b", text) for text in logs)
+    wanted = failure_free(2, **flags_ | {"moevement_replicas": 1})
+    assert survived.digest == digest_of(wanted)
 
 
 def test_no_strategy_starts_over(tmp_path: Path) -> None:
     flags_: dict[str, Any] = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1}
-    wanted = reference(2, tmp_path / "failure_free", **flags_)
+    wanted = failure_free_digest(2, **flags_)
     its: dict[str, Any] = {"moevement_window": False, "moevement_strategy": "none", "moevement_replicas": False}
     record = train(2, tmp_path / "run", **flags_ | its)
     assert record.summary()["state_digest"]["all"] == wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,8 +17,9 @@ import pytest
 from moevement_cli.main import main
 from moevement_core.launching.children import Child, Program
 from moevement_core.run_record import RunRecord
+from tests.failure_free import digest_of, failure_free
 from tests.launching import finished, launch, logs, survive
-from tests.training import SCRIPT, flags, train
+from tests.training import SCRIPT, flags
 
 FLAGS: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "pipeline_model_parallel_size": 2,
@@ -58,14 +60,14 @@ def test_a_spare_that_is_stopped_is_replaced_and_ranks_end_with_a_launcher_that_
     job.until(lambda: len(job.pids("spare")) == 1)
     (stopped,) = job.pids("spare")
     os.kill(stopped, signal.SIGSTOP)
-    job.until(lambda: len(job.pids("spare")) == 1 and job.pids("spare") != [stopped], timeout_s=60)
+    job.until(lambda: len(job.pids("spare")) == 1 and job.pids("spare") != [stopped])
     assert _are_gone([stopped])
     assert not [event for event in job.record.events() if event["event"] == "failure"], "nobody was interrupted"
     everyone = [*job.pids("active"), *job.pids("spare")]
     assert len(everyone) == 3
     job.process.kill()
     job.process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not _are_gone(everyone) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _are_gone(everyone), "ranks must not train on without their launcher"
@@ -80,7 +82,7 @@ def test_what_a_killed_rank_had_started_is_ended(tmp_path: Path) -> None:
     left = [child.pid for child in killed.children(recursive=True)]
     killed.kill()
     job.until_iteration(8)
-    job.until(lambda: _are_gone(left), timeout_s=60)
+    job.until(lambda: _are_gone(left))
     job.process.send_signal(signal.SIGTERM)
     code, out, err = finished(job.process)
     assert code == 0, f"{out}\n{err}\n{logs(job.record.folder)}"
@@ -92,27 +94,27 @@ def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(t
         "moevement_load": str(tmp_path / "windows"),
     }
     iterations = 40
-    wanted = train(2, tmp_path / "whole", **FLAGS, train_iters=iterations)
+    wanted = failure_free(2, **FLAGS, train_iters=iterations)
     # Data workers of a job with Megatron's own handler ignore the signal and would outlive their ranks.
     job = Job(tmp_path / "run", **windows, train_iters=iterations, exit_signal_handler=True, num_workers=1)
     job.until_iteration(8)
     os.kill(job.process.pid, signal.SIGTERM)
     code, out, err = finished(job.process)
     assert code == 0, f"{out}\n{err}"
-    assert "SIGTERM: the job ends at the next boundary between iterations" in out
+    assert re.search(r"^moevement: .*\bSIGTERM\b", out, re.MULTILINE), out
     stopped_at = job.record.summary()["iterations"]
     assert 8 <= stopped_at < iterations
     newest = max(int(path.stem.split("_")[1]) for path in (tmp_path / "windows").glob("window_*.json"))
     assert newest > stopped_at - 3 * FLAGS["moevement_window"], "the last window is on disk"
     survived = survive(2, 1, tmp_path / "run", **FLAGS, **windows, train_iters=iterations)
-    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    assert survived.digest == digest_of(wanted)
     survived.check_metrics(iterations)
-    assert main(["verify", str(tmp_path / "whole"), str(tmp_path / "run"), "--json"]) == 0
+    assert main(["verify", str(wanted.folder), str(tmp_path / "run"), "--json"]) == 0
 
 
 def test_a_rank_that_is_stopped_during_a_recovery_is_replaced(tmp_path: Path) -> None:
     """While the other one waits for it to make process groups, then while it replays."""
-    wanted = train(2, tmp_path / "failure_free", **FLAGS, train_iters=14)
+    wanted = failure_free(2, **FLAGS, train_iters=14)
     survived = survive(
         2, 1, tmp_path / "run",
         inject=(
@@ -120,9 +122,9 @@ def test_a_rank_that_is_stopped_during_a_recovery_is_replaced(tmp_path: Path) ->
         ),
         **FLAGS, train_iters=14, moevement_lease_seconds=2,
     )  # fmt: skip
-    assert survived.digest == wanted.summary()["state_digest"]["all"]
+    assert survived.digest == digest_of(wanted)
     survived.check_metrics(14)
-    assert "by lease that ran out" in survived.failures()[-1]["noticed_by"]
+    assert re.search(r"\blease\b", survived.failures()[-1]["noticed_by"])
 
 
 def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
@@ -133,8 +135,8 @@ def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: 
         launch("--nproc", "2", "--spares", "1", str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
     )
     assert code == 1
-    assert "rank 1 died 5 times in a row in iteration 6, which was never committed" in err
-    assert "--iterations-to-skip 6" in err
+    named = r"\brank 1\b.*\b5 times\b.*\biteration 6\b.*--iterations-to-skip 6\b"
+    assert re.search(rf"^moevement: .*{named}", err, re.MULTILINE), err
 
 
 def test_what_is_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
@@ -149,7 +151,7 @@ def test_what_is_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
         time.sleep(0.2)
         assert child.poll() is None
         os.kill(child.pid, signal.SIGTERM)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 120
         while child.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert child.code == -signal.SIGTERM
@@ -159,7 +161,7 @@ def test_what_is_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
 
 def _sleep(ready: str) -> None:
     Path(ready).touch()
-    time.sleep(60)
+    time.sleep(3600)
 
 
 @pytest.mark.full

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.functional.test_kills import SPARSE, reference
+from tests.failure_free import failure_free_digest
+from tests.functional.jobs import SPARSE
 from tests.launching import survive
-from tests.training import train
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     "PP2xDP2": (
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
 )
 def test_a_lost_rank_takes_its_state_from_a_live_replica(tmp_path: Path, layout: str) -> None:
     nproc, words, faults = LAYOUTS[layout]
-    wanted = reference(nproc, tmp_path / "failure_free", **SPARSE | words)
+    wanted = failure_free_digest(nproc, **SPARSE | words)
     survived = survive(nproc, len(faults), tmp_path / "recovered", inject=faults, **SPARSE | words)
     assert survived.digest == wanted
     survived.check_metrics(20)
@@ -45,16 +45,17 @@ def test_what_is_due_between_two_iterations_is_not_undone_on_the_rank_that_was_l
     """An evaluation consumes samples: whoever goes on after it knows of them."""
     nproc, words, _ = LAYOUTS["PP2xDP2"]
     words = words | {"eval_interval": 5, "eval_iters": 2}
-    failure_free = train(nproc, tmp_path / "failure_free", **SPARSE | words).summary()
+    wanted = failure_free_digest(nproc, **SPARSE | words)
     faults = ("rank=1,iteration=6,phase=backward", "rank=3,iteration=11,phase=forward")
     survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **SPARSE | words)
-    assert survived.digest == failure_free["state_digest"]["all"]
+    assert survived.digest == wanted
     assert all(failure["recovery"]["sources"]["replica"] == 1 for failure in survived.failures())
 
 
+@pytest.mark.full
 def test_a_rank_whose_replicas_are_gone_too_is_recovered_from_snapshots(tmp_path: Path) -> None:
     nproc, words, _ = LAYOUTS["PP2xDP2"]
-    wanted = reference(nproc, tmp_path / "failure_free", **SPARSE | words)
+    wanted = failure_free_digest(nproc, **SPARSE | words)
     faults = ("rank=0,iteration=9,phase=backward", "rank=1,iteration=9,phase=backward")
     survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **SPARSE | words)
     assert survived.digest == wanted

@@ -8,6 +8,8 @@ import pytest
 
 from scripts.megatron_versions import OUTPUT, VERSIONS, differences_of
 
+pytestmark = pytest.mark.builds
+
 IN_DEFAULT = ("0.18.2",)
 
 

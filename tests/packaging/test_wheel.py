@@ -12,6 +12,8 @@ import pytest
 from tests.packaging import attempts
 from tests.packaging.environments import SITE, Environment, source_copy
 
+pytestmark = pytest.mark.builds
+
 PACKAGES = ("moevement_core", "moevement_cli", "megatron.moevement", "moevement_kernels")
 
 

@@ -46,16 +46,16 @@ def test_every_point_has_a_reason_and_an_existing_function() -> None:
 
 
 def test_what_is_replaced_on_an_object_is_declared_and_exists() -> None:
-    with pytest.raises(PatchError, match="other of Thing is replaced and not declared"):
+    with pytest.raises(PatchError, match=r"\bother\b.*\bThing\b.*\bpatches\.py\b"):
         replace_on(Thing(), "other", lambda original: original)
-    with pytest.raises(PatchError, match=r"Thing has no get_grad_norm, .*has renamed it"):
+    with pytest.raises(PatchError, match=r"\bThing\b.*\bget_grad_norm\b.*\bMegatron\b"):
         replace_on(Thing(), "get_grad_norm", lambda original: original)
 
 
 def test_a_name_that_is_looked_up_and_was_renamed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     check_names()
     monkeypatch.setitem(LOOKED_UP, "megatron.core.optimizer.grad_scaler", ("_growth_tracker", "_gone"))
-    with pytest.raises(PatchError, match=r"megatron\.core\.optimizer\.grad_scaler has no _gone, "):
+    with pytest.raises(PatchError, match=r"\bmegatron\.core\.optimizer\.grad_scaler\b.*\b_gone\b"):
         check_names()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,18 +47,18 @@ def test_every_kind_is_drawn_and_the_same_again_for_the_same_seed() -> None:
 
 def test_progress_counts_and_foresees() -> None:
     jobs = [line(number) for number in range(100)]
-    assert campaign.progress(jobs) == (
-        "200 of 10000 kills, 100 of 1000 nodes, in 100 jobs and 1.0 h; about 49.0 h more at this rate"
-    )
-    assert "0 of 10000 kills" in campaign.progress([])
+    done_and_wanted = r"\b200\b.*\b10000 kills\b.*\b100\b.*\b1000 nodes\b"
+    taken_and_left = r"\b100 jobs\b.*\b1\.0 h\b.*\b49\.0 h\b"
+    assert re.search(f"{done_and_wanted}.*{taken_and_left}", campaign.progress(jobs))
+    assert re.search(r"\b0\b.*\b10000 kills\b", campaign.progress([]))
 
 
 def test_the_section_takes_its_place_again_and_leaves_the_rest() -> None:
     page = "# Soak\n\nwhat stood there\n"
     once = campaign.put_in(page, campaign.report([line(0)]))
-    twice = campaign.put_in(once + "\nand after it\n", campaign.report([line(0), line(1, outcome="lost")]))
+    twice = campaign.put_in(once + "\nrest\n", campaign.report([line(0), line(1, outcome="lost")]))
     assert twice.startswith(page)
-    assert twice.endswith("and after it\n")
+    assert twice.endswith("\nrest\n")
     assert twice.count("## Campaign") == 1
     assert "| **all** | 2 | 4 | 2 | 2 | 0 | 1 | 0 |" in twice
 
@@ -78,5 +79,6 @@ def test_a_campaign_in_a_new_folder_goes_on_from_the_reported_one(
 
 
 def test_two_campaigns_do_not_share_a_folder(tmp_path: Path) -> None:
-    with campaign.alone(tmp_path), pytest.raises(SystemExit, match="a campaign runs there"), campaign.alone(tmp_path):
+    refused = pytest.raises(SystemExit, match=re.escape(f"--out {tmp_path}"))
+    with campaign.alone(tmp_path), refused, campaign.alone(tmp_path):
         pass

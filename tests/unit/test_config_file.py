@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
 from moevement_core.errors import ConfigError
 from moevement_core.launching import config_file
-from tests.training import ROOT
-
-PRESETS = sorted((ROOT / "examples" / "pretrain_moe" / "configs").glob("*.yaml"))
+from tests.unit.models import PRESETS
 
 
 def test_a_file_becomes_flags_before_those_of_the_command_line(tmp_path: Path) -> None:
@@ -46,30 +46,30 @@ def test_lists_and_variables_are_what_megatrons_shell_makes_of_them(
         "--data-cache-path", "/cache",
     ]  # fmt: skip
     monkeypatch.delenv("DATA_PATH")
-    with pytest.raises(ConfigError, match=r"--data-path \$\{DATA_PATH\}/pile: DATA_PATH is not set; export it"):
+    with pytest.raises(ConfigError, match=r"--data-path \$\{DATA_PATH\}/pile\b.*\bDATA_PATH\b.*\bENV_VARS\b"):
         config_file.flags_of(path)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "found"),
     [
-        (None, "cannot be read"),
-        ("a: [", "not YAML"),
-        ("- a\n- b", "holds list; needs a mapping"),
-        ("model: {num-layers: 2}", "--model is a mapping"),
-        ("MODEL_ARGS: 3", "MODEL_ARGS is int"),
+        (None, os.strerror(errno.ENOENT)),
+        ("a: [", r"\bYAML\b"),
+        ("- a\n- b", r"\blist\b.*\bmapping\b"),
+        ("model: {num-layers: 2}", r"--model\b"),
+        ("MODEL_ARGS: 3", r"\bMODEL_ARGS\b.*\bint\b"),
     ],
 )
-def test_a_file_that_cannot_be_flags_says_why(text: str | None, message: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_flags_says_why(text: str | None, found: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=rf"\ba\.yaml\b.*{found}"):
         config_file.expand(["--config", str(path)])
     (tmp_path / "env.yaml").write_text("ENV_VARS: [A]")
-    with pytest.raises(ConfigError, match="ENV_VARS is list"):
+    with pytest.raises(ConfigError, match=r"\benv\.yaml\b.*\bENV_VARS\b.*\blist\b"):
         config_file.environment_of(["--config", str(tmp_path / "env.yaml")])
-    with pytest.raises(ConfigError, match="needs the path"):
+    with pytest.raises(ConfigError, match=r"--config\b(?! /)"):
         config_file.expand(["--config"])
 
 

@@ -62,7 +62,7 @@ def test_a_stranger_is_turned_away(two: tuple[Connections, Connections]) -> None
             assert len(answer) <= 48, "a nonce and a MAC, which everybody gets"
     wrong = Connections("127.0.0.1")
     wrong.open(0, [wrong.address, replace(second.address, secret=b"0" * 16)])
-    with pytest.raises(RuntimeError, match="somebody else answers there"):
+    with pytest.raises(RuntimeError, match=r"\brank 1\b.*\bsomebody else\b"):
         wrong.channel("a").send(1, 1, _bytes(9))
     first.channel("a").send(1, 1, _bytes(5))
     data = torch.empty(1, dtype=torch.uint8)
@@ -158,7 +158,7 @@ def _receive_from_one_that_dies() -> str:
 
 def test_a_receive_ends_when_the_sender_dies_in_the_middle_of_it() -> None:
     outcomes = run_ranks(_receive_from_one_that_dies, 2, check=False)
-    assert "connection from rank 0" in outcomes[1].result
+    assert "rank 0" in outcomes[1].result
 
 
 def test_the_address_is_that_of_the_interface_asked_for() -> None:
@@ -166,7 +166,7 @@ def test_the_address_is_that_of_the_interface_asked_for() -> None:
         assert own_address() == "127.0.0.1"
     with (
         mock.patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": "nosuch0"}),
-        pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME=nosuch0.*has.*lo"),
+        pytest.raises(ConfigError, match=r"\bGLOO_SOCKET_IFNAME=nosuch0\b.*\blo\b"),
     ):
         own_address()
     with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}):

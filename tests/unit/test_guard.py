@@ -41,7 +41,7 @@ def test_a_rank_that_hangs_is_interrupted_and_names_the_place() -> None:
 
     assert guard.run(waits_for_ever) is Outcome.INTERRUPTED
     assert guard.hang is not None
-    assert guard.hang.startswith("no progress for 0.5 s in ")
+    assert " 0.5 s " in guard.hang
     assert "waits_for_ever (test_guard.py:" in guard.hang
 
 

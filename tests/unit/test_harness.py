@@ -24,8 +24,8 @@ def _sum_of_ranks() -> float:
 
 def _fail_on_rank_one() -> None:
     if torch.distributed.get_rank() == 1:
-        print("about to fail")
-        raise ValueError("this rank is broken")
+        print("printed")
+        raise ValueError("broken")
     torch.distributed.barrier()
 
 
@@ -44,9 +44,7 @@ def test_ranks_meet_and_return() -> None:
 
 def test_the_failing_rank_is_named_with_its_traceback_and_its_peers_do_not_hang() -> None:
     started = time.monotonic()
-    with pytest.raises(
-        ProcessGroupError, match=r"(?s)rank 1 ended with 1:.*ValueError: this rank is broken.*about to fail"
-    ):
+    with pytest.raises(ProcessGroupError, match=r"(?s)\brank 1\b\D*\b1\b.*ValueError: broken.*\bprinted\b"):
         run_ranks(_fail_on_rank_one, 2)
     assert time.monotonic() - started < 30
 
@@ -55,12 +53,12 @@ def test_a_killed_rank_is_named() -> None:
     def kill_rank_two(pids: list[int]) -> None:
         os.kill(pids[2], signal.SIGKILL)
 
-    with pytest.raises(ProcessGroupError, match="rank 2 ended with -9"):
+    with pytest.raises(ProcessGroupError, match=r"\brank 2\b.* -9\b"):
         run_ranks(_leave_a_child_and_wait_for_ever, 3, init_process_group=False, on_started=kill_rank_two)
 
 
 def test_nothing_is_left_of_ranks_that_ran_out_of_time() -> None:
-    with pytest.raises(ProcessGroupError, match="did not end within 3 s") as caught:
+    with pytest.raises(ProcessGroupError, match=r"\[0\].*\b3 s\b") as caught:
         run_ranks(_leave_a_child_and_wait_for_ever, 1, timeout_s=3, init_process_group=False)
     child = int(str(caught.value).split("child ")[1].split()[0])
     deadline = time.monotonic() + 5

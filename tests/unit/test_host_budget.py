@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,7 +33,7 @@ def test_the_smallest_limit_around_a_process_counts(tmp_path: Path) -> None:
         **{"slurm/job_7/memory.max": "max\n", "slurm/memory.max": "8000000000\n", "memory.max": "9000000000"},
     )  # fmt: skip
     assert node_memory(root) == NodeMemory(8 * GB, is_limited=True)
-    assert str(node_memory(root)) == "8.0 GB (limit of its control group)"
+    assert re.search(r"\b8\.0 GB\b.*\bcontrol group\b", str(node_memory(root)))
 
 
 def test_control_groups_of_version_1(tmp_path: Path) -> None:
@@ -49,7 +50,8 @@ def test_without_limits_it_is_all_that_the_node_has(tmp_path: Path) -> None:
         assert node_memory(tmp_path) == NodeMemory(64 * GB, is_limited=False)
         with patch("moevement_core.session.host_budget.node_memory", lambda: node_memory(tmp_path)):
             mine = allowed(budget(), ["a", "a", "b", "a", "a"], 3)
-    assert mine == Allowed(8 * GB, "50% of 64.0 GB (memory of its node) for 4 ranks")
+    assert mine.nbytes == 8 * GB
+    assert re.search(r"\b50%.*\b64\.0 GB\b.*\bnode\b.*\b4 ranks\b", mine.why)
 
 
 def budget(given: float | None = None, keep_own: KeepOwn = KeepOwn.AUTO) -> BudgetConfig:
@@ -88,17 +90,15 @@ def test_own_copies_go_where_there_is_no_room_for_them(has: float, keep_own: Kee
         (2.5, KeepOwn.AUTO, GB, "--moevement-log-memory-gb 0.250"),
         (1.5, KeepOwn.AUTO, 0, "--moevement-replicas 1"),
         (1.0, KeepOwn.AUTO, 0, "--moevement-replicas 0"),
-        (0.1, KeepOwn.AUTO, 0, "--moevement-host-memory-gb 2.250, if the node has that, or another window"),
+        (0.1, KeepOwn.AUTO, 0, "--moevement-host-memory-gb 2.250"),
     ],
 )
 def test_the_cheapest_change_that_makes_it_fit_is_named(has: float, keep_own: KeepOwn, log: int, change: str) -> None:
     changes = [("--moevement-replicas 1", kept(1)), ("--moevement-replicas 0", kept(0))]
-    with pytest.raises(
-        ConfigError, match=f"rank 0 needs .* at W = 6; .* The cheapest change that makes it fit: {change}"
-    ):
+    with pytest.raises(ConfigError, match=rf"\brank 0\b.*\bW = 6\b.* {has:.3f} GB\b.*{re.escape(change)}\b"):
         decide_keep_own(needs(has, log), kept(2), budget(keep_own=keep_own), 6, changes, may_drop=True)
 
 
 def test_what_is_written_to_disk_from_here_is_kept() -> None:
-    with pytest.raises(ConfigError, match="host memory: rank 0 needs 3"):
+    with pytest.raises(ConfigError, match=r"\brank 0\b.*\b3\.000 GB\b"):
         decide_keep_own(needs(2.9), kept(2), budget(), 6, [], may_drop=False)

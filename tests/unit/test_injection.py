@@ -17,18 +17,18 @@ def test_a_fault_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "found"),
     [
-        ("rank=1", "phase is missing"),
-        ("phase=step", "rank is missing"),
-        ("rank=x,phase=step", "rank=x; needs a number"),
-        ("rank=1,phase=lunch", "phase=lunch; needs one of start, decide"),
-        ("rank=1,phase=step,signal=HUP", "signal=HUP; needs one of KILL, STOP, EXC"),
-        ("rank=1,phase=step,when=now", "'when' is none of"),
+        ("rank=1", r"\bphase\b(?!=)"),
+        ("phase=step", r"\brank\b(?!=)"),
+        ("rank=x,phase=step", r"\brank=x\b"),
+        ("rank=1,phase=lunch", r"\bphase=lunch\b.*\bstart\b.*\bdecide\b"),
+        ("rank=1,phase=step,signal=HUP", r"\bsignal=HUP\b.*\bKILL\b.*\bSTOP\b.*\bEXC\b"),
+        ("rank=1,phase=step,when=now", r"\bwhen\b(?!=).*\bphase\b.*\bsignal\b"),
     ],
 )
-def test_what_is_no_fault_is_said(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"--moevement-inject {text}: .*{message}"):
+def test_what_is_no_fault_is_said(text: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--moevement-inject {text}\b.*{found}"):
         Fault.parse(text)
 
 
@@ -45,9 +45,9 @@ def test_a_trace_is_laid_onto_the_nodes_of_the_job(tmp_path: Path) -> None:
     trace.write_text("0,add,a\n0,add,b\n0,add,c\n60000,remove,c\n30000,remove,b\n")
     assert removals(trace, 2, 10.0) == [(3.0, 1), (6.0, 0)]
     trace.write_text("0,add\n")
-    with pytest.raises(ConfigError, match=r"line 1: '0,add'; needs milliseconds"):
+    with pytest.raises(ConfigError, match=r"\btrace\.csv\b.*\bline 1\b.*'0,add'.*\bmilliseconds\b"):
         removals(trace, 2, 1.0)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match=r"\bnone\.csv\b"):
         removals(tmp_path / "none.csv", 2, 1.0)
 
 
@@ -57,15 +57,15 @@ def test_a_flip_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "found"),
     [
-        ("rank=1", "kind=; needs one of copies, own"),
-        ("kind=lunch", "kind=lunch; needs one of copies, own"),
-        ("kind=own,rank=-1", "rank=-1; needs a number"),
-        ("kind=own,seed=²", "seed=²; needs a number"),
-        ("kind=own,bit=3", "'bit' is none of kind, rank"),
+        ("rank=1", r"\bkind\b(?!=\w).*\bcopies\b.*\bown\b"),
+        ("kind=lunch", r"\bkind=lunch\b.*\bcopies\b.*\bown\b"),
+        ("kind=own,rank=-1", r"\brank=-1\b"),
+        ("kind=own,seed=²", r"\bseed=²"),
+        ("kind=own,bit=3", r"\bbit\b(?!=).*\bkind\b.*\brank\b"),
     ],
 )
-def test_what_is_no_flip_is_said(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"--moevement-inject-flip {text}: .*{message}"):
+def test_what_is_no_flip_is_said(text: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--moevement-inject-flip {text}\b.*{found}"):
         Flip.parse(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from moevement_kernels import cuda
 
 from tests.training import ROOT
+
+pytestmark = pytest.mark.builds
 
 COMPILED_FOR = (90, 80)
 
@@ -72,7 +75,8 @@ def test_the_cuda_source_compiles(tmp_path: Path) -> None:
         [*command, "-cubin", "-o", str(tmp_path / "out.cubin"), str(source)], capture_output=True, text=True
     )
     assert ran.returncode == 0, ran.stderr
-    assert "0 bytes spill stores" in ran.stderr
+    spilled = re.findall(r"(\d+) bytes spill", ran.stderr)
+    assert set(spilled) == {"0"}, ran.stderr
     ptx = next(tmp_path.glob("*.ptx")).read_text()
     assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
     assert "cp.async.bulk.tensor.2d" in ptx

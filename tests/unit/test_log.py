@@ -24,7 +24,8 @@ def test_a_line_names_level_and_rank(
     log.info("a")
     monkeypatch.setenv("RANK", "4")  # after a failure
     log.warning("b")
-    assert capsys.readouterr().out == "moevement: INFO rank 3: a\nmoevement: WARNING rank 4: b\n"
+    shown = [line.split(": ") for line in capsys.readouterr().out.splitlines()]
+    assert shown == [["moevement", "INFO rank 3", "a"], ["moevement", "WARNING rank 4", "b"]]
 
 
 def test_lines_are_json_where_that_is_asked_for(

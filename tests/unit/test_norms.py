@@ -53,7 +53,7 @@ class Norm(torch.Tensor):
     events: list[str]
 
     def detach(self) -> Any:
-        self.events.append("to the host")
+        self.events.append("to_host")
         return super().detach().as_subclass(torch.Tensor)
 
 
@@ -80,7 +80,7 @@ class Optimizer:
         return self._norm(3.0000002)
 
     def _compute_grad_norms_by_group(self) -> dict[str, Any]:
-        self.events.append("norms by group")
+        self.events.append("norms_by_group")
         self.grad_norms_by_group = {"g": self._norm(7.0000005)}
         return self.grad_norms_by_group
 
@@ -130,14 +130,14 @@ def test_norms_are_on_the_host_before_nothing_may_wait_any_more_and_followers_cl
     optimizer, point = commit_point()
     optimizer.step()
     assert EVENTS == [
-        "norm", "to the host", "norms by group", "to the host", "vote", "atomic", "update", "over",
+        "norm", "to_host", "norms_by_group", "to_host", "vote", "atomic", "update", "over",
     ]  # fmt: skip
     assert point.mark is not None
     follower, behind = commit_point()
     behind.follow(4, point.mark.outcome, {"loss_scalers": [None]})
     assert [torch.equal(a, b) for a, b in zip(optimizer.coefficients, follower.coefficients, strict=True)] == [True] * 2
     assert [coefficient.dtype for coefficient in follower.coefficients] == [torch.float32] * 2
-    assert [event for event in EVENTS if event != "to the host"] == ["atomic", "update", "over"]
+    assert [event for event in EVENTS if event != "to_host"] == ["atomic", "update", "over"]
     assert behind.mark is not None
     assert as_logged(behind.mark.outcome["clip_norm"]) == as_logged(point.mark.outcome["clip_norm"])
 
@@ -184,7 +184,7 @@ def test_an_interrupted_step_leaves_no_section_open() -> None:
     point.interrupted()
     EVENTS.clear()
     optimizer._compute_grad_norms_by_group()  # as in a replay
-    assert EVENTS == ["norms by group", "to the host"], "no vote, and no section that nobody leaves"
+    assert EVENTS == ["norms_by_group", "to_host"], "no vote, and no section that nobody leaves"
     assert optimizer.chained_optimizers[0]._defer_param_sync is False
     assert point.mark is None
 

@@ -28,7 +28,12 @@ def test_an_operator_that_is_not_trained_has_its_compute_weights_as_full_state()
 
 @pytest.mark.parametrize(
     ("sizes", "found"),
-    [((-1, 4, 8), "-1"), ((2, 4.5, 8), "4.5"), ((2, 4, float("nan")), "nan"), ((16, 4, 8), "smaller than the compute")],
+    [
+        ((-1, 4, 8), "-1"),
+        ((2, 4.5, 8), "4.5"),
+        ((2, 4, float("nan")), "nan"),
+        ((16, 4, 8), r"\b12 bytes\b.*\b16 bytes\b"),
+    ],
 )
 def test_sizes_that_cannot_be_are_refused(sizes: tuple[Any, Any, Any], found: str) -> None:
     with pytest.raises(OperatorError, match=found):
@@ -53,15 +58,15 @@ def test_a_table_of_a_stage_has_a_row_for_each_rank() -> None:
 
 def test_a_name_twice_two_kinds_and_no_operators_are_refused() -> None:
     gate = Operator("g", OperatorKind.GATE, SOME)
-    with pytest.raises(OperatorError, match="g is there twice"):
+    with pytest.raises(OperatorError, match=r"\bg\b"):
         OperatorTable([gate, gate])
-    with pytest.raises(OperatorError, match="g is gate on one rank and head on another"):
+    with pytest.raises(OperatorError, match=r"\bg\b.*\bgate\b.*\bhead\b"):
         OperatorTable(ranks=[[gate], [Operator("g", OperatorKind.HEAD, SOME)]])
-    with pytest.raises(OperatorError, match="no operators"):
+    with pytest.raises(OperatorError):
         OperatorTable()
-    with pytest.raises(OperatorError, match="named ''"):
+    with pytest.raises(OperatorError, match="''"):
         Operator("", OperatorKind.GATE, SOME)
-    with pytest.raises(OperatorError, match="kind 'router'"):
+    with pytest.raises(OperatorError, match=r"\bg\b.*'router'"):
         Operator("g", "router", SOME)  # type: ignore[arg-type]
 
 
@@ -107,7 +112,11 @@ def test_a_sliver_of_a_blockwise_weight_weighs_what_is_saved_of_it() -> None:
     assert regime.part_bytes(parts).full == 12 * (64 + 4096)
 
 
-@pytest.mark.parametrize("text", ["fp64/fp32/fp32+fp32", "fp8", "fp8/fp16/fp8", ""])
-def test_a_regime_that_is_none_is_refused_with_those_there_are(text: str) -> None:
-    with pytest.raises(ConfigError, match="needs one of"):
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("fp64/fp32/fp32+fp32", r"'fp64'.*\bfp32\b.*\bfp8\b"), ("fp8", r"'fp8'.*\btable7-row1\b"),
+     ("fp8/fp16/fp8", r"'fp8/fp16/fp8'.*\btable7-row1\b"), ("", r"''.*\btable7-row1\b")],
+)  # fmt: skip
+def test_a_regime_that_is_none_is_refused_with_those_there_are(text: str, found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
         precision.parse(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from moevement_core.session.verdict import Part
 from moevement_core.session.window_files import _other_arithmetic, arithmetic_of_all
 
 DIFFERS = ["state of experts.0 at iteration 5"]
+AT_RANK_1 = rf"\brank 1\b.*{re.escape(DIFFERS[0])}"
 
 
 def recovery() -> Recovery:
@@ -33,24 +35,29 @@ def agree(monkeypatch: pytest.MonkeyPatch, everyones: list[Part], window: str = 
 
 
 @pytest.mark.parametrize(
-    ("everyones", "window"),
+    ("everyones", "window", "found"),
     [
-        ([MINE, replace(MINE, differences=DIFFERS)], ""),
-        ([MINE, replace(MINE, differences=DIFFERS, differ_as_loaded=True)], "it was written elsewhere"),
-        ([MINE, replace(MINE, differences=DIFFERS, differ_as_loaded=True, arithmetic="B")], ""),
-        ([replace(MINE, replicas=[("", (0, 1), "x")]), replace(MINE, replicas=[("", (0, 1), "y")])], "elsewhere"),
+        ([MINE, replace(MINE, differences=DIFFERS)], "", AT_RANK_1),
+        ([MINE, replace(MINE, differences=DIFFERS, differ_as_loaded=True)], "elsewhere", AT_RANK_1),
+        ([MINE, replace(MINE, differences=DIFFERS, differ_as_loaded=True, arithmetic="B")], "", AT_RANK_1),
+        (
+            [replace(MINE, replicas=[("", (0, 1), "x")]), replace(MINE, replicas=[("", (0, 1), "y")])], "elsewhere",
+            r"\branks 0, 1\b",
+        ),
     ],
-)
-def test_what_nothing_explains_is_refused(everyones: list[Part], window: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RecoveryError, match="the replayed state is not the one that was lost"):
+)  # fmt: skip
+def test_what_nothing_explains_is_refused(
+    everyones: list[Part], window: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RecoveryError, match=found):
         agree(monkeypatch, everyones, window)
 
 
 @pytest.mark.parametrize(
     ("other", "window", "said"),
     [
-        ("A", "window_5 was written on B", "window_5 was written on B"),
-        ("B", "", "ranks are of different kinds: A and B"),
+        ("A", "window_5 on B", "window_5 on B"),
+        ("B", "", r"\bA\b.*\bB\b"),
     ],
 )
 def test_what_other_processors_explain_is_said(
@@ -58,7 +65,7 @@ def test_what_other_processors_explain_is_said(
 ) -> None:
     agree(monkeypatch, [MINE, replace(MINE, differences=DIFFERS, arithmetic=other)], window)
     (line,) = caplog.messages
-    assert line.startswith(said)
+    assert re.search(said, line)
     assert f"rank 1: {DIFFERS[0]}" in line
     caplog.clear()
     agree(monkeypatch, [MINE, replace(MINE, arithmetic="B")], window)
@@ -66,18 +73,20 @@ def test_what_other_processors_explain_is_said(
 
 
 @pytest.mark.parametrize(
-    ("then", "here", "said"),
+    ("then", "here", "named"),
     [
-        (("A",), ["A", "A", "A"], ""),
-        (("A", "B"), ["A", "B"], ""),
-        (("A", "B"), ["B", "A"], "was written by ranks on A and B, which other ranks are on now"),
-        (("A",), ["A", "B"], "was written on A, and these ranks are on A and B"),
-        ((), ["A", "A"], "does not say on what processors it was written"),
+        (("A",), ["A", "A", "A"], None),
+        (("A", "B"), ["A", "B"], None),
+        (("A", "B"), ["B", "A"], ["A", "B"]),
+        (("A",), ["A", "B"], ["A", "A", "B"]),
+        ((), ["A", "A"], []),
     ],
 )
 def test_windows_say_where_they_were_written(
-    then: tuple[str, ...], here: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    then: tuple[str, ...], here: list[str], named: list[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(window_files, "all_gather_objects", lambda mine, kind: here)
     manifest = Manifest("abcd", 3, 5, 5, {"iteration": 5}, {}, then)
-    assert _other_arithmetic(manifest, arithmetic_of_all()) == (said and f"{manifest.name} {said}")
+    said = _other_arithmetic(manifest, arithmetic_of_all())
+    assert (manifest.name in said) == bool(said) == (named is not None)
+    assert re.findall(r"\b[AB]\b", said) == (named or [])

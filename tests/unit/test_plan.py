@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ from moevement_core.operators import OperatorKind
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import MIXED, TensorShape, parse
 from moevement_core.simulator.scenario import load
-from tests.unit.test_presets import TABLE_2
-from tests.unit.test_transformer import as_plain
+from tests.unit.models import TABLE_2, as_plain
 
 # Two stages: eight experts of 1,000 parameters, and four of them with an embedding. 12 bytes full, 2 compute.
 MATRICES = (TensorShape(600, 30), TensorShape(400, 20))
@@ -111,11 +111,16 @@ def test_an_imposed_window_says_what_it_stalls_and_by_how_much_it_falls_behind()
 
 def test_alternatives_name_what_would_change_the_window() -> None:
     changes = dict(planned().alternatives())
-    assert changes["twice the bandwidth from device to host"] == 5
-    assert changes["twice the network bandwidth"] == 2
-    assert changes["one replica less"] == 2
-    assert changes["iterations twice as long"] == 2
-    assert changes["regime FP8/FP8/FP8+FP16"] == 2, "8 x 4,000 bytes would fit once; their scales do not"
+
+    def window_by(noun: str) -> int:
+        (size,) = (size for what, size in changes.items() if noun in what)
+        return size
+
+    assert window_by("device") == 5
+    assert window_by("network") == 2
+    assert window_by("replica") == 2
+    assert window_by("iterations") == 2
+    assert window_by("FP8/FP8/FP8+FP16") == 2, "8 x 4,000 bytes would fit once; their scales do not"
 
 
 def test_a_dense_checkpoint_of_the_same_model_stands_beside_it() -> None:
@@ -127,7 +132,7 @@ def test_a_dense_checkpoint_of_the_same_model_stands_beside_it() -> None:
 
 
 def test_replicas_need_as_many_other_nodes() -> None:
-    with pytest.raises(WindowError, match="4 replicas on 4 nodes; needs as many other nodes: at most 3"):
+    with pytest.raises(WindowError, match=r"\b4 replicas\b.*\b4 nodes\b.*\b3\b"):
         planned(replicas=4)
 
 
@@ -171,7 +176,7 @@ def test_the_command_prints_tables_and_one_json_object(capsys: pytest.CaptureFix
     assert main([*command, "--global-batch-size", "512", "--json"]) == 0
     printed = capsys.readouterr().out
     assert "W = 2" in printed
-    assert "bound by replication" in " ".join(printed.split())
+    assert "by replication" in " ".join(printed.split())
     told = json.loads(printed.splitlines()[-1])
     assert (told["window"], told["binding"], told["paper_window"]) == (2, "replication", 1)
     assert len(told["stages"]) == 12
@@ -187,22 +192,25 @@ ENOUGH = ["--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["gpt", *ENOUGH], "'gpt' is no file and no preset; presets are deepseek_moe, gpt_moe"),
-        (["gpt_moe", "--ranks", "96", "--iteration-time", "2"], "neither --cluster nor all of"),
-        (["gpt_moe", *ENOUGH, "--iteration-time", "0"], "--iteration-time 0.0; needs more than 0"),
-        (["gpt_moe", *ENOUGH, "--iteration-time", "nan"], "--iteration-time nan"),
-        (["gpt_moe", *ENOUGH, "--ranks", "0"], "--ranks 0; needs 1 or more"),
-        (["gpt_moe", *ENOUGH, "--ranks", "7"], "Megatron refuses these flags"),
-        (["gpt_moe", *ENOUGH, "--window", "0"], "--window 0; needs 1 or more"),
-        (["gpt_moe", *ENOUGH, "--regime", "fp4"], "regime 'fp4'; needs one of mixed"),
-        (["gpt_moe", *ENOUGH, "--network-share", "0"], "network share of 0.0; needs more than 0"),
-        (["gpt_moe", *ENOUGH, "--d2h-bandwidth", "0"], "bandwidth from device to host 0.0; needs more than 0"),
-        (["gpt_moe", *ENOUGH, "--network-bandwidth", "0"], "network bandwidth 0.0; needs more than 0"),
-        (["gpt_moe", *ENOUGH, "--replicas", "-1"], "--replicas -1; needs 0 or more"),
-        (["gpt_moe", *ENOUGH, "--keep-own", "never", "--replicas", "1"], "--keep-own never with 1 copies"),
-        (["gpt_moe", *ENOUGH, "--gpus-per-node", "0"], "GPUs per node 0; needs 1 or more"),
-        (["gpt_moe", *ENOUGH, "--no-such-flag", "1"], "unknown flag --no-such-flag"),
-        (["gpt_moe", "--num-layers", "13", *ENOUGH], "Megatron refuses these flags"),
+        (["gpt", *ENOUGH], r"'gpt'.*\bdeepseek_moe\b.*\bgpt_moe\b"),
+        (
+            ["gpt_moe", "--ranks", "96", "--iteration-time", "2"],
+            r"--cluster\b.*--d2h-bandwidth\b.*--network-bandwidth\b.*--gpus-per-node\b",
+        ),
+        (["gpt_moe", *ENOUGH, "--iteration-time", "0"], r"--iteration-time 0\.0\b.*\b0\b"),
+        (["gpt_moe", *ENOUGH, "--iteration-time", "nan"], r"--iteration-time nan\b"),
+        (["gpt_moe", *ENOUGH, "--ranks", "0"], r"--ranks 0\b.*\b1\b"),
+        (["gpt_moe", *ENOUGH, "--ranks", "7"], r"\bMegatron\b.*\b7\b"),
+        (["gpt_moe", *ENOUGH, "--window", "0"], r"--window 0\b.*\b1\b"),
+        (["gpt_moe", *ENOUGH, "--regime", "fp4"], r"'fp4'.*\bmixed\b"),
+        (["gpt_moe", *ENOUGH, "--network-share", "0"], r"\bnetwork share\b.*\b0\.0\b.*\b0\b.*\b1\b"),
+        (["gpt_moe", *ENOUGH, "--d2h-bandwidth", "0"], r"\bdevice\b.*\b0\.0\b.*\b0\b"),
+        (["gpt_moe", *ENOUGH, "--network-bandwidth", "0"], r"\bnetwork bandwidth\b.*\b0\.0\b.*\b0\b"),
+        (["gpt_moe", *ENOUGH, "--replicas", "-1"], r"--replicas -1\b.*\b0\b"),
+        (["gpt_moe", *ENOUGH, "--keep-own", "never", "--replicas", "1"], r"--keep-own never\b.*\b1\b.*\b2\b"),
+        (["gpt_moe", *ENOUGH, "--gpus-per-node", "0"], r"\bGPUs\b.*\bnode\b.*\b0\b.*\b1\b"),
+        (["gpt_moe", *ENOUGH, "--no-such-flag", "1"], r"--no-such-flag\b.*--help\b"),
+        (["gpt_moe", "--num-layers", "13", *ENOUGH], r"\bMegatron\b.*\bpipeline-model-parallel\b"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line_and_2(
@@ -213,7 +221,7 @@ def test_what_cannot_be_planned_is_one_line_and_2(
     assert exit_.value.code == 2
     errors = capsys.readouterr().err.strip().splitlines()
     assert len(errors) == 1
-    assert found in errors[0]
+    assert re.search(found, errors[0]), errors[0]
 
 
 def test_presets_and_files_are_found() -> None:

@@ -66,7 +66,7 @@ def test_streams_and_events() -> None:
     end.synchronize()
     assert end.query()
     assert 0 <= start.elapsed_time(end) < 1000
-    with pytest.raises(RuntimeError, match="two recorded events"):
+    with pytest.raises(RuntimeError, match=r"\brecord\(\)"):
         start.elapsed_time(torch.cuda.Event())
 
 
@@ -156,6 +156,7 @@ def test_a_checkpoint_writer_gets_copies() -> None:
     assert FileSystemWriterAsync.prepare_write_data.__wrapped__.__module__ == FileSystemWriterAsync.__module__
 
 
+@pytest.mark.builds
 def test_a_spawned_process_of_a_script_has_the_platform_and_the_scripts_classes(tmp_path: Any) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -187,7 +188,7 @@ def test_the_platform_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEVEMENT_PLATFORM", "cuda")
     assert not platform.is_cpu()
     monkeypatch.setenv("MOEVEMENT_PLATFORM", "tpu")
-    with pytest.raises(ConfigError, match="needs 'cpu' or 'cuda'"):
+    with pytest.raises(ConfigError, match=r"\bMOEVEMENT_PLATFORM\b.*'tpu'.*'cpu'.*'cuda'"):
         platform.is_cpu()
 
 

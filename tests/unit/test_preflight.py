@@ -59,73 +59,73 @@ def test_variables_of_attention_kernels_agree_with_the_backend(
     assert list(machine.attention(args)) == []
     monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
     (complaint,) = machine.attention(args)
-    assert complaint.startswith("NVTE_FUSED_ATTN=1 with --attention-backend unfused, for which Megatron sets it to 0;")
+    assert re.search(r"\bNVTE_FUSED_ATTN=1\b.*--attention-backend unfused\b.*\b0\b", complaint)
 
 
 def test_muon_needs_its_package(parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(1, optimizer="muon").optimizer == "muon"
     monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
-    with pytest.raises(ConfigError, match="--optimizer muon: needs the package emerging_optimizers; install it"):
+    with pytest.raises(ConfigError, match=r"--optimizer muon\b.*\bemerging_optimizers\b"):
         parse(1, optimizer="muon")
 
 
 BAD: dict[str, tuple[int, dict[str, Any], str]] = {
-    "mode of reruns": (1, {"rerun_mode": "report_stats"}, "--rerun-mode report_stats: Megatron's parser takes it .*; give validate_results or disabled"),
-    "experts by EP": (4, {"expert_model_parallel_size": 4, "num_experts": 6}, r"--num-experts 6: .*--expert-model-parallel-size 4; use 4 or 8"),
-    "EP without experts": (2, {"expert_model_parallel_size": 2, "num_experts": False, "moe_router_topk": False}, "--expert-model-parallel-size 2: the model has no experts"),
-    "world by EP": (3, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: world size 3"),
-    "topk": (1, {"moe_router_topk": 5}, "--moe-router-topk 5: more than --num-experts 4; use 4"),
-    "layers by PP": (3, {"pipeline_model_parallel_size": 3}, "--num-layers 4: not a multiple of --pipeline-model-parallel-size 3; use 3 or 6"),
-    "layers by VPP": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3}, "--num-virtual-stages-per-pipeline-rank 3: does not divide the 2 layers"),
-    "layers by chunk": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4}, "--num-layers-per-virtual-pipeline-stage 4: does not divide"),
-    "VPP without PP": (1, {"num_virtual_stages_per_pipeline_rank": 2}, "interleaving needs --pipeline-model-parallel-size 2 or more"),
-    "world size": (3, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "world size 3: not a multiple of 2"),
-    "heads by TP": (4, {"tensor_model_parallel_size": 4, "sequence_parallel": True, "num_attention_heads": 2}, "--num-attention-heads 2: not a multiple of --tensor-model-parallel-size 4"),
-    "hidden by heads": (1, {"num_attention_heads": 5}, "--hidden-size 32: not a multiple of --num-attention-heads 5"),
-    "TP experts without SP": (2, {"tensor_model_parallel_size": 2}, "add --sequence-parallel"),
-    "sequence length": (1, {"seq_length": 64}, "--seq-length 64: longer than --max-position-embeddings 32; raise the latter to 64"),
-    "sequence by TP": (4, {"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30}, "--seq-length 30: not a multiple of --tensor-model-parallel-size 4"),
-    "global batch": (3, {}, r"--global-batch-size 8: not a multiple of 6 = --micro-batch-size 2 x 3 data-parallel ranks; use 6 or 12"),
-    "interleaved batch": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 6}, "needs a multiple of --pipeline-model-parallel-size 2; use 4 or 8"),
-    "missing data": (1, {"data_path": "/nowhere/text"}, r"--data-path /nowhere/text: no /nowhere/text\.bin; moevement data build"),
-    "data with suffix": (1, {"data_path": "/nowhere/text.bin"}, "leave the suffix out"),
-    "missing blend": (1, {"data_path": ["0.5", "/nowhere/a", "0.5", "/nowhere/b"]}, r"no /nowhere/a\.bin"),
-    "missing tokenizer": (1, {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/nowhere/t", "mock_data": True}, "--tokenizer-model /nowhere/t: no such file"),
-    "tokenizer without data": (1, {"tokenizer_type": "HuggingFaceTokenizer"}, "the embedded corpus is bytes"),
-    "context parallel": (2, {"context_parallel_size": 2}, "--context-parallel-size 2: .*Transformer Engine"),
-    "nccl": (1, {"distributed_backend": "nccl"}, "--distributed-backend nccl: no GPU here"),
-    "transformer engine": (1, {"transformer_impl": "transformer_engine"}, "Transformer Engine is not installed"),
-    "fp8": (1, {"fp8_format": "e4m3", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}, "--fp8-recipe custom: needs a GPU"),
-    "mxfp8 weights": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8", "use_distributed_optimizer": True, "fp8_param_gather": True}, "add --reuse-grad-buf-for-mxfp8-param-ag"),
-    "fp16 gradients": (1, {"bf16": False, "fp16": True, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}, "add --accumulate-allreduce-grads-in-fp32"),
-    "fp8 masters": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "tensorwise", "use_distributed_optimizer": True, "fp8_param_gather": True, "use_precision_aware_optimizer": True, "main_params_dtype": "fp16"}, "give --main-params-dtype fp32"),
-    "fp8 and a loss scale": (1, {"fp16": True, "fp8_format": "e4m3", "fp8_recipe": "delayed", "use_distributed_optimizer": True, "fp8_param_gather": True, "overlap_grad_reduce": True, "overlap_param_gather": True}, "with a loss scale"),
-    "fp8 and recomputed projections": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "delayed", "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "other scales"),
-    "mxfp8 logits": (1, {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}, "--fp8-output-proj: needs a GPU"),
-    "flex": (1, {"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex: needs a GPU"),
-    "expert TP on gloo": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}, "--expert-tensor-parallel-size 2: gloo cannot gather"),
-    "expert biases": (1, {"disable_bias_linear": False}, "add --disable-bias-linear"),
-    "CPU initialization": (2, {"expert_model_parallel_size": 2, "use_cpu_initialization": True}, "--use-cpu-initialization with --expert-model-parallel-size 2: .*same experts"),
-    "warmup": (1, {"lr_warmup_iters": 4, "lr_decay_iters": False}, "--lr-warmup-iters 4: not below --train-iters 4"),
-    "warmup and decay": (1, {"lr_warmup_iters": 200}, "--lr-warmup-iters 200: not below --lr-decay-iters 100"),
-    "no learning rate": (1, {"lr": False}, "--lr: missing"),
-    "split of words": (1, {"split": "abc"}, "--split abc: needs the shares"),
-    "split without validation": (1, {"split": "100,0,0", "eval_iters": 1}, "--split 100,0,0: no share for validation"),
-    "sgd": (1, {"optimizer": "sgd", "use_distributed_optimizer": True}, "--optimizer sgd: the distributed optimizer has only Adam"),
-    "muon by layers": (1, {"optimizer": "muon", "use_distributed_optimizer": True}, "gloo cannot gather uneven numbers of weights"),
-    "muon by layers, as it was": (1, {"optimizer": "dist_muon"}, "give --optimizer muon without"),
-    "sinkhorn": (1, {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn: takes no auxiliary loss"),
-    "log interval": (1, {"log_interval": 0}, "--log-interval 0: needs 1 or more"),
-    "load a file": (1, {"load": __file__}, "--load .*: a file; needs the folder"),
-    "vocabulary of the corpus": (1, {"vocab_size": 100}, "--vocab-size 100 without --data-path"),
-    "negative": (1, {"num_layers": -4}, "--num-layers -4: needs 1 or more"),
-    "zero seed": (1, {"seed": 0}, "--seed 0: needs 1 or more"),
-    "no length": (1, {"train_iters": False}, "--train-iters: missing"),
-    "no eval interval": (1, {"eval_interval": False}, "--eval-interval: missing"),
-    "no layers": (1, {"num_layers": False}, "--num-layers: missing"),
-    "save without interval": (1, {"save": "/tmp/x"}, "--save-interval: missing"),
-    "router groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, "--moe-router-num-groups 3: does not divide"),
-    "Megatron's own assertion": (1, {"overlap_param_gather": True}, "Megatron refuses these flags: --overlap-param-gather only supported"),
+    "mode of reruns": (1, {"rerun_mode": "report_stats"}, r"--rerun-mode report_stats\b.*\bvalidate_results\b.*\bdisabled\b"),
+    "experts by EP": (4, {"expert_model_parallel_size": 4, "num_experts": 6}, r"--num-experts 6\b.*--expert-model-parallel-size 4\b.*\b4\b.*\b8\b"),
+    "EP without experts": (2, {"expert_model_parallel_size": 2, "num_experts": False, "moe_router_topk": False}, r"--expert-model-parallel-size 2\b.*--num-experts\b(?! \d)"),
+    "world by EP": (3, {"expert_model_parallel_size": 2}, r"--expert-model-parallel-size 2\b.*\b3\b.*--pipeline-model-parallel-size 1\b"),
+    "topk": (1, {"moe_router_topk": 5}, r"--moe-router-topk 5\b.*--num-experts 4\b.*\b4\b"),
+    "layers by PP": (3, {"pipeline_model_parallel_size": 3}, r"--num-layers 4\b.*--pipeline-model-parallel-size 3\b.*\b3\b.*\b6\b"),
+    "layers by VPP": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 3}, r"--num-virtual-stages-per-pipeline-rank 3\b.*\b2\b.*--num-layers 4\b"),
+    "layers by chunk": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 4}, r"--num-layers-per-virtual-pipeline-stage 4\b.*\b2\b.*--num-layers 4\b"),
+    "VPP without PP": (1, {"num_virtual_stages_per_pipeline_rank": 2}, r"--num-virtual-stages-per-pipeline-rank 2\b.*--pipeline-model-parallel-size 2\b.*\b1\b"),
+    "world size": (3, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, r"\b3\b.*--tensor-model-parallel-size 2\b.*--nproc\b"),
+    "heads by TP": (4, {"tensor_model_parallel_size": 4, "sequence_parallel": True, "num_attention_heads": 2}, r"--num-attention-heads 2\b.*--tensor-model-parallel-size 4\b"),
+    "hidden by heads": (1, {"num_attention_heads": 5}, r"--hidden-size 32\b.*--num-attention-heads 5\b"),
+    "TP experts without SP": (2, {"tensor_model_parallel_size": 2}, r"--tensor-model-parallel-size 2\b.*--sequence-parallel\b"),
+    "sequence length": (1, {"seq_length": 64}, r"--seq-length 64\b.*--max-position-embeddings 32\b.*\b64\b"),
+    "sequence by TP": (4, {"tensor_model_parallel_size": 4, "sequence_parallel": True, "seq_length": 30}, r"--seq-length 30\b.*--tensor-model-parallel-size 4\b.*\b28\b.*\b32\b"),
+    "global batch": (3, {}, r"--global-batch-size 8\b.*\b6\b.*--micro-batch-size 2\b.*\b3\b.*\b6\b.*\b12\b"),
+    "interleaved batch": (2, {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2, "global_batch_size": 6}, r"--global-batch-size 6\b.*--pipeline-model-parallel-size 2\b.*\b4\b.*\b8\b"),
+    "missing data": (1, {"data_path": "/nowhere/text"}, r"--data-path /nowhere/text\b(?!\.).*/nowhere/text\.bin\b.*moevement data build\b"),
+    "data with suffix": (1, {"data_path": "/nowhere/text.bin"}, r"--data-path /nowhere/text\.bin\b.*\bsuffix\b"),
+    "missing blend": (1, {"data_path": ["0.5", "/nowhere/a", "0.5", "/nowhere/b"]}, r"/nowhere/a\.bin\b"),
+    "missing tokenizer": (1, {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/nowhere/t", "mock_data": True}, r"--tokenizer-model /nowhere/t\b"),
+    "tokenizer without data": (1, {"tokenizer_type": "HuggingFaceTokenizer"}, r"--tokenizer-type HuggingFaceTokenizer\b.*--data-path\b"),
+    "context parallel": (2, {"context_parallel_size": 2}, r"--context-parallel-size 2\b.*\bTransformer Engine\b.*\bGPU\b"),
+    "nccl": (1, {"distributed_backend": "nccl"}, r"--distributed-backend nccl\b.*\bGPU\b.*\bgloo\b"),
+    "transformer engine": (1, {"transformer_impl": "transformer_engine"}, r"--transformer-impl transformer_engine\b.*--transformer-impl local\b"),
+    "fp8": (1, {"fp8_format": "e4m3", "fp8_recipe": "custom", "fp8_quantizer_factory": "a.b"}, r"--fp8-recipe custom\b.*\bGPU\b"),
+    "mxfp8 weights": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "mxfp8", "use_distributed_optimizer": True, "fp8_param_gather": True}, r"--fp8-recipe mxfp8\b.*--reuse-grad-buf-for-mxfp8-param-ag\b"),
+    "fp16 gradients": (1, {"bf16": False, "fp16": True, "use_distributed_optimizer": True, "use_precision_aware_optimizer": True}, r"--fp16\b.*--accumulate-allreduce-grads-in-fp32\b"),
+    "fp8 masters": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "tensorwise", "use_distributed_optimizer": True, "fp8_param_gather": True, "use_precision_aware_optimizer": True, "main_params_dtype": "fp16"}, r"--main-params-dtype fp16\b.*--main-params-dtype fp32\b"),
+    "fp8 and a loss scale": (1, {"fp16": True, "fp8_format": "e4m3", "fp8_recipe": "delayed", "use_distributed_optimizer": True, "fp8_param_gather": True, "overlap_grad_reduce": True, "overlap_param_gather": True}, r"--overlap-param-gather\b.*--loss-scale\b"),
+    "fp8 and recomputed projections": (1, {"bf16": True, "fp8_format": "e4m3", "fp8_recipe": "delayed", "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, r"--recompute-modules mla_up_proj\b.*--fp8-recipe delayed\b"),
+    "mxfp8 logits": (1, {"fp8_format": "e4m3", "fp8_recipe": "mxfp8", "fp8_output_proj": True}, r"--fp8-output-proj\b.*\bGPU\b"),
+    "flex": (1, {"moe_token_dispatcher_type": "flex"}, r"--moe-token-dispatcher-type flex\b.*\bGPU\b"),
+    "expert TP on gloo": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2}, r"--expert-tensor-parallel-size 2\b.*\bgloo\b"),
+    "expert biases": (1, {"disable_bias_linear": False}, r"--num-experts\b.*--disable-bias-linear\b"),
+    "CPU initialization": (2, {"expert_model_parallel_size": 2, "use_cpu_initialization": True}, r"--use-cpu-initialization\b.*--expert-model-parallel-size 2\b"),
+    "warmup": (1, {"lr_warmup_iters": 4, "lr_decay_iters": False}, r"--lr-warmup-iters 4\b.*--train-iters 4\b"),
+    "warmup and decay": (1, {"lr_warmup_iters": 200}, r"--lr-warmup-iters 200\b.*--lr-decay-iters 100\b"),
+    "no learning rate": (1, {"lr": False}, r"--lr\b(?!-)"),
+    "split of words": (1, {"split": "abc"}, r"--split abc\b.*\b95,4,1\b"),
+    "split without validation": (1, {"split": "100,0,0", "eval_iters": 1}, r"--split 100,0,0\b.*--eval-iters 0\b"),
+    "sgd": (1, {"optimizer": "sgd", "use_distributed_optimizer": True}, r"--optimizer sgd\b.*\bAdam\b"),
+    "muon by layers": (1, {"optimizer": "muon", "use_distributed_optimizer": True}, r"--optimizer muon\b.*\bgloo\b.*--use-distributed-optimizer\b"),
+    "muon by layers, as it was": (1, {"optimizer": "dist_muon"}, r"--optimizer dist_muon\b.*--optimizer muon\b"),
+    "sinkhorn": (1, {"moe_router_load_balancing_type": "sinkhorn"}, r"--moe-router-load-balancing-type sinkhorn\b.*--moe-aux-loss-coeff 0\b"),
+    "log interval": (1, {"log_interval": 0}, r"--log-interval 0\b.*\b1\b"),
+    "load a file": (1, {"load": __file__}, r"--load \S*/test_preflight\.py\b.*\bfolder\b"),
+    "vocabulary of the corpus": (1, {"vocab_size": 100}, r"--vocab-size 100\b.*--data-path\b.*\b257\b"),
+    "negative": (1, {"num_layers": -4}, r"--num-layers -4\b.*\b1\b"),
+    "zero seed": (1, {"seed": 0}, r"--seed 0\b.*\b1\b"),
+    "no length": (1, {"train_iters": False}, r"--train-iters\b(?! \d)"),
+    "no eval interval": (1, {"eval_interval": False}, r"--eval-interval\b(?! \d)"),
+    "no layers": (1, {"num_layers": False}, r"--num-layers(?!-| -?\d)"),
+    "save without interval": (1, {"save": "/tmp/x"}, r"--save-interval\b(?! \d)"),
+    "router groups": (1, {"moe_router_num_groups": 3, "moe_router_group_topk": 1}, r"--moe-router-num-groups 3\b.*--num-experts 4\b"),
+    "Megatron's own assertion": (1, {"overlap_param_gather": True}, r"\bMegatron\b.*--overlap-param-gather\b"),
 }  # fmt: skip
 
 
@@ -139,18 +139,18 @@ def test_bad_flags_are_named(name: str, parse: Callable[..., Namespace]) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--num-layer", "3"], r"unknown flag --num-layer; did you mean --num-layers"),
-        (["--pipeline-parallel-size", "2"], "did you mean --pipeline-model-parallel-size"),
-        (["--zzz"], "unknown flag --zzz; --help lists"),
-        (["--hidden-size", "many"], "invalid int value: 'many'"),
-        (["stray"], "'stray' is not a flag"),
-        (["--moe-token-dispatcher-type", "alltoal"], "invalid choice: 'alltoal'"),
+        (["--num-layer", "3"], r"--num-layer\b.*--num-layers\b"),
+        (["--pipeline-parallel-size", "2"], r"--pipeline-parallel-size\b.*--pipeline-model-parallel-size\b"),
+        (["--zzz"], r"--zzz\b.*--help\b"),
+        (["--hidden-size", "many"], r"--hidden-size\b.*'many'"),
+        (["stray"], "'stray'"),
+        (["--moe-token-dispatcher-type", "alltoal"], r"--moe-token-dispatcher-type\b.*'alltoal'.*'alltoall'"),
     ],
 )
-def test_flags_that_do_not_parse_are_named(words: list[str], message: str, parse: Callable[..., Namespace]) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_flags_that_do_not_parse_are_named(words: list[str], named: str, parse: Callable[..., Namespace]) -> None:
+    with pytest.raises(ConfigError, match=named):
         parse(1, *words)
 
 
@@ -161,9 +161,9 @@ def test_flags_that_do_not_parse_are_named(words: list[str], message: str, parse
 def test_a_path_from_a_variable_that_is_not_set_is_refused(
     flag: str, empty: str, parse: Callable[..., Namespace]
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"{flag} '{empty}': an empty path, .*; give a folder, or leave"):
+    with pytest.raises(ConfigError, match=f"{flag} '{empty}'"):
         parse(1, "--moevement-sparse-ckpt", flag, empty)
-    with pytest.raises(ConfigError, match=rf"{flag} '{empty}': an empty path"):
+    with pytest.raises(ConfigError, match=f"{flag} '{empty}'"):
         parse(1, flag, empty)
 
 
@@ -172,22 +172,22 @@ def test_the_coordinator_refuses_an_empty_run_directory_too(capsys: pytest.Captu
         main(["coordinate", "--ranks", "2", "--run-dir", ""])
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--run-dir: '' is an empty path; give a folder" in line
+    assert re.search(r"--run-dir\b.*''", line)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--port", "70000"], "--port 70000: needs 0 to 65535"),
-        (["--host", ""], "--host '': is empty; give the address of this host that the nodes reach"),
-        (["--spare-timeout", "nan"], "--spare-timeout nan: needs seconds, 0 or more, or inf"),
+        (["--port", "70000"], r"--port 70000\b.*\b0\b.*\b65535\b"),
+        (["--host", ""], r"--host ''"),
+        (["--spare-timeout", "nan"], r"--spare-timeout nan\b.*\b0\b.*\binf\b"),
     ],
 )
-def test_what_cannot_be_coordinated_is_said(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_coordinated_is_said(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["coordinate", "--ranks", "2", *words])
     assert caught.value.code == 2
-    assert capsys.readouterr().err == f"moevement: {message}\n"
+    assert re.fullmatch(f"moevement: .*{named}.*\n", capsys.readouterr().err)
 
 
 def test_help_of_the_whole_parser_still_works(
@@ -211,11 +211,11 @@ def test_a_split_that_leaves_no_document_is_refused(parse: Callable[..., Namespa
     its = {"data_path": str(prefix), "tokenizer_type": "NullTokenizer", "vocab_size": 257, "eval_iters": 1}
     assert main(["data", "build", str(text), "--output", str(prefix), "--documents", "line"]) == 0
     parse(split="80,10,10", **its)
-    with pytest.raises(ConfigError, match=r"--split 98,2,0: of the 20 documents of .*tokens none is left for valid"):
+    with pytest.raises(ConfigError, match=r"--split 98,2,0\b.*\b20\b.*--data-path \S*/tokens\b.*\bvalidation\b"):
         parse(split="98,2,0", **its)
     parse(split="98,2,0", **its | {"eval_iters": 0})
     assert main(["data", "build", str(text), "--output", str(prefix), "--overwrite"]) == 0
-    with pytest.raises(ConfigError, match=r"of the 1 documents of .* none is left for training"):
+    with pytest.raises(ConfigError, match=r"--split 40,30,30\b.*\b1\b.*--data-path \S*/tokens\b.*\btraining\b"):
         parse(split="40,30,30", **its)
 
 
@@ -227,5 +227,5 @@ def test_workers_without_shared_memory_are_refused(
 
     monkeypatch.setattr(machine.os, "statvfs", lambda path: Full)
     parse()  # no workers: nothing goes through it
-    with pytest.raises(ConfigError, match=r"--num-workers 2: /dev/shm has 0.0 MB free, .* or --num-workers 0"):
+    with pytest.raises(ConfigError, match=r"--num-workers 2\b.* /dev/shm\b.*\b0\.0 MB\b.*--num-workers 0\b"):
         parse(num_workers=2)

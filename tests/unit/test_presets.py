@@ -8,16 +8,7 @@ from pathlib import Path
 import pytest
 
 from moevement_core.launching import config_file
-from tests.unit.test_config_file import PRESETS
-
-# name: (ranks, parameters in all and active for a token, as MoEvement's table 2 has them, or the preset's own comment)
-TABLE_2 = {
-    "gpt_moe": (96, 7.3e9, 1.6e9),
-    "qwen_moe": (96, 14.3e9, 2.7e9),
-    "deepseek_moe": (96, 16.4e9, 3.3e9),
-    "moe_llava": (96, 2.9e9, 2.0e9),
-    "laptop": (4, None, None),
-}
+from tests.unit.models import PRESETS, TABLE_2
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def test_a_run_resumed_from_an_earlier_iteration_has_each_line_once(tmp_path: Pa
     run.begin({}, first_iteration=3)
     run.metric(iteration=3, loss=1.0)
     assert [line["iteration"] for line in run.metrics()] == [1, 2, 3]
-    with pytest.raises(RunRecordError, match=r"no summary\.json"):
+    with pytest.raises(RunRecordError, match=r"\bsummary\.json\b"):
         run.summary()
 
 
@@ -42,7 +43,7 @@ def test_a_torn_last_line_is_skipped_and_a_torn_middle_is_an_error(tmp_path: Pat
     assert [line["iteration"] for line in run.metrics()] == [1, 2]
     with run.metrics_path.open("a") as file:
         file.write('\n{"iteration": 4}\n')
-    with pytest.raises(RunRecordError, match=r"metrics\.jsonl, line 3: no JSON object"):
+    with pytest.raises(RunRecordError, match=r"\bmetrics\.jsonl\b.*\bline 3\b"):
         run.metrics()
 
 
@@ -58,20 +59,20 @@ def test_the_newest_line_is_found_without_reading_the_others(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "found"),
     [
-        (None, "no such run directory"),
-        ("{", "not JSON"),
-        ("{}", "holds no state_digest"),
-        ('{"state_digest": 1}', "holds no state_digest"),
+        (None, r"/run\b(?!/)"),
+        ("{", r"/run/summary\.json\b.*\bJSON\b"),
+        ("{}", r"/run/summary\.json\b.*\bstate_digest\b"),
+        ('{"state_digest": 1}', r"/run/summary\.json\b.*\bstate_digest\b"),
     ],
 )
-def test_a_summary_that_cannot_be_used_says_why(content: str | None, message: str, tmp_path: Path) -> None:
+def test_a_summary_that_cannot_be_used_says_why(content: str | None, found: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     if content is not None:
         folder.mkdir()
         (folder / "summary.json").write_text(content)
-    with pytest.raises(RunRecordError, match=message):
+    with pytest.raises(RunRecordError, match=found):
         RunRecord(folder).summary()
 
 
@@ -81,20 +82,21 @@ def test_equal_runs_are_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "difference"),
+    ("losses", "compared", "difference"),
     [
-        ({1: 3.0, 2: 2.0000000000000004}, r"iteration 2: loss 2\.0 and 2\.0000000000000004"),
-        ({1: 3.0}, "iteration 2 is only in .*a"),
-        ({1: 3.0, 2: 2.0, 3: 1.0}, "iteration 3 is only in .*b"),
-        ({7: 1.0}, "no iteration in common"),
+        ({1: 3.0, 2: 2.0000000000000004}, 2, r"\biteration 2\b.*\bloss\b.*\b2\.0\b.*\b2\.0000000000000004\b"),
+        ({1: 3.0}, 1, r"\biteration 2\b.*/a\b"),
+        ({1: 3.0, 2: 2.0, 3: 1.0}, 2, r"\biteration 3\b.*/b\b"),
+        ({7: 1.0}, 0, r"\biteration\b(?! \d)"),
     ],
 )
-def test_the_first_difference_is_named(losses: dict[int, float], difference: str, tmp_path: Path) -> None:
+def test_the_first_difference_is_named(
+    losses: dict[int, float], compared: int, difference: str, tmp_path: Path
+) -> None:
     a, b = record(tmp_path / "a", {1: 3.0, 2: 2.0}), record(tmp_path / "b", losses)
     verdict = compare(a, b)
     assert not verdict.equal
-    import re
-
+    assert verdict.iterations_compared == compared
     assert re.search(difference, verdict.first_difference or "")
 
 
@@ -113,7 +115,7 @@ def test_a_difference_in_the_final_state_names_part_and_rank(tmp_path: Path) -> 
     summary["state_digest"]["ranks"][1] = {"weights": "a", "rng": "c"}
     b.write_summary(summary)
     verdict = compare(a, b)
-    assert verdict.first_difference == "final state: rng differ on rank 1"
+    assert re.search(r"\brng\b.*\brank 1\b", verdict.first_difference or "")
     assert verdict.parts == {"weights": True, "rng": False}
 
 
@@ -122,7 +124,7 @@ def test_two_jobs_in_one_directory_are_no_run(tmp_path: Path) -> None:
     for iteration in (2, 3):
         b.metric(iteration=iteration, loss=3.0 - iteration)
     for runs in ((a, b), (b, a), (b, b)):
-        with pytest.raises(RunRecordError, match=r"b/metrics\.jsonl: 2 iterations have more than one line \(2, 3\)"):
+        with pytest.raises(RunRecordError, match=r"/b/metrics\.jsonl\b.*\b2\b.*\b2, 3\b"):
             compare(*runs)
     assert main(["verify", str(a.folder), str(a.folder)]) == 0
     with pytest.raises(SystemExit) as caught:
@@ -144,7 +146,7 @@ def test_a_run_whose_directory_another_job_has_taken_over_writes_nothing_more(tm
     run.event(Evaluated("validation", 1, 2.0))
     assert [line["iteration"] for line in run.metrics()] == [1]
     assert not run.events()
-    with pytest.raises(RunRecordError, match="taken over by job bbbb"):
+    with pytest.raises(RunRecordError, match=r"\bbbbb\b"):
         run.write_summary({})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -112,21 +113,21 @@ def test_without_spares_a_task_is_a_rank(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("variables", "named"),
     [
-        ({"PATH": "{tools}:/usr/bin:/bin"}, "no moevement on the PATH of "),
-        ({"SCRIPT": "nothing.py"}, "nothing.py: no such training script on "),
-        ({"SPARES": "4"}, "SPARES=4 of 4 processes: needs less; ask for more tasks"),
-        ({"SLURM_NTASKS": "5"}, "5 tasks on 2 nodes: needs as many on each; ask for them with --ntasks-per-node"),
+        ({"PATH": "{tools}:/usr/bin:/bin"}, r"\bmoevement\b.*\bPATH\b"),
+        ({"SCRIPT": "nothing.py"}, r"\bnothing\.py\b.*\bSCRIPT\b"),
+        ({"SPARES": "4"}, r"\bSPARES=4\b.*\b4 processes\b"),
+        ({"SLURM_NTASKS": "5"}, r"\b5 tasks\b.*\b2 nodes\b.*--ntasks-per-node\b"),
     ],
 )
-def test_what_cannot_work_is_said_at_once(shell: Shell, variables: dict[str, str], message: str) -> None:
+def test_what_cannot_work_is_said_at_once(shell: Shell, variables: dict[str, str], named: str) -> None:
     tools = shell.folder / "tools"
     tools.mkdir()
     (tools / "scontrol").symlink_to(shell.folder / "bin" / "scontrol")
     code, err = shell.run(**{name: value.format(tools=tools) for name, value in variables.items()})
     assert code == 2
-    assert err.startswith(f"moevement: {message}")
+    assert re.match(f"moevement: .*{named}", err)
     assert err.count("\n") == 1
     assert shell.called() == []
 
@@ -164,4 +165,4 @@ def test_tasks_that_cannot_begin_in_a_container_end_the_job(shell: Shell) -> Non
     )
     code, err = shell.run(IMAGE="nvcr.io#moe")
     assert code == 143
-    assert err.splitlines()[-1] == "moevement: the tasks of all nodes ended before the job did; their output says why"
+    assert re.match(r"moevement: .*\btasks\b.*\bnodes\b", err.splitlines()[-1])

@@ -75,12 +75,12 @@ def test_flags_that_need_sparse_checkpoints_are_refused_without(words: list[str]
     args = parsed(*words)
     args.moevement_sparse_ckpt = False
     (complaint,) = sparse_checkpoints(args)
-    assert complaint == f"{words[0]} without --moevement-sparse-ckpt; give both"
+    assert re.search(rf"{words[0]}\b.*--moevement-sparse-ckpt\b", complaint)
 
 
 def test_a_stage_that_there_is_not_cannot_be_wiped() -> None:
     (complaint,) = sparse_checkpoints(parsed("--moevement-wipe-stages", "0", "2"))
-    assert complaint == "--moevement-wipe-stages 2: --pipeline-model-parallel-size 2 has stages 0 to 1"
+    assert re.search(r"--moevement-wipe-stages 2\b.*--pipeline-model-parallel-size 2\b.*\b0\b.*\b1\b", complaint)
 
 
 def test_defaults_are_the_papers() -> None:
@@ -97,48 +97,54 @@ def test_defaults_are_the_papers() -> None:
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["--moevement-window", "0"], "--moevement-window 0; needs auto or a number"),
-        (["--moevement-window", "129"], "--moevement-window 129; needs auto or a number of iterations, 1 to 128"),
+        (["--moevement-window", "0"], r"--moevement-window 0\b.*\bauto\b.*\b1\b.*\b128\b"),
+        (["--moevement-window", "129"], r"--moevement-window 129\b.*\bauto\b.*\b1\b.*\b128\b"),
         (["--moevement-window", "many"], "--moevement-window many"),
         (
             ["--moevement-strategy", "dense", "--moevement-window", "3"],
-            "--moevement-window 3 with --moevement-strategy dense; give --moevement-window auto",
+            r"--moevement-window 3\b.*--moevement-strategy dense\b.*--moevement-window auto\b",
         ),
-        (["--moevement-dense-interval", "3"], "--moevement-dense-interval 3 with --moevement-strategy moevement"),
-        (["--moevement-strategy", "dense", "--moevement-dense-interval", "0"], "--moevement-dense-interval 0; needs"),
+        (["--moevement-dense-interval", "3"], r"--moevement-dense-interval 3\b.*--moevement-strategy moevement\b"),
+        (
+            ["--moevement-strategy", "dense", "--moevement-dense-interval", "0"],
+            r"--moevement-dense-interval 0\b.*\b1\b.*\b128\b",
+        ),
         (
             ["--moevement-strategy", "checkfreq"],
-            "checkfreq without --moevement-persist-dir; needs",
+            r"--moevement-strategy checkfreq\b.*--moevement-persist-dir\b",
         ),
         (
             ["--moevement-strategy", "checkfreq", "--moevement-persist-dir", "d", "--moevement-replicas", "1"],
-            "--moevement-replicas 1 with --moevement-strategy checkfreq",
+            r"--moevement-replicas 1\b.*--moevement-strategy checkfreq\b",
         ),
         (
             ["--moevement-overhead-cap", "0.1"],
-            "--moevement-overhead-cap 0.1 with --moevement-strategy",
+            r"--moevement-overhead-cap 0\.1\b.*--moevement-strategy\b",
         ),
         (["--moevement-strategy", "checkfreq", "--moevement-overhead-cap", "2"], "--moevement-overhead-cap 2"),
         (
             ["--moevement-snapshot-experts", "2"],
-            "--moevement-snapshot-experts 2 with --moevement-strategy moevement; needs",
+            r"--moevement-snapshot-experts 2\b.*--moevement-strategy moevement\b.*--moevement-strategy moc\b",
         ),
         (
             ["--moevement-strategy", "moc", "--moevement-snapshot-experts", "0"],
-            "--moevement-snapshot-experts 0; needs 1",
+            r"--moevement-snapshot-experts 0\b.*\b1\b",
         ),
-        (["--moevement-strategy", "moc", "--moevement-plt-limit", "3.75"], "--moevement-plt-limit 3.75; needs a share"),
+        (
+            ["--moevement-strategy", "moc", "--moevement-plt-limit", "3.75"],
+            r"--moevement-plt-limit 3\.75\b.*\b0\b.*\b1\b",
+        ),
         (["--moevement-bandwidth", "-3"], "--moevement-bandwidth -3"),
-        (["--moevement-bandwidth", "fast"], "--moevement-bandwidth fast; needs auto or gigabytes"),
+        (["--moevement-bandwidth", "fast"], r"--moevement-bandwidth fast\b.*\bauto\b"),
         (["--moevement-network-bandwidth", "nan"], "--moevement-network-bandwidth nan"),
-        (["--moevement-order-alpha", "1.0"], "alpha of 1.0"),
-        (["--moevement-reorder-fraction", "2"], "--moevement-reorder-fraction 2.0; needs 0 to 1"),
-        (["--moevement-reorder-threshold", "-1"], "--moevement-reorder-threshold -1.0; needs 0 or more"),
+        (["--moevement-order-alpha", "1.0"], r"\balpha\b.*\b1\.0\b"),
+        (["--moevement-reorder-fraction", "2"], r"--moevement-reorder-fraction 2\.0\b.*\b0\b.*\b1\b"),
+        (["--moevement-reorder-threshold", "-1"], r"--moevement-reorder-threshold -1\.0\b.*\b0\b"),
         (["--moevement-replicas", "-1"], "--moevement-replicas -1"),
         (["--moevement-ranks-per-node", "0"], "--moevement-ranks-per-node 0"),
         (["--moevement-host-memory-gb", "0"], "--moevement-host-memory-gb 0"),
         (["--moevement-peer-timeout", "0"], "--moevement-peer-timeout 0"),
-        (["--moevement-wipe-at", "3", "0"], "--moevement-wipe-at 0; needs at least 1"),
+        (["--moevement-wipe-at", "3", "0"], r"--moevement-wipe-at 0\b.*\b1\b"),
     ],
 )
 def test_values_that_cannot_be_are_refused(words: list[str], found: str) -> None:
@@ -166,19 +172,20 @@ def test_gradients_that_are_chosen_later_cannot_be_gathered_over() -> None:
     words = ("--moevement-strategy", "moetion")
     assert not list(sparse_checkpoints(parsed(*words)))
     (complaint,) = sparse_checkpoints(parsed(*words, reuse_grad_buf_for_mxfp8_param_ag=True))
-    assert "--reuse-grad-buf-for-mxfp8-param-ag with --moevement-strategy moetion" in complaint
+    assert re.search(r"--reuse-grad-buf-for-mxfp8-param-ag\b.*--moevement-strategy moetion\b", complaint)
 
 
 @pytest.mark.parametrize(
     ("megatrons", "found"),
-    [({}, "0.1: experts take every token; give --moe-expert-capacity-factor"),
-     ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}, "with --moe-pad-expert-input")],
+    [({}, "--moe-expert-capacity-factor"),
+     ({"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+      "--moe-pad-expert-input-to-capacity")],
 )  # fmt: skip
 def test_more_room_needs_a_capacity_that_experts_can_have_more_of(megatrons: dict[str, Any], found: str) -> None:
     words = ("--moevement-strategy", "moetion", "--moevement-capacity-boost", "0.1")
     assert not list(sparse_checkpoints(parsed(*words, moe_expert_capacity_factor=1.0)))
     (complaint,) = sparse_checkpoints(parsed(*words, **megatrons))
-    assert re.search(found, complaint)
+    assert re.search(rf"--moevement-capacity-boost 0\.1\b.*{found}\b", complaint)
 
 
 class WithoutComplete(MegatronBinding):
@@ -190,9 +197,8 @@ def test_redo_is_refused_for_a_trainer_that_does_not_define_how_it_ends() -> Non
     config = session_config(parsed("--moevement-recovery", "redo"))
     assert config is not None
     live = Live()
-    with pytest.raises(
-        ConfigError, match=r"WithoutComplete has no complete\(\); define it, or use --moevement-recovery"
-    ):
+    needed = r"\bWithoutComplete\b.*\bcomplete\(\).*--moevement-recovery replay\b"
+    with pytest.raises(ConfigError, match=rf"--moevement-recovery redo\b.*{needed}"):
         refuse_what_is_not_defined(WithoutComplete(live, Ledger(live)), config.strategy)
 
 
@@ -201,7 +207,8 @@ def test_more_room_is_refused_for_a_trainer_that_does_not_define_it() -> None:
     config = session_config(parsed(*words, moe_expert_capacity_factor=1.0))
     assert config is not None
     live = Live()
-    with pytest.raises(ConfigError, match=r"boost 0.1: WithoutComplete has no expert_room\(\); define it, or leave"):
+    needed = r"\bWithoutComplete\b.*\bexpert_room\(\)"
+    with pytest.raises(ConfigError, match=rf"--moevement-capacity-boost 0\.1\b.*{needed}"):
         refuse_what_is_not_defined(WithoutComplete(live, Ledger(live)), config.strategy)
 
 
@@ -220,21 +227,39 @@ def test_copies_are_where_the_strategy_has_them() -> None:
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["--moevement-keep-own", "never", "--moevement-persist-dir", "d"], "--moevement-persist-dir d, which needs"),
+        (
+            ["--moevement-keep-own", "never", "--moevement-persist-dir", "d"],
+            r"--moevement-keep-own never\b.*--moevement-persist-dir d\b",
+        ),
         (
             ["--moevement-keep-own", "never", "--moevement-protection", "parity:4+1"],
-            "--moevement-protection parity:4+1",
+            r"--moevement-keep-own never\b.*--moevement-protection parity:4\+1",
         ),
-        (["--moevement-keep-own", "never", "--moevement-replicas", "0"], "--moevement-replicas 0, which needs"),
-        (["--moevement-keep-own", "never", "--moevement-replicas", "1"], "--moevement-replicas 1, which needs"),
-        (["--moevement-replicas", "2", "--moevement-protection", "parity:4+1"], "--moevement-replicas 2 with"),
-        (["--moevement-replicas", "2", "--moevement-protection", "copies:1"], "--moevement-replicas 2 with"),
-        (["--moevement-protection", "parity:1+1"], "needs copies:R, or parity:G+M"),
-        (["--moevement-protection", "raid"], "--moevement-protection raid; needs"),
+        (
+            ["--moevement-keep-own", "never", "--moevement-replicas", "0"],
+            r"--moevement-keep-own never\b.*--moevement-replicas 0\b",
+        ),
+        (
+            ["--moevement-keep-own", "never", "--moevement-replicas", "1"],
+            r"--moevement-keep-own never\b.*--moevement-replicas 1\b",
+        ),
+        (
+            ["--moevement-replicas", "2", "--moevement-protection", "parity:4+1"],
+            r"--moevement-replicas 2\b.*--moevement-protection parity:4\+1",
+        ),
+        (
+            ["--moevement-replicas", "2", "--moevement-protection", "copies:1"],
+            r"--moevement-replicas 2\b.*--moevement-protection copies:1\b",
+        ),
+        (
+            ["--moevement-protection", "parity:1+1"],
+            r"--moevement-protection parity:1\+1.*\bcopies:R\b.*\bparity:G\+M\b",
+        ),
+        (["--moevement-protection", "raid"], r"--moevement-protection raid\b.*\bcopies:R\b.*\bparity:G\+M\b"),
     ],
 )
 def test_protections_that_contradict_each_other_are_refused(words: list[str], found: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(found)):
+    with pytest.raises(ConfigError, match=found):
         session_config(parsed(*words))
 
 
@@ -247,13 +272,13 @@ def test_protection_says_what_replicas_say() -> None:
 def test_no_strategy_saves_nothing_and_has_no_drills() -> None:
     assert session_config(parsed("--moevement-strategy", "none")) is None
     (complaint,) = sparse_checkpoints(parsed("--moevement-strategy", "none", "--moevement-load", "d"))
-    assert complaint == "--moevement-load with --moevement-strategy none; give another strategy"
+    assert re.search(r"--moevement-load\b.*--moevement-strategy none\b", complaint)
 
 
 def test_drills_are_for_ranks_that_there_are() -> None:
     assert list(sparse_checkpoints(parsed("--moevement-inject", "rank=3,phase=step"))) == []
     (complaint,) = sparse_checkpoints(parsed("--moevement-inject", "rank=4,phase=step"))
-    assert complaint == "--moevement-inject rank=4,phase=step: the job has ranks 0 to 3, not 4"
+    assert re.search(r"--moevement-inject rank=4,phase=step\b.*\b0\b.*\b3\b", complaint)
 
 
 def test_what_cannot_be_interrupted_is_refused_with_spares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,4 +286,4 @@ def test_what_cannot_be_interrupted_is_refused_with_spares(monkeypatch: pytest.M
     monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
     assert list(sparse_checkpoints(parsed(log_num_zeros_in_grad=True))) == []
     (complaint,) = sparse_checkpoints(parsed(inprocess_restart=True))
-    assert complaint.startswith("--inprocess-restart with --spares: ")
+    assert re.search(r"--inprocess-restart\b.*--spares\b", complaint)

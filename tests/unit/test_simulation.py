@@ -1,4 +1,4 @@
-"""The simulation of failures: some hundred jobs, the same seed twice, and planted bugs that it has to find."""
+"""The simulation of failures: some sixty jobs, the same seed twice, and planted bugs that it has to find."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from tests.simulation.__main__ import main
 from tests.simulation.scenario import draw
 from tests.simulation.simulate import simulate, stand_ins
 
-SEEDS = 50
+SEEDS = 30
 """Of each part of the quick run."""
 ENOUGH = 400
 """Within so many seeds a planted bug is found."""
 QUICK = [
     mutants.freed_too_early, mutants.never_freed, mutants.acknowledged_by_one, mutants.agrees_on_the_most,
-    mutants.one_rank_for_two, mutants.two_ranks_for_one, mutants.goes_on_from_the_oldest,
-    mutants.copies_at_home,
+    mutants.one_rank_for_two, mutants.two_ranks_for_one, mutants.copies_at_home,
 ]  # fmt: skip
 """Those that are found within the first seeds."""
 

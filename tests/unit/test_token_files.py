@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -59,21 +60,21 @@ def test_json_lines(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "one"}\n\n{"body": "two"}\n')
     build_token_files([tmp_path / "a.jsonl"], tmp_path / "x", ByteTokenizer(), json_key="body")
     assert documents(tmp_path / "x") == [[*b"one", 256], [*b"two", 256]]
-    with pytest.raises(DataError, match=r"a\.jsonl, line 1: no text under 'text'"):
+    with pytest.raises(DataError, match=r"\ba\.jsonl\b.*\bline 1\b.*'text'.*--json-key\b"):
         build_token_files([tmp_path / "a.jsonl"], tmp_path / "y", ByteTokenizer())
     (tmp_path / "a.jsonl").write_text("{")
-    with pytest.raises(DataError, match="line 1: not JSON"):
+    with pytest.raises(DataError, match=r"\ba\.jsonl\b.*\bline 1\b.*\bJSON\b"):
         build_token_files([tmp_path / "a.jsonl"], tmp_path / "y", ByteTokenizer())
 
 
 def test_nothing_is_left_of_a_build_that_failed(tmp_path: Path) -> None:
     (tmp_path / "good.txt").write_text("text")
     out = tmp_path / "out"
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match=r"\bmissing\.txt\b"):
         build_token_files([tmp_path / "good.txt", tmp_path / "missing.txt"], out / "x", ByteTokenizer())
     assert list(out.iterdir()) == []
     (tmp_path / "empty.txt").write_text("")
-    with pytest.raises(DataError, match="hold no text"):
+    with pytest.raises(DataError, match="no text"):
         build_token_files([tmp_path / "empty.txt"], out / "x", ByteTokenizer())
     assert list(out.iterdir()) == []
 
@@ -98,15 +99,16 @@ def hugging_face_tokenizer(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
 def test_a_hugging_face_tokenizer(name: str, hugging_face_tokenizer: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("the rank trains")
+    text = "the rank trains"
+    (tmp_path / "a.txt").write_text(text)
     tokenizer = FileTokenizer(hugging_face_tokenizer / name)
     written = build_token_files([tmp_path / "a.txt"], tmp_path / "x", tokenizer)
     (ids,) = documents(tmp_path / "x")
     assert ids[-1] == tokenizer.end_of_document
-    assert len(ids) < len("the rank trains")
+    assert len(ids) < len(text)
     assert written.train_flags[:2] == ["--tokenizer-type", "HuggingFaceTokenizer"]
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(DataError, match="byte 0xe9 is not UTF-8"):
+    with pytest.raises(DataError, match=r"\blatin\.txt\b.*\b0xe9\b.*--tokenizer\b"):
         build_token_files([tmp_path / "latin.txt"], tmp_path / "y", tokenizer)
 
 
@@ -127,10 +129,10 @@ def test_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_used_says_why(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such file or folder"):
+    with pytest.raises(DataError, match=r"/none\b.*\btokenizer\.json\b"):
         FileTokenizer(tmp_path / "none")
     (tmp_path / "bad.model").write_text("not a model")
-    with pytest.raises(DataError, match="cannot load it as SentencePieceTokenizer"):
+    with pytest.raises(DataError, match=r"/bad\.model\b.*\bSentencePieceTokenizer\b"):
         FileTokenizer(tmp_path / "bad.model")
 
 
@@ -153,17 +155,17 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1])["tokens"] == 5
     assert "--vocab-size 257" in out
-    for words, message in (
-        (["data", "build", str(tmp_path / "in"), "--output", str(tmp_path / "x")], "is there already; add --overwrite"),
-        (["data", "build", str(tmp_path / "none"), "--output", str(tmp_path / "y")], "no such file or folder"),
-        (["data", "build", str(tmp_path / "in"), "--output", str(tmp_path / "y.bin")], "needs a path without suffix"),
-        (["data", "build"], "the following arguments are required"),
-        (["verify", str(tmp_path), str(tmp_path / "none")], "no summary.json"),
+    for words, named in (
+        (["data", "build", str(tmp_path / "in"), "--output", str(tmp_path / "x")], r"/x\.idx\b.*--overwrite\b"),
+        (["data", "build", str(tmp_path / "none"), "--output", str(tmp_path / "y")], r"/none\b"),
+        (["data", "build", str(tmp_path / "in"), "--output", str(tmp_path / "y.bin")], r"/y\.bin\b.*/y\b(?!\.)"),
+        (["data", "build"], r"\bINPUT\b.*--output\b"),
+        (["verify", str(tmp_path), str(tmp_path / "none")], r"\bsummary\.json\b"),
     ):
         with pytest.raises(SystemExit) as caught:
             main(words)
         assert caught.value.code == 2
         error = capsys.readouterr().err
-        assert message in error
+        assert re.search(named, error)
         assert error.count("\n") == 1
     assert main(["data", "build", str(tmp_path / "in"), "--output", str(tmp_path / "x"), "--overwrite"]) == 0

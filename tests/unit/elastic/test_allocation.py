@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -37,12 +39,12 @@ def test_with_many_slots_replicas_are_in_proportion() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "slots", "floor", "message"),
-    [([1, 2], 1, 1, "a slot for each expert"), ([1, -2], 4, 1, "0 or more"), ([], 4, 1, "for each expert"),
-     ([1], 4, 0, "a floor of 1")],
+    ("tokens", "slots", "floor", "found"),
+    [([1, 2], 1, 1, r"\b1 slot.*\b2 experts\b"), ([1, -2], 4, 1, r"\btokens \[1, -2\]"), ([], 4, 1, r"\btokens \[\]"),
+     ([1], 4, 0, r"\bfloor\b.*\b0\b")],
 )  # fmt: skip
-def test_what_cannot_be_is_said(tokens: list[int], slots: int, floor: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_is_said(tokens: list[int], slots: int, floor: int, found: str) -> None:
+    with pytest.raises(ConfigError, match=found):
         allocate(tokens, slots, floor)
 
 
@@ -62,5 +64,6 @@ def test_a_wave_is_waited_out_and_a_shift_is_followed() -> None:
 
 @pytest.mark.parametrize("wrong", [{"interval": 0}, {"gain": 1.0}, {"memory": -0.1}])
 def test_a_hysteresis_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match="needs an interval"):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ConfigError, match=rf"\b{name}\W?{re.escape(str(value))}\b"):
         Hysteresis(**wrong)  # type: ignore[arg-type]

@@ -32,5 +32,5 @@ def test_every_token_is_computed_once_and_replicas_alike(seed: int) -> None:
 
 
 def test_tokens_without_a_replica_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"experts \[1\] have tokens and no replica"):
+    with pytest.raises(ValueError, match=r"\bexperts \[1\].*\breplica\b"):
         schedule(np.array([[0, 0], [0, 3]]), np.array([[0, 0], [0, 0]]))

@@ -96,10 +96,10 @@ def test_a_digest_sees_moved_lost_and_doubled_elements() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "message"),
-    [([Range("m", 0, 3), Range("m", 2, 4)], "rank 0 holds elements of m twice"), ([Range("m", 3, 3)], "is no range"),
-     ([Range("m", -1, 3)], "is no range")],
+    ("held", "found"),
+    [([Range("m", 0, 3), Range("m", 2, 4)], r"\brank 0\b.*\bm\b.*\b0, 3\b.*\b2, 4\b"),
+     ([Range("m", 3, 3)], r"'m'.*\b3\b.*\b3\b"), ([Range("m", -1, 3)], r"'m'.*-1\b.*\b3\b")],
 )  # fmt: skip
-def test_what_cannot_be_held_is_said(held: list[Range], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_what_cannot_be_held_is_said(held: list[Range], found: str) -> None:
+    with pytest.raises(ValueError, match=found):
         reshard({0: held}, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,27 +15,33 @@ from tests.training import flags
 ELASTIC = {"moevement_sparse_ckpt": True, "moevement_elastic": True}
 SLOTS = ELASTIC | {"moevement_expert_slots": 4}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no checkpoints": ({"moevement_elastic": True}, "--moevement-elastic without --moevement-sparse-ckpt"),
-    "slots alone": ({"moevement_expert_slots": 2}, "--moevement-expert-slots without --moevement-elastic"),
-    "too few slots": (ELASTIC | {"moevement_expert_slots": 1}, "2 ranks of a stage hold 2 of 4 experts; needs 2"),
+    "no checkpoints": ({"moevement_elastic": True}, r"--moevement-elastic\b.*--moevement-sparse-ckpt\b"),
+    "slots alone": ({"moevement_expert_slots": 2}, r"--moevement-expert-slots\b.*--moevement-elastic\b"),
+    "too few slots": (
+        ELASTIC | {"moevement_expert_slots": 1}, r"--moevement-expert-slots 1\b.*\b2 ranks\b.*\b4 experts\b.*\b2\b",
+    ),
     "no experts": (
-        SLOTS | {"num_experts": False, "moe_router_topk": False}, "without --num-experts: there are no experts",
+        SLOTS | {"num_experts": False, "moe_router_topk": False}, r"--moevement-expert-slots 4\b.*--num-experts\b",
     ),
-    "placement alone": (ELASTIC | {"moevement_expert_placement": "x"}, "without --moevement-expert-slots"),
+    "placement alone": (
+        ELASTIC | {"moevement_expert_placement": "x"}, r"--moevement-expert-placement\b.*--moevement-expert-slots\b",
+    ),
     "stale experts": (
-        ELASTIC | {"moevement_strategy": "moetion"}, "--moevement-strategy moc or moetion: what experts at older",
+        ELASTIC | {"moevement_strategy": "moetion"}, r"--moevement-elastic\b.*--moevement-strategy\b.*\bmoetion\b",
     ),
-    "expert parallelism": (SLOTS | {"expert_model_parallel_size": 2}, "--expert-model-parallel-size: slots spread"),
-    "grouped": (SLOTS | {"moe_grouped_gemm": True}, "--moe-grouped-gemm: the weights"),
+    "expert parallelism": (
+        SLOTS | {"expert_model_parallel_size": 2}, r"--moevement-expert-slots 4\b.*--expert-model-parallel-size\b",
+    ),
+    "grouped": (SLOTS | {"moe_grouped_gemm": True}, r"--moevement-expert-slots 4\b.*--moe-grouped-gemm\b"),
     "dispatcher": (
-        SLOTS | {"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type other than alltoall",
+        SLOTS | {"moe_token_dispatcher_type": "allgather"}, r"--moe-token-dispatcher-type\b.*\balltoall\b",
     ),
     "dense checkpoints": (
         SLOTS | {"use_distributed_optimizer": True, "save": "/tmp/x", "save_interval": 5},
-        "without --dist-ckpt-optim-fully-reshardable: Megatron's default format",
+        r"--use-distributed-optimizer\b.*--dist-ckpt-optim-fully-reshardable\b",
     ),
-    "join wait": (ELASTIC | {"moevement_join_wait": -1}, "--moevement-join-wait -1; needs seconds, 0 or more"),
-    "floor": (SLOTS | {"moevement_min_replicas": 0}, "--moevement-min-replicas 0"),
+    "join wait": (ELASTIC | {"moevement_join_wait": -1}, r"--moevement-join-wait -1\b.*\b0\b"),
+    "floor": (SLOTS | {"moevement_min_replicas": 0}, r"--moevement-min-replicas 0\b"),
 }  # fmt: skip
 
 
@@ -60,12 +67,12 @@ def complaint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str, complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMBER_ENV, "0")
-    changes, message = REFUSED[name]
-    found = complaint(**changes)
-    assert message in found
-    assert "\n" not in found
+    changes, found = REFUSED[name]
+    message = complaint(**changes)
+    assert re.search(found, message), message
+    assert "\n" not in message
 
 
 def test_nobody_would_form_the_job_again(complaint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MEMBER_ENV, raising=False)
-    assert "--moevement-elastic without `moevement launch`" in complaint(**ELASTIC)
+    assert re.search(r"--moevement-elastic\b.*\bmoevement launch\b", complaint(**ELASTIC))

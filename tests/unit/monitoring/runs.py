@@ -33,6 +33,7 @@ RECOVERY = Recovery(
     sources={"memory": 2, "peer": 1}, replayed_by_stage={"0": 0, "1": 2}, redone=0, lost_tokens={}, proportion_lost=0.0,
     ranks=[2, 3], fed_bytes=4096, fetch_s=0.1, replay_s=1.0, replay_cpu_s=1.5,
 )  # fmt: skip
+STANDSTILL = NothingPersisted("no newer window has come to all peers for 9 iterations", 9, 3)
 
 
 def failure(generation: int = 1, at: float = BEGAN_AT + 5.5, **fields: Any) -> Account:
@@ -63,7 +64,7 @@ def recovered_run(folder: Path, *, has_ended: bool = True) -> RunRecord:
         if iteration == 5:
             run.event(RECOVERY)
             run.event(failure())
-            run.event(NothingPersisted("no newer window has come to all peers for 9 iterations", 9, 3))
+            run.event(STANDSTILL)
     if has_ended:
         run.event(Ended(10))
         run.write_summary({"state_digest": {"all": "ab", "parts": {"weights": "c"}, "ranks": []}})

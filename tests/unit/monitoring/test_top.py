@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def test_a_frame_has_what_the_record_has_in_eighty_columns(tmp_path: Path) -> No
     }  # fmt: skip
     assert "n0    0-1    0" in text
     assert "n1    2-3    1" in text
-    assert "recovery 1, 10 s ago, 4.00 s: rank 2 (pid 12) was killed by signal 9" in text
+    (who,) = failure().failures
+    assert re.search(rf"\brecovery 1\b.*\b10 s\b.*\b4\.00 s\b.*{re.escape(who)}", text)
     for part, seconds in failure().parts().items():
         assert f"{part} {seconds:.2f}" in " ".join(text.split())
 
@@ -83,18 +85,20 @@ def test_a_run_without_sparse_checkpoints_says_so(tmp_path: Path) -> None:
     run.metrics_path.write_text(json.dumps({"iteration": 1, "loss": "nan", "time": BEGAN_AT}) + "\n")
     run.events_path.unlink()
     text = shown(tmp_path)
-    assert "nothing is saved of it every iteration" in text
-    assert values_of(text, "iteration")["loss"] == "nan"
-    assert "no failure so far" in text
+    _, _, checkpoints, _, recoveries = re.split(r"\n\s*\n", text.strip())
+    assert len(checkpoints.splitlines()) == len(recoveries.splitlines()) == 1
+    assert not checkpoints.startswith("window")
+    training = values_of(text, "iteration")
+    assert (training["loss"], training["recoveries"]) == ("nan", "0")
 
 
 @pytest.mark.parametrize(
     ("ranks", "after_s", "state"),
     [
-        (4, 5.0, "training"),
-        (4, 500.0, "nothing written for 8 min"),
-        (3, 5.0, "recovering: 1 of 4 ranks missing"),
-        (3, 60.0, "recovering: 1 of 4 ranks missing, nothing written for 60 s"),
+        (4, 5.0, r"training"),
+        (4, 500.0, r"(?!recovering)\D+\b8 min"),
+        (3, 5.0, r"recovering\b\D+\b1\D+\b4 ranks\b\D*"),
+        (3, 60.0, r"recovering\b\D+\b1\D+\b4 ranks\b\D*\b60 s"),
     ],
 )
 def test_the_state_of_a_run_that_goes_on(tmp_path: Path, ranks: int, after_s: float, state: str) -> None:
@@ -102,7 +106,7 @@ def test_the_state_of_a_run_that_goes_on(tmp_path: Path, ranks: int, after_s: fl
     run.write_ranks([{"rank": rank, "pid": rank, "host": "h", "role": "active"} for rank in range(ranks)])
     watched = WatchedRun(tmp_path)
     watched.update()
-    assert state_of(watched, BEGAN_AT + 16.0 + after_s) == state
+    assert re.fullmatch(state, state_of(watched, BEGAN_AT + 16.0 + after_s))
 
 
 def test_a_run_that_has_just_begun_and_one_that_has_ended(tmp_path: Path) -> None:
@@ -130,22 +134,23 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "found"),
     [
-        (["{}/none"], "{}/none: no such run directory; give the --run-dir of a run"),
-        (["{}"], "{}: no run was recorded here; give the --run-dir of a run"),
-        (["{}", "--interval", "0"], "--interval 0; needs seconds, more than 0"),
-        (["{}", "--interval", "nan"], "--interval nan; needs seconds, more than 0"),
-        (["{}", "--often"], "unrecognized arguments: --often; moevement --help says more"),
+        (["{}/none"], r"{}/none\b.*--run-dir\b"),
+        (["{}"], r"{}\b[^/].*--run-dir\b"),
+        (["{}", "--interval", "0"], r"--interval 0\b.*\b0\b"),
+        (["{}", "--interval", "nan"], r"--interval nan\b.*\b0\b"),
+        (["{}", "--often"], r"--often\b.*--help\b"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line_and_two(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["top", *(word.format(tmp_path) for word in words)])
     assert caught.value.code == 2
-    assert capsys.readouterr().err == f"moevement: {message.format(tmp_path)}\n"
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"moevement: .*{found.format(re.escape(str(tmp_path)))}.*\n", error), error
 
 
 def test_a_damaged_record_is_one_line_and_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from pathlib import Path
 from random import Random
 
@@ -70,9 +73,9 @@ def test_another_version_and_no_file_are_refused(written: Path) -> None:
     data = bytearray(written.read_bytes())
     data[8] = 99
     written.write_bytes(data)
-    with pytest.raises(SnapshotError, match="of version 99; this program reads versions 2 and 3"):
+    with pytest.raises(SnapshotError, match=rf"{re.escape(written.name)}.*\bversion 99\b.*\b2\b.*\b3\b"):
         read_header(written)
     written.unlink()
-    with pytest.raises(SnapshotError, match="No such file"):
+    with pytest.raises(SnapshotError, match=rf"{re.escape(written.name)}.*{os.strerror(errno.ENOENT)}"):
         read_snapshot(written)
     assert owner_and_iteration("rank_1.snapshot") is None

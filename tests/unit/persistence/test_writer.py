@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,8 @@ from moevement_core.snapshot.agreement import Writing
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, OnDisk, Snapshot, SnapshotLease, digest_of
 from tests.unit.recovery.toy import Toy
+
+NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 class Lender:
@@ -235,9 +239,8 @@ def test_a_writer_whose_folder_another_job_has_taken_over_stops(
     assert settled(writer) is Writing.FAILED
     writer.learn(Writing.FAILED)
     close(writer)
-    assert "the manifest of iteration 5 is not written: the folder was taken over by job beef" in reports[0]
-    assert "window from iteration 6 on is not on disk" in reports[1]
-    assert "writes and deletes nothing there any more" in reports[1]
+    assert re.search(r"\bmanifest\b.*\biteration 5\b.*\bjob beef\b", reports[0])
+    assert re.search(r"\bwindow\b.*\biteration 6\b.*\bjob beef\b", reports[1])
     assert not manifests(tmp_path)
     assert not lender.out
 
@@ -255,7 +258,7 @@ def test_a_writer_that_meets_the_windows_of_a_newer_job_stops(
     writer.begin(6, 7)
     assert settled(writer) is Writing.FAILED
     close(writer)
-    assert "another job has begun to write there (window_0000002_beef)" in reports[0]
+    assert newer.name in reports[0]
     assert sorted(m.name for m in manifests(tmp_path)) == ["window_0000002_beef", "window_0000005_abcd"]
     assert (tmp_path / newer.name / file_name(0, 2)).exists()
 
@@ -332,7 +335,7 @@ def test_what_a_stalled_writer_has_left_goes_with_the_next_window_and_does_it_no
     later = writer_to(tmp_path, lender, reports, left_behind=[writer])
     later.begin(6, 7)
     assert settled(later) is Writing.FAILED, "while the disk holds buffers no others are leased to it"
-    assert "the disk still holds up an older one" in reports[0]
+    assert re.search(r"\bwindow\b.*\biteration 6\b.*\bolder\b", reports[0])
     assert lender.out == [4, 5]
     later.learn(Writing.FAILED)
     stall.go_on.set()
@@ -365,13 +368,13 @@ def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
     writer: WindowWriter, tmp_path: Path, reports: list[str], lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, NO_SPACE)
 
     monkeypatch.setattr("moevement_core.persistence.writer.write_snapshot", full)
     writer.begin(4, 5)
     assert settled(writer) is Writing.FAILED
     assert not lender.out
-    assert "No space left on device; the next is tried" in reports[0]
+    assert re.search(rf"\bwindow\b.*\biteration 4\b.*{NO_SPACE}", reports[0])
     writer.learn(Writing.FAILED)
     assert (writer.failed, writer.writing) == (1, Writing.NOTHING)
     monkeypatch.undo()
@@ -379,22 +382,21 @@ def test_a_window_that_one_rank_cannot_write_is_given_up_by_all(
     settled(writer)
     writer.learn(Writing.DURABLE)
     assert windows(tmp_path) == ["window_0000007_abcd"]
-    assert reports[1:] == ["windows can be written again, after 1 that could not be"]
+    (again,) = reports[1:]
+    assert re.search(r"\bwindows?\b.*\bagain\b.*\b1\b", again)
     close(writer)
 
 
 def test_a_disk_that_stays_full_is_not_reported_with_every_window(
-    writer: WindowWriter, reports: list[str], lender: Lender, monkeypatch: pytest.MonkeyPatch
+    writer: WindowWriter, tmp_path: Path, reports: list[str], lender: Lender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moevement_core.persistence.writer.write_snapshot", Mock(side_effect=OSError(28, "full")))
     for first in range(4, 24, 2):
         writer.begin(first, first + 1)
         assert settled(writer) is Writing.FAILED
         writer.learn(Writing.FAILED)
-    assert [text.partition(" is not")[0] for text in reports] == [
-        f"the window from iteration {first} on" for first in (4, 6, 10, 18)
-    ]
-    assert "(8 by now)" in reports[-1]
+    assert [re.findall(r"\biteration (\d+)\b", text)[0] for text in reports] == ["4", "6", "10", "18"]
+    assert re.search(r"\b8\b", reports[-1].replace(str(tmp_path), ""))
     assert not lender.out
     close(writer)
 
@@ -416,7 +418,7 @@ def test_a_manifest_that_cannot_be_written_is_no_window(
     writer: WindowWriter, tmp_path: Path, reports: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(errno.ENOSPC, NO_SPACE)
 
     writer.begin(4, 5)
     settled(writer)
@@ -427,7 +429,7 @@ def test_a_manifest_that_cannot_be_written_is_no_window(
     settled(writer)
     writer.learn(Writing.DURABLE)
     close(writer)
-    assert "the manifest of iteration 7 cannot be written: No space left on device" in reports[0]
+    assert re.search(rf"\bmanifest\b.*\biteration 7\b.*{NO_SPACE}", reports[0])
     assert writer.newest == 5
 
 
@@ -448,7 +450,7 @@ def test_a_snapshot_that_is_gone_is_reported(writer: WindowWriter, lender: Lende
     lender.missing = True
     writer.begin(4, 5)
     assert writer.writing is Writing.FAILED
-    assert "window from iteration 4 on is not on disk" in reports[0]
+    assert re.search(r"\bwindow\b.*\biteration 4\b.*\bsnapshot\b", reports[0])
     writer.learn(Writing.FAILED)
     close(writer)
 

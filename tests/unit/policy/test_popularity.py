@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from random import Random
 
 import numpy as np
@@ -92,9 +93,9 @@ def test_capacity_weighs_counts() -> None:
 def test_capacity_and_the_ordering_that_needs_it_come_together() -> None:
     table = equal_experts(2)
     for ordering, capacity in ((Ordering.CAPACITY, None), (Ordering.SOFT_COUNT, np.ones(2))):
-        with pytest.raises(PopularityError, match="belongs to the ordering 'capacity'"):
+        with pytest.raises(PopularityError, match=rf"\bordering {ordering}\b.*'capacity'"):
             Popularity(table, OrderingConfig(ordering), capacity)
-    with pytest.raises(PopularityError, match=r"capacity of expert layers.0.experts.1 is 0"):
+    with pytest.raises(PopularityError, match=r"\bcapacity\b.*\blayers\.0\.experts\.1\b.*\b0\b"):
         Popularity(table, OrderingConfig(Ordering.CAPACITY), np.array([1.0, 0.0]))
 
 
@@ -103,20 +104,20 @@ def test_counts_that_cannot_be_are_refused_by_name_and_change_nothing(wrong: flo
     table = equal_experts(3)
     popularity = Popularity(table, OrderingConfig())
     popularity.observe(np.ones(3))
-    with pytest.raises(PopularityError, match=r"count of layers.0.experts.1 is (nan|inf|-1.0); needs a finite number"):
+    with pytest.raises(PopularityError, match=rf"\blayers\.0\.experts\.1\b.* {re.escape(str(wrong))}\b"):
         popularity.observe(np.array([1.0, wrong, 1.0]))
     np.testing.assert_array_equal(popularity.scores, np.ones(3))
-    with pytest.raises(PopularityError, match=r"shape \[2\]; needs one for each of the 3 operators"):
+    with pytest.raises(PopularityError, match=r"\[2\].*\b3 operators\b"):
         popularity.observe(np.ones(2))
 
 
 @pytest.mark.parametrize(
     ("counts", "found"),
     [
-        (COUNTS | {"layers.5.experts.0": 1}, "'layers.5.experts.0', which is no operator here"),
-        (COUNTS | {"layers.0.gate": 1}, "layers.0.gate, which is of kind gate"),
-        ({name: 1 for name in list(COUNTS)[1:]}, "no count of expert layers.0.experts.0"),
-        (COUNTS | {"layers.0.experts.0": math.nan}, "layers.0.experts.0 is nan"),
+        (COUNTS | {"layers.5.experts.0": 1}, r"'layers\.5\.experts\.0'"),
+        (COUNTS | {"layers.0.gate": 1}, r"\blayers\.0\.gate\b.*\bgate\b"),
+        ({name: 1 for name in list(COUNTS)[1:]}, r"\blayers\.0\.experts\.0\b(?!.*\bnan\b)"),
+        (COUNTS | {"layers.0.experts.0": math.nan}, r"\blayers\.0\.experts\.0\b.*\bnan\b"),
     ],
 )
 def test_counts_by_name_are_those_of_the_experts_all_of_them_and_no_others(counts: dict, found: str) -> None:
@@ -126,9 +127,9 @@ def test_counts_by_name_are_those_of_the_experts_all_of_them_and_no_others(count
 
 def test_settings_that_cannot_be_are_refused() -> None:
     for alpha in (1.0, -0.1, math.nan):
-        with pytest.raises(ConfigError, match="alpha of"):
+        with pytest.raises(ConfigError, match=rf"\balpha\b.* {re.escape(str(alpha))}\b"):
             OrderingConfig(alpha=alpha)
-    with pytest.raises(ConfigError, match="ordering 'random'; needs one of hard, soft"):
+    with pytest.raises(ConfigError, match=r"\bordering 'random'.*\bhard\b.*\bsoft\b"):
         OrderingConfig(ordering="random")  # type: ignore[arg-type]
 
 

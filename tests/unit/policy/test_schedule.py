@@ -101,7 +101,7 @@ def test_a_change_begins_where_the_next_window_would() -> None:
     assert (later.start, history.at(8).size, history.at(9).size) == (9, 3, 1)
     history.forget_before(8)
     assert history.at(8).size == 3
-    with pytest.raises(ScheduleError, match="iteration 5: schedules are known from 6 on"):
+    with pytest.raises(ScheduleError, match=r"\biteration 5\b.*\b6\b"):
         history.at(5)
 
 
@@ -125,7 +125,7 @@ def test_windows_stay_whole_through_changes(data: st.DataObject, changes: list[t
 
 
 def test_before_its_start_a_schedule_has_no_answer() -> None:
-    with pytest.raises(ScheduleError, match="iteration 3: this schedule begins at 4"):
+    with pytest.raises(ScheduleError, match=r"\biteration 3\b.*\b4\b"):
         schedule(equal_experts(2), 1, WindowKind.ALIGNED, start=4).slot(3)
 
 

@@ -17,6 +17,7 @@ from moevement_core.strategies.moc_by_load import MoCByLoad
 from moevement_core.strategies.moetion import MoEtion
 from moevement_core.strategies.selected import SelectedSchedule
 from moevement_core.strategies.strategy import Measured
+from moevement_core.strategies.versions import MOST_REACH
 
 STATE = StateBytes(compute=2, master=4, optimizer=8)
 
@@ -241,7 +242,8 @@ def test_what_a_recovery_cost_is_owed_until_it_came_in() -> None:
 
 
 def test_a_reach_that_ranks_cannot_agree_on_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--moevement-snapshot-experts 1 of 8 every 40 iterations.*at most"):
+    found = rf"--moevement-snapshot-experts 1\b.*\b8\b.*\b40 iterations\b.*\b640\b.*\b{MOST_REACH}\b"
+    with pytest.raises(ConfigError, match=found):
         MoEtion(table(), 40, 1)
 
 

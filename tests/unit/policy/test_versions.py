@@ -18,6 +18,7 @@ from moevement_core.policy.versions import version_runs
 from moevement_core.snapshot.agreement import NONE, Agreed, RunStatus
 from moevement_core.strategies.moc import MoC, PartialSchedule
 from moevement_core.strategies.strategy import Measured
+from moevement_core.strategies.versions import MOST_REACH
 
 STATE = StateBytes(compute=2, master=4, optimizer=8)
 MEASURED = Measured(iteration_s=1.0, d2h_bytes_per_s=1e9, replication_bytes_per_s=1e9, replicas=1)
@@ -282,5 +283,6 @@ def test_an_eighth_is_saved_where_nothing_was_asked_for() -> None:
 
 
 def test_too_long_until_every_expert_was_saved_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"1 of 64 every 10 iterations: .* in 640; needs"):
+    found = rf"--moevement-snapshot-experts 1\b.*\b64\b.*\b10 iterations\b.*\b640\b.*\b{MOST_REACH}\b"
+    with pytest.raises(ConfigError, match=found):
         MoC(table(layers=1, experts=64, expert_parallel=1), 10, 1)

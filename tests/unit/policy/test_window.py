@@ -115,7 +115,8 @@ def test_two_budgets_and_which_of_them_binds() -> None:
     assert (budget.bytes, budget.binding) == (1.25e9, "replication")
     assert budget.send_s(1.25e9) == 2.0
     alone = Budget(iteration_s=2.0, d2h_bytes_per_s=25e9, replicas=0)
-    assert (alone.bytes, alone.binding, alone.send_s(1e12)) == (50e9, "device to host", 0.0)
+    assert (alone.bytes, alone.send_s(1e12)) == (50e9, 0.0)
+    assert "device" in alone.binding
     logged = Budget(iteration_s=2.0, d2h_bytes_per_s=25e9, replicas=0, reserved_d2h_bytes=10e9)
     assert (logged.bytes, logged.stall_s(40e9), logged.stall_s(65e9)) == (40e9, 0.0, 1.0)
 
@@ -151,13 +152,13 @@ def test_from_the_peak_of_a_window_on_that_window_suffices(count: int, size: int
 @pytest.mark.parametrize(
     ("change", "found"),
     [
-        ({"iteration_s": 0.0}, "iteration time of 0.0 s"),
-        ({"iteration_s": math.nan}, "iteration time of nan"),
-        ({"d2h_bytes_per_s": 0.0}, "device to host of 0.0 bytes/s; needs more than 0"),
-        ({"replication_bytes_per_s": 0.0}, "bandwidth to the peers of 0.0"),
-        ({"replicas": -1}, "-1 replicas"),
-        ({"reserved_d2h_bytes": -5.0}, "-5.0 bytes reserved"),
-        ({"reserved_d2h_bytes": 100.0}, "boundary logs of 100 bytes take all"),
+        ({"iteration_s": 0.0}, r"\biteration time\b.*\b0\.0 s\b"),
+        ({"iteration_s": math.nan}, r"\biteration time\b.*\bnan s\b"),
+        ({"d2h_bytes_per_s": 0.0}, r"\bdevice\b.*\b0\.0 bytes/s.*\b0\b"),
+        ({"replication_bytes_per_s": 0.0}, r"\bpeers\b.*\b0\.0 bytes/s"),
+        ({"replicas": -1}, r"-1 replicas\b"),
+        ({"reserved_d2h_bytes": -5.0}, r"-5\.0 bytes\b"),
+        ({"reserved_d2h_bytes": 100.0}, r"\bboundary log.*\b100 bytes\b"),
     ],
 )
 def test_budgets_that_cannot_be_are_refused(change: dict[str, float], found: str) -> None:
@@ -173,11 +174,11 @@ def test_an_idle_network_is_no_matter_without_replicas() -> None:
 @pytest.mark.parametrize(
     ("arguments", "found"),
     [
-        ((0, 1.0, 2, 4, 8, 1.0), "0 operators"),
-        ((3, 0.0, 2, 4, 8, 1.0), "iteration time of 0.0"),
-        ((3, 1.0, 2, 4, 8, 0.0), "bandwidth from device to host of 0.0"),
-        ((3, 1.0, -2, 4, 8, 1.0), "compute state of -2"),
-        ((3, 1.0, 2, math.nan, 8, 1.0), "master state of nan"),
+        ((0, 1.0, 2, 4, 8, 1.0), r"\b0 operators\b"),
+        ((3, 0.0, 2, 4, 8, 1.0), r"\biteration time\b.*\b0\.0 s\b"),
+        ((3, 1.0, 2, 4, 8, 0.0), r"\bdevice\b.*\b0\.0 bytes/s"),
+        ((3, 1.0, -2, 4, 8, 1.0), r"\bcompute\b.*-2 bytes\b"),
+        ((3, 1.0, 2, math.nan, 8, 1.0), r"\bmaster\b.*\bnan bytes\b"),
     ],
 )
 def test_algorithm_1_refuses_what_cannot_be(arguments: tuple, found: str) -> None:
@@ -186,10 +187,10 @@ def test_algorithm_1_refuses_what_cannot_be(arguments: tuple, found: str) -> Non
 
 
 def test_windows_of_no_iterations_and_orders_that_are_none_are_refused() -> None:
-    with pytest.raises(WindowError, match="a window of 0 iterations"):
+    with pytest.raises(WindowError, match=r"\bwindow\b.*\b0 iterations\b"):
         impose_window(equal_experts(3), np.arange(3), 0)
     for order in ([0, 1], [0, 1, 1], [0, 1, 3], [0, 1, -1]):
-        with pytest.raises(WindowError, match="no permutation of the 3 operators"):
+        with pytest.raises(WindowError, match=rf"\border\b.*\b{len(order)}\b.*\bpermutation\b.*\b3 operators\b"):
             impose_window(equal_experts(3), np.array(order), 2)
 
 

@@ -62,10 +62,12 @@ def test_without_a_target_the_first_dense_state_is_it() -> None:
     assert plan_recovery([report(0, *held(0, *range(7)))], None).until == 3
 
 
-@pytest.mark.parametrize("reports", [[report(0, *held(0, 1, 2, 3))], [report(0)], [report(0, *held(0, 0, 1, 3))]])
-def test_no_way_back_is_said_with_what_there_is(reports: list[Report]) -> None:
-    with pytest.raises(RecoveryError, match=r"iteration 4 cannot be recovered: .*stage 0: (1 to 3|none|0 to 1, 3)"):
-        plan_recovery(reports, 4)
+@pytest.mark.parametrize(
+    ("iterations", "there"), [((1, 2, 3), r"1\b\D+\b3\b"), ((), r"none\b"), ((0, 1, 3), r"0\b\D+\b1\b\D+\b3\b")]
+)
+def test_no_way_back_is_said_with_what_there_is(iterations: tuple[int, ...], there: str) -> None:
+    with pytest.raises(RecoveryError, match=rf"\biteration 4\b.*\bstage 0\W+{there}"):
+        plan_recovery([report(0, *held(0, *iterations))], 4)
 
 
 def test_snapshots_of_later_iterations_are_not_used() -> None:

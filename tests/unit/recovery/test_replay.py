@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_any_schedule_any_iteration_any_snapshots_left(seed: int) -> None:
             del snapshots[iteration]
     toy.wipe()
     if not list(recoverable_runs({iteration: one.contents for iteration, one in snapshots.items()}, until)):
-        with pytest.raises(RecoveryError, match=f"iteration {until} cannot be recovered"):
+        with pytest.raises(RecoveryError, match=rf"\biteration {until}\b"):
             plan_of(snapshots, until)
         return
     _, check = bring_back(toy, snapshots, until)
@@ -144,7 +145,7 @@ def test_a_replay_that_goes_wrong_is_found() -> None:
 
     toy.run = run_with_a_flipped_bit  # type: ignore[method-assign]
     _, check = bring_back(toy, snapshots, 7)
-    assert check.differences[0] == f"state of {toy.names[0]} at iteration 5"
+    assert re.search(rf"\b{re.escape(toy.names[0])}\b.*\biteration 5\b", check.differences[0])
     assert check.verified_until < 5
 
 
@@ -163,7 +164,8 @@ def test_a_send_that_differs_is_found_though_state_and_losses_are_right() -> Non
     sent[5] = _with_sent(snapshots[5], "something else")
     toy.wipe()
     _, check = bring_back(toy, sent, 6)
-    assert check.differences == ["what was sent to other stages in iteration 5"]
+    (difference,) = check.differences
+    assert re.search(r"\bsent\b.*\biteration 5\b", difference)
 
 
 def _with_sent(snapshot: Snapshot, digest: str) -> Snapshot:
@@ -180,8 +182,8 @@ def test_a_loss_that_differs_is_found() -> None:
     toy.wipe()
     run = toy.run
     toy.run = lambda iteration, outcome: {"loss": run(iteration, outcome)["loss"] + 1e-3}  # type: ignore[method-assign]
-    _, check = bring_back(toy, snapshots, 6)
-    assert "loss of iteration" in check.differences[0]
+    plan, check = bring_back(toy, snapshots, 6)
+    assert re.search(rf"\bloss\b.*\biteration {plan.first + 1}\b", check.differences[0])
     assert check.losses_until == NONE
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from moevement_core.rendezvous.attempts import DEATHS, FAILURES, Attempts
 
 
@@ -10,7 +12,7 @@ def test_a_rank_that_dies_in_one_iteration_again_and_again_ends_the_job() -> Non
     attempts.committed(46)
     said = [attempts.failed(generation, [1], []) for generation in range(DEATHS)]
     assert said[:-1] == [None] * (DEATHS - 1)
-    assert "rank 1 died 5 times in a row in iteration 47" in str(said[-1])
+    assert re.search(rf"\brank 1\b.*\b{DEATHS} times\b.*\biteration 47\b.*--iterations-to-skip 47\b", str(said[-1]))
 
 
 def test_ranks_that_die_while_they_wait_died_in_no_iteration() -> None:
@@ -34,7 +36,7 @@ def test_an_attempt_that_began_from_an_older_window_died_where_it_was() -> None:
         attempts.formed()
         attempts.committed(21)
         said.append(attempts.failed(generation, [3], []))
-    assert any("in iteration 22" in str(one) for one in said)
+    assert any("iteration 22" in str(one) for one in said)
 
 
 def test_an_iteration_that_is_committed_starts_the_count_anew() -> None:
@@ -46,10 +48,10 @@ def test_an_iteration_that_is_committed_starts_the_count_anew() -> None:
 
 
 def test_a_failure_without_a_death_is_given_up_sooner() -> None:
-    attempts = Attempts()
-    said = [attempts.failed(generation, [], ["a bad batch"]) for generation in range(FAILURES)]
+    attempts, reason = Attempts(), "rank 0: ValueError: no"
+    said = [attempts.failed(generation, [], [reason]) for generation in range(FAILURES)]
     assert said[:-1] == [None] * (FAILURES - 1)
-    assert "a bad batch" in str(said[-1])
+    assert reason in str(said[-1])
 
 
 def test_it_waits_longer_and_longer() -> None:

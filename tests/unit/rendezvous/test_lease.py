@@ -20,6 +20,7 @@ from moevement_core.rendezvous.token import Token
 
 LEASE_S = 1.0
 TOKEN = Token.new()
+KILLED = "was killed by signal 9"
 
 
 class Holder:
@@ -107,10 +108,10 @@ def test_without_answers_the_lease_runs_out(both: Both) -> None:
 
 def test_a_death_is_sent_until_it_is_answered_over_a_new_connection_too(both: Both) -> None:
     both.until(lambda: both.client.is_connected)
-    both.client.died(4, 1234, "was killed by signal 9")
+    both.client.died(4, 1234, KILLED)
     both.client._disconnect()
     both.until(lambda: bool(both.holder.dead) and not both.client._news)
-    assert set(both.holder.dead) == {(4, 1234, "was killed by signal 9")}
+    assert set(both.holder.dead) == {(4, 1234, KILLED)}
 
 
 def test_a_broken_connection_is_noticed_with_those_it_spoke_for(both: Both) -> None:
@@ -144,9 +145,10 @@ def test_who_is_given_up_is_reported_to_its_own_supervisor_only(both: Both) -> N
 
 
 def test_requests_reach_the_coordinator_and_its_answers_the_supervisor(both: Both) -> None:
-    both.client.request("stop", "member 4 found a mistake", 2)
+    reason = "rank 1: ValueError: no"
+    both.client.request("stop", reason, 2)
     both.until(lambda: bool(both.requests) and both.client._request is None)
-    assert both.requests[0] == ("stop", "member 4 found a mistake", 2)
+    assert both.requests[0] == ("stop", reason, 2)
     both.answer = {"generation": 3, "wind_down": True}
     both.until(lambda: both.client.is_winding_down)
     both.answer = {"generation": 3, "stop": {"reason": "why", "code": 2}}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def test_the_variable_is_taken_out_of_the_environment(monkeypatch: pytest.Monkey
 
 def test_a_process_without_one_is_told_what_to_do() -> None:
     assert given_token() is None
-    with pytest.raises(ConfigError, match=r"^no job token; give every process of the job the same MOEVEMENT_JOB_TOKEN"):
+    with pytest.raises(ConfigError, match=rf"^(?!{TOKEN_FILE_ENV}).*\btoken\b.*\b{TOKEN_ENV}\b.*\b{TOKEN_FILE_ENV}\b"):
         own_token()
 
 
@@ -46,7 +48,7 @@ def test_a_file_of_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv(TOKEN_FILE_ENV, str(path))
     for mode in (0o640, 0o604, 0o620):
         path.chmod(mode)
-        with pytest.raises(ConfigError, match=rf"has mode {mode:04o}, so others read it; chmod 600"):
+        with pytest.raises(ConfigError, match=rf"{re.escape(str(path))}\b.*\b{mode:04o}\b.*\bchmod 600\b"):
             own_token()
     path.chmod(0o400)
     assert own_token().text == TEXT
@@ -59,23 +61,27 @@ def test_a_file_of_somebody_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     path.chmod(0o600)
     os.chown(path, 12345, 0)
     monkeypatch.setenv(TOKEN_FILE_ENV, str(path))
-    with pytest.raises(ConfigError, match=r"of user 12345; needs one of user 0"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(path))}\b.*\buser 12345\b.*\buser 0\b"):
         own_token()
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "No such file or directory"), (b"short", "5 characters; needs 32"), (b"\xff" * 40, "is no text")],
+    ("content", "found"),
+    [
+        (None, rf"\b{TOKEN_FILE_ENV}\b.*{os.strerror(errno.ENOENT)}"),
+        (b"short", r"\b5 characters\b.*\b32\b"),
+        (b"\xff" * 40, rf"\b{TOKEN_FILE_ENV}\b.*\btext\b"),
+    ],
 )
 def test_a_file_without_a_token(
-    content: bytes | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: bytes | None, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)
         path.chmod(0o600)
     monkeypatch.setenv(TOKEN_FILE_ENV, str(path))
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=found):
         own_token()
 
 
@@ -104,15 +110,13 @@ def test_a_supervisor_that_is_none_of_the_job_says_so_and_ends_with_two(
         monkeypatch.setenv(TOKEN_ENV, given)
     with pytest.raises(SystemExit, match="2"):
         main(["launch", "--trainer", "torch", "--spares", "1", str(script)])
-    message = (
-        "no job token; " if given is None else f"the job at MOEVEMENT_STORE=127.0.0.1:{base.port} has another token"
-    )
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"moevement: {message}")
+    assert re.search(rf"^moevement: .*\btoken\b.*\b{TOKEN_ENV}\b", line)
+    assert (f"MOEVEMENT_STORE=127.0.0.1:{base.port} " in line) == (given is not None)
 
 
 def test_a_coordinator_whose_tasks_others_start_needs_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["coordinate", "--ranks", "2"])
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("moevement: no job token, and the tasks are started by somebody else; give every process")
+    assert re.search(rf"^moevement: .*\btoken\b.*\b{TOKEN_ENV}\b", line)

@@ -58,9 +58,9 @@ def test_unequal_stages_are_between_the_slowest_alone_and_the_formula(
 
 
 def test_schedules_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ConfigError, match="7 micro-batches on 4 interleaved stages"):
+    with pytest.raises(ConfigError, match=r"\b7 micro-batches\b.*\b4\b.*\bstages\b"):
         Pipeline((1.0,) * 4, (1.0,) * 4, 7, chunks=2)
-    with pytest.raises(ConfigError, match="2 forward and 1 backward"):
+    with pytest.raises(ConfigError, match=r"\b2 forward\b.*\b1 backward\b"):
         Pipeline((1.0, 1.0), (1.0,), 2)
 
 
@@ -272,7 +272,7 @@ def test_failures_are_drawn_as_asked() -> None:
     assert FailureModel(600.0, 16).draw(HOURS, 3) == FailureModel(600.0, 16).draw(HOURS, 3)
     together = FailureModel(600.0, 16, together=0.5).draw(500 * HOURS, 4)
     assert statistics.fmean(len(one.nodes) for one in together) == pytest.approx(2.0, rel=0.1)
-    with pytest.raises(ConfigError, match=r"mtbf 0\.0; needs more than 0"):
+    with pytest.raises(ConfigError, match=r"\bmtbf 0\.0\b.*\b0\b"):
         FailureModel(0.0, 1)
 
 

@@ -12,6 +12,8 @@ import torch
 from moevement_core.replication.transport import Transport
 from moevement_core.snapshot.agreement import Agreed, Agreement, RunStatus, Writing
 
+CLOSED = "connection closed by peer"
+
 
 class Wire:
     """What all ranks send each other."""
@@ -40,13 +42,13 @@ class Loopback(Transport):
         if stopped := self._wire.stopped.get(self._rank):
             stopped.wait()
         if self._wire.cut & {self._rank, peer}:
-            raise RuntimeError("connection closed by peer")
+            raise RuntimeError(CLOSED)
         self._wire.queue(self._rank, peer, tag).put(self._wire.damage(self._rank, peer, data.clone()))
 
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
         while True:
             if self._wire.cut & {self._rank, peer}:
-                raise RuntimeError("connection closed by peer")
+                raise RuntimeError(CLOSED)
             try:
                 received = self._wire.queue(peer, self._rank, tag).get(timeout=0.02)
             except queue.Empty:

@@ -25,7 +25,7 @@ def test_a_buffer_in_several_pieces_is_read_and_written_as_one() -> None:
     for source, target in spread(new, list(buffer.pieces(20, 50))):
         target.copy_(source)
     assert torch.equal(buffer.view(0, 100), torch.cat([whole[:20], new, whole[70:]]))
-    with pytest.raises(SnapshotError, match="bytes 100 to 101 of a buffer of 100 are not there"):
+    with pytest.raises(SnapshotError, match=r"\b100\b.*\b101\b.*\b100\b"):
         buffer.view(99, 2)
 
 
@@ -37,7 +37,7 @@ def test_parts_that_are_given_back_are_no_more_and_the_rest_is_as_it_was() -> No
     buffer.view(0, 8 * PAGE).copy_(torch.arange(8, dtype=torch.uint8).repeat_interleave(PAGE))
     arena.release_parts(buffer, [(PAGE - 1, 3 * PAGE + 1), (5 * PAGE + 1, 7 * PAGE - 1)])
     assert arena.available == 2 * PAGE, "only whole pages"
-    with pytest.raises(SnapshotError, match="are not there"):
+    with pytest.raises(SnapshotError, match=rf"\b{PAGE}\b.*\b{PAGE + 1}\b.*\b{8 * PAGE}\b"):
         buffer.view(0, PAGE + 1)
     for page in (0, 3, 4, 5, 6, 7):
         assert buffer.view(page * PAGE, PAGE).eq(page).all()
@@ -51,7 +51,7 @@ def test_parts_that_are_given_back_are_no_more_and_the_rest_is_as_it_was() -> No
     assert other.view(0, 2 * PAGE).eq(9).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 4))])
 def test_nothing_is_torn_or_lost_over_a_thousand_windows_that_are_reordered(seed: int) -> None:
     """Beside an allocator that knows of every page who has it."""
     print(f"seed {seed}")

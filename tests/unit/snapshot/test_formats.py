@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -53,10 +54,10 @@ def test_tensors_arrays_and_random_states_come_back_bit_for_bit() -> None:
 
 
 def test_what_is_no_data_is_refused() -> None:
-    with pytest.raises(SnapshotError, match="a function cannot be kept"):
+    with pytest.raises(SnapshotError, match=r"\bfunction\b"):
         plain.flatten({"f": [test_what_is_no_data_is_refused]})
     for wrong in ({"@tensor": [3, "float32", [1]]}, {"@tensor": [0, "os", [1]]}, {"@bytes": "xyz"}, {"@array": 1}):
-        with pytest.raises(SnapshotError, match="cannot be read"):
+        with pytest.raises(SnapshotError, match=r"\brecord\b"):
             plain.restore(wrong, [torch.zeros(4, dtype=torch.uint8)])
 
 
@@ -114,10 +115,11 @@ def test_a_flipped_bit_is_found_and_named() -> None:
     snapshot = snapshot_of(torch.randn(64))
     snapshot.check("in memory")
     snapshot.bytes_of(snapshot.header.entries[0])[77] ^= 1
-    with pytest.raises(SnapshotError, match=r"snapshot 17 of rank 3 in memory: w/master of layers.0.gate is damaged"):
+    name = re.escape(snapshot.header.entries[0].name)
+    with pytest.raises(SnapshotError, match=rf"\bsnapshot 17\b.*\brank 3\b.*\bin memory\b.*\b{name}\b"):
         snapshot.check("in memory")
     snapshot.buffer = Buffer(snapshot.buffer.view(0, 100))
-    with pytest.raises(SnapshotError, match="has 100 bytes of 256"):
+    with pytest.raises(SnapshotError, match=r"\bsnapshot 17\b.*\b100 bytes\b.*\b256\b"):
         snapshot.check("in memory")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.places import Source
 from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.sender import ATTEMPTS
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.session.sources import MemorySource
 from moevement_core.snapshot.agreement import NONE, Alone
@@ -31,7 +33,7 @@ from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
 from moevement_core.strategies import SparseSchedule
 from tests.unit.snapshot.job import OPERATORS, Job, record_of
-from tests.unit.snapshot.loopback import Loopback, SharedAgreement
+from tests.unit.snapshot.loopback import CLOSED, Loopback, SharedAgreement
 
 
 @contextmanager
@@ -45,6 +47,10 @@ def job(**options: Any) -> Iterator[Job]:
 
 def reports(made: Job) -> str:
     return "\n".join(text for rank in made.members for text in rank.reports)
+
+
+def damage_in(log: pytest.LogCaptureFixture) -> list[Damage]:
+    return [found for record in log.records if (found := Damage.parse(record.message))]
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
@@ -138,7 +144,7 @@ def test_a_peer_that_lags_costs_the_window_under_way_and_never_the_persisted_one
         stuck = made.members[0].checkpointer
         assert before <= stuck.progress.persisted <= made.iteration - 20
         assert stuck.progress.abandoned > 0
-        assert "no host memory is free, so the window under way" in reports(made)
+        assert re.search(r"\biteration \d+\b.*\bhost memory\b.*\bwindow\b", reports(made))
         made.wire.stopped.pop(1).set()
         made.run(8)
         assert all(rank.checkpointer.progress.persisted > before + 8 for rank in made.members), "it catches up"
@@ -206,10 +212,9 @@ def test_a_snapshot_that_is_damaged_on_the_way_is_asked_for_again(caplog: pytest
         made.wire.damage = flip_once
         made.run(8)
         assert damaged
-        (found,) = [Damage.parse(one.message) for one in caplog.records if "damage found" in one.message]
-        assert found is not None
+        (found,) = damage_in(caplog)
         assert found.what.startswith("snapshot"), "and which"
-        assert found.instead == "asked for it again"
+        assert "again" in found.instead
         assert made.members[0].checkpointer.progress.persisted == 3
 
 
@@ -228,8 +233,8 @@ def test_a_snapshot_that_is_always_damaged_never_counts_as_persisted() -> None:
         time.sleep(0.2)
         made.run(2, settled=False)
         assert made.members[0].checkpointer.progress.persisted <= persisted + 3
-        assert "does not have snapshot" in reports(made)
-        assert "damaged after 3 attempts" in reports(made)
+        told = rf"\bpeer 1\b.*\bsnapshot \d+\b.*\brank 0\b.*\bdamaged\b.*\b{ATTEMPTS}\b"
+        assert re.search(told, reports(made))
 
 
 def test_a_peer_that_dies_is_reported_and_its_window_stays() -> None:
@@ -239,16 +244,17 @@ def test_a_peer_that_dies_is_reported_and_its_window_stays() -> None:
         made.wire.cut.add(1)
         made.run(10, settled=False)
         assert made.members[0].checkpointer.progress.persisted <= persisted + 3
-        assert "peer 1 keeps no more copies of rank 0: connection closed by peer" in reports(made)
-        assert "is gone: connection closed by peer" in reports(made)
+        assert any(re.search(rf"\bpeer 1\b.*\brank 0\b.*{CLOSED}", text) for text in made.members[0].reports)
+        (keeper,) = made.placement[1]
+        assert any(re.search(rf"\brank 1\b.*{CLOSED}", text) for text in made.members[keeper].reports)
 
 
 def test_a_source_that_asks_for_more_than_its_allowance_is_refused() -> None:
     with job(ranks=2, allowance_bytes=1000) as made:
         made.run(3, settled=False)
         time.sleep(0.2)
-        assert "GB of host memory for its copies; 0.000 GB are allowed here" in reports(made)
-        assert "it refuses the host memory" in reports(made)
+        assert re.search(r"^rank 0\b.*\bGB\b.*\b0\.000 GB\b", "\n".join(made.members[1].reports), re.MULTILINE)
+        assert any(re.search(r"\bpeer 1\b.*\brank 0\b.*\bhost memory\b", text) for text in made.members[0].reports)
         assert made.members[0].checkpointer.progress.persisted == NONE
         assert all(one.store.memory_bytes == 0 for rank in made.members for one in rank.receivers)
 
@@ -293,17 +299,17 @@ def test_a_header_that_is_damaged_on_the_way_is_asked_for_again(caplog: pytest.L
         made.wire.damage = flip_once
         made.run(8)
         assert damaged
-        assert "the checksum of a header on the wire" in caplog.text
+        assert any("header" in found.by for found in damage_in(caplog))
         assert made.members[1].receivers[0].store.snapshots(), "it came at the second attempt"
 
 
 @pytest.mark.parametrize(
     ("sent", "payload_bytes", "found"),
     [
-        (header(rank=7), 64, "its header says rank 7"),
-        (header(iteration=49), 64, "its header says rank 0, iteration 49"),
-        (header(nbytes=32), 64, "its tensors take 32 bytes; 64 are announced"),
-        (header(nbytes=10**9), 10**9, "at most"),
+        (header(rank=7), 64, r"\brank 7\b.*\biteration 50\b.*\brank 0\b"),
+        (header(iteration=49), 64, r"\brank 0\b.*\biteration 49\b.*\biteration 50\b"),
+        (header(nbytes=32), 64, r"\b32 bytes\b.*\b64\b"),
+        (header(nbytes=10**9), 10**9, rf"\b{10**9} bytes\b"),
     ],
 )
 def test_a_foreign_or_torn_snapshot_never_becomes_state(sent: Header, payload_bytes: int, found: str) -> None:
@@ -312,7 +318,7 @@ def test_a_foreign_or_torn_snapshot_never_becomes_state(sent: Header, payload_by
         before = made.members[1].receivers[0].store.snapshots().keys()
         announced = announce(sent, 50, payload_bytes)
         assert offer(stranger(made), sent, announced) is Kind.REFUSED
-        assert found in reports(made)
+        assert re.search(found, reports(made)), reports(made)
         assert made.members[1].receivers[0].store.snapshots().keys() == before
 
 
@@ -331,13 +337,13 @@ def test_bytes_of_no_message_end_the_connection_and_nothing_else() -> None:
         kept = made.members[1].receivers[0].store.snapshots().keys()
         stranger(made).send(1, TO_PEER, torch.randint(256, (64,), dtype=torch.uint8))
         assert made.members[1].receivers[0].ended.wait(5)
-        assert "copies of rank 0 are refused from now on: a message whose checksum is wrong" in reports(made)
+        assert re.search(r"\brank 0\b.*\bchecksum\b", reports(made))
         assert made.members[1].receivers[0].store.snapshots().keys() == kept
 
 
 def test_a_record_that_outgrows_its_room_is_an_error_not_a_torn_snapshot() -> None:
     with job(ranks=1, replicas=0) as made:
-        with pytest.raises(SnapshotError, match="a boundary record of 2048 bytes; 1024 were set aside"):
+        with pytest.raises(SnapshotError, match=r"\b2048 bytes\b.*\b1024\b"):
             made.members[0].checkpointer.capture(0, {"rng": torch.zeros(2048, dtype=torch.uint8)})
 
 
