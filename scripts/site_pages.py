@@ -15,7 +15,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
+PAGES = ("*.md", "docs/**/*.md", "benchmarks/**/*.md", "tests/durations.md")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)\s]*)?\)")
 
 
