@@ -23,8 +23,11 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 os.environ["MOEVEMENT_PLATFORM"] = "cpu"
 
 from megatron.moevement import platform
+from moevement_core import log
 
 platform.install()
+# pytest captures what a logger writes that does not propagate if it is configured when the test begins.
+log.get()
 
 # Ignored, as a shell starts what runs in the background, it would stay ignored in all that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)

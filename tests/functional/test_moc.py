@@ -45,10 +45,12 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     reached = recovery["until"] - recovery["replayed"]
     assert reached % INTERVAL == 0
     tokens: Counter[tuple[int, int, int]] = Counter()
-    argv = [str(SCRIPT), *flags(**layout, train_iters=13)]
+    argv = [str(SCRIPT), *flags(**layout, global_batch_size=SPARSE["global_batch_size"], train_iters=13)]
     for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
         tokens.update(outcome.result)
-    assert sum(tokens.values()) == 13 * LAYERS * 8 * 32 * 2  # samples, positions, experts per token
+    assert (
+        sum(tokens.values()) == 13 * LAYERS * SPARSE["global_batch_size"] * 32 * 2
+    )  # samples, positions, experts per token
     wanted = {}
     for layer in range(LAYERS):
         on_ranks = [0, 2, 1, 3]  # two experts on each of two ranks, in turn by rank
@@ -75,7 +77,7 @@ def test_lost_tokens_where_experts_are_selected_by_load(layout: dict[str, Any], 
     (recovery,) = survived.events("recovery")
     reached = recovery["until"] - recovery["replayed"]
     tokens: Counter[tuple[int, int, int]] = Counter()
-    argv = [str(SCRIPT), *flags(**layout, train_iters=21)]
+    argv = [str(SCRIPT), *flags(**layout, global_batch_size=SPARSE["global_batch_size"], train_iters=21)]
     for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
         tokens.update(outcome.result)
     wanted, of_stage = {}, LAYERS // layout.get("pipeline_model_parallel_size", 1)
