@@ -48,9 +48,8 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     argv = [str(SCRIPT), *flags(**layout, global_batch_size=SPARSE["global_batch_size"], train_iters=13)]
     for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
         tokens.update(outcome.result)
-    assert (
-        sum(tokens.values()) == 13 * LAYERS * SPARSE["global_batch_size"] * 32 * 2
-    )  # samples, positions, experts per token
+    samples, positions, experts_per_token = 13 * SPARSE["global_batch_size"], 32, 2
+    assert sum(tokens.values()) == LAYERS * samples * positions * experts_per_token
     wanted = {}
     for layer in range(LAYERS):
         on_ranks = [0, 2, 1, 3]  # two experts on each of two ranks, in turn by rank
