@@ -16,6 +16,8 @@ def free_port() -> int:
 def scraped(url: str) -> dict[str, float]:
     """Each sample by its name, with the value of its label behind it; by Prometheus's own parser."""
     with urllib.request.urlopen(url, timeout=30) as answer:
+        if not answer.headers:
+            raise ConnectionResetError("the endpoint ended in the middle of its headers")
         assert answer.headers["Content-Type"].startswith("text/plain")
         text = answer.read().decode()
     return {
