@@ -202,7 +202,20 @@ class Checkpointer:
         return True
 
     def _make_more_room(self, schedule: Schedule) -> None:
-        self._grow(lambda: self.memory.here_after_gap(schedule), self.memory.at_peer_after_gap(schedule))
+        memory, beside = self.memory, self.memory.beside(self._persisted_bytes(), schedule)
+        here = max(memory.here_after_gap(schedule), beside if memory.keeps_own else 0)
+        self._grow(lambda: here, max(memory.at_peer_after_gap(schedule), beside))
+
+    def _persisted_bytes(self) -> int:
+        """Return the bytes of the run that is persisted, as peers keep it."""
+        first, last = self.needed
+        if first < self.history.oldest.start:
+            return 0
+        taken = [iteration for iteration in range(first, last + 1) if self.takes(iteration)]
+        schedules = [self.history.at(iteration) for iteration in taken]
+        return self.memory.run_bytes(
+            (schedule, schedule.slot(iteration)) for schedule, iteration in zip(schedules, taken, strict=True)
+        )
 
     def takes(self, iteration: int) -> bool:
         """Whether there is to be an ``SS_iteration``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from moevement_core.engine.layout import OperatorState, kept_bytes
@@ -67,6 +67,22 @@ class SnapshotMemory:
     def at_peer_after_gap(self, schedule: Schedule) -> int:
         """Bytes on each peer, likewise."""
         return self._after_gap(schedule, 0)
+
+    def run_bytes(self, snapshots: Iterable[tuple[Schedule, int]]) -> int:
+        """Return the bytes of some snapshots.
+
+        Args:
+            snapshots: the schedule that each was taken by, and its slot.
+        """
+        return sum(int(self._kept(schedule)[slot, 0]) for schedule, slot in snapshots)
+
+    def beside(self, run_bytes: int, schedule: Schedule) -> int:
+        """Return the bytes of a run that is kept, of a whole window beside it, and of one snapshot more.
+
+        The run may be longer than a window of now: one that reaches over a reorder is. Without room for all of it the
+        window could never be delivered whole, and would be abandoned again and again.
+        """
+        return run_bytes + self._window(schedule) + int(self._kept(schedule)[:, 0].max(initial=0))
 
     def window_here(self, schedule: Schedule) -> int:
         """Bytes that a whole window needs on this rank."""

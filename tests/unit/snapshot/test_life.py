@@ -454,3 +454,18 @@ def test_whatever_lags_and_breaks_the_persisted_window_stays_and_the_job_gets_go
             assert time.monotonic() < deadline, reports(made)
             made.run(1, settled=False)
             time.sleep(0.02)
+
+
+def test_a_window_has_room_beside_a_persisted_run_that_is_longer() -> None:
+    """A run that reaches over a reorder is; else the new window would be abandoned for ever, one snapshot short."""
+    with job(ranks=2, size=4, kind=WindowKind.ROLLING) as made:
+        made.run(6)
+        checkpointer = made.members[0].checkpointer
+        memory, schedule = checkpointer.memory, checkpointer.history.at(made.iteration)
+        slots = [(schedule, slot) for slot in range(4)]
+        longer = memory.run_bytes([*slots, *slots[:2]])
+        assert memory.beside(longer, schedule) > memory.run_bytes(slots) + longer
+        checkpointer.lifetime.last_needed = checkpointer.lifetime.persisted + 5
+        before = checkpointer.asked_bytes
+        checkpointer._make_more_room(schedule)
+        assert checkpointer.asked_bytes >= memory.beside(longer, schedule) > before
