@@ -7,6 +7,7 @@ that messages can be reworded without a change here.
 from __future__ import annotations
 
 import math
+import os
 import re
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +24,22 @@ MOST_LINES = 3
 LIMIT_S = 60
 """Any command that ends at all ends in a few seconds; this leaves room for a loaded machine."""
 GB = 1e9
-Needs = Sequence[str | float]
-"""What a message must name: a string stands alone in it, a number is found in any notation (-1, -1.0, 1e9)."""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What the operating system calls an error."""
+
+    number: int
+    """Of :mod:`errno`."""
+
+    def __str__(self) -> str:
+        return os.strerror(self.number)
+
+
+Need = str | float | Reason
+"""What a message names: a string that stands alone in it, a number in any notation (-1, -1.0, 1e9), an OS error."""
+Needs = Sequence[Need]
 NOUNS: dict[str, tuple[str, float]] = {
     "--mtbf": ("mtbf", 1), "--hours": ("hours", 1), "--speedup": ("speedup", 1), "--repair": ("repair", 1),
     "--iteration-time": ("iteration_s", 1), "--weibull": ("Weibull shape", 1), "--together": ("failing together", 1),
@@ -57,15 +72,15 @@ def named_in_plan(flag: str, value: float) -> Needs:
     return named_in_simulate(flag, value) if flag in OF_CLUSTERS else [flag, value]
 
 
-def unnamed(text: str, needs: Needs) -> list[str | float]:
+def unnamed(text: str, needs: Needs) -> list[Need]:
     """Return those of ``needs`` that a message does not name."""
     numbers = [float(found.replace(",", "")) for found in _NUMBER.findall(text)]
     return [needed for needed in needs if not _is_named(needed, text, numbers)]
 
 
-def _is_named(needed: str | float, text: str, numbers: Sequence[float]) -> bool:
-    if isinstance(needed, str):
-        return re.search(rf"(?<![\w-]){re.escape(needed)}(?![\w-])", text) is not None
+def _is_named(needed: Need, text: str, numbers: Sequence[float]) -> bool:
+    if isinstance(needed, str | Reason):
+        return re.search(rf"(?<![\w-]){re.escape(str(needed))}(?![\w-])", text) is not None
     return any(found == needed or math.isclose(found, needed, rel_tol=_DIGITS) for found in numbers) or (
         math.isnan(needed) and any(math.isnan(found) for found in numbers)
     )

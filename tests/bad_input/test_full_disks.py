@@ -1,11 +1,11 @@
-"""Records and output that cannot be written: said once, and whoever writes goes on."""
+"""Records and output that cannot be written: the job reports it once and goes on."""
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +17,7 @@ import pytest
 from moevement_core.errors import RunRecordError
 from moevement_core.events import Started
 from moevement_core.run_record import RunRecord
+from tests.bad_input.command import Reason, unnamed
 from tests.unit.monitoring.runs import line
 
 LIMIT_S = 60
@@ -24,7 +25,7 @@ LIMIT_S = 60
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 kB."""
+    """Mount a file system of 64 kB."""
     folder = tmp_path / "tiny"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True)
@@ -35,7 +36,7 @@ def tiny(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    """Take what is left of it."""
+    """Fill a file system; return the file that takes its last bytes."""
     path = folder / "filler"
     with path.open("wb", buffering=0) as file:
         try:
@@ -43,7 +44,7 @@ def fill(folder: Path) -> Path:
                 pass
         except OSError:
             return path
-    raise AssertionError("it never was full")
+    raise AssertionError("the file system never was full")
 
 
 def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -57,8 +58,10 @@ def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, caplog: pyt
         run.event(Started(iteration, 1))
         run.write_ranks([])
     run.write_summary({"state_digest": {"all": "a", "parts": {}, "ranks": []}})
-    (told,) = caplog.messages
-    assert os.strerror(errno.ENOSPC) in told
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert str(run.folder) in record.getMessage()
+    assert not unnamed(record.getMessage(), [Reason(errno.ENOSPC)])
     kept = [one["iteration"] for one in RunRecord(tiny / "run").metrics()]
     assert kept == list(range(1, len(kept) + 1)), "whole lines, and none after one that is missing half"
     filler.unlink()
@@ -67,13 +70,15 @@ def test_a_full_disk_is_said_once_and_leaves_whole_lines(tiny: Path, caplog: pyt
     run.event(Started(60, 1))
     run.write_ranks([])
     run.write_summary({})
-    assert len(caplog.messages) > 1, "that it can be written again is reported"
+    _, record = caplog.records
+    assert record.levelno == logging.INFO
+    assert str(run.folder) in record.getMessage()
     assert run.figures.iterations == 60, "what is shown of the run goes on"
 
 
 def test_a_run_cannot_begin_on_a_full_disk(tiny: Path) -> None:
     fill(tiny)
-    with pytest.raises(RunRecordError, match=os.strerror(errno.ENOSPC)):
+    with pytest.raises(RunRecordError, match=f"--run-dir {tiny}/run: {Reason(errno.ENOSPC)}"):
         RunRecord(tiny / "run").begin({"text": "x" * 5000}, first_iteration=1)
 
 
@@ -85,8 +90,8 @@ def test_a_folder_that_was_removed_is_said_once(tmp_path: Path, caplog: pytest.L
     for iteration in range(2, 5):
         run.metric(**line(iteration))
     run.write_summary({})
-    (told,) = caplog.messages
-    assert os.strerror(errno.ENOENT) in told
+    (message,) = caplog.messages
+    assert not unnamed(message, [str(run.metrics_path), Reason(errno.ENOENT)])
 
 
 LIMITED = """
@@ -108,8 +113,8 @@ def test_a_limit_on_the_size_of_files_is_said_once(tmp_path: Path) -> None:
         check=False,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (0, "")
-    (told,) = [each for each in ended.stdout.splitlines() if each.startswith("moevement: ")]
-    assert os.strerror(errno.EFBIG) in told
+    (message,) = [each for each in ended.stdout.splitlines() if each.startswith("moevement: ")]
+    assert not unnamed(message, [str(tmp_path / "run" / "metrics.jsonl"), Reason(errno.EFBIG)])
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     assert [json.loads(each)["iteration"] for each in text.splitlines()] == list(range(1, text.count("\n") + 1))
 
@@ -126,8 +131,8 @@ print("done", file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("where", ["closed", "full"])
-def test_output_that_nobody_takes_ends_no_job(where: str) -> None:
+@pytest.mark.parametrize(("where", "reason"), [("closed", errno.EPIPE), ("full", errno.ENOSPC)])
+def test_output_that_nobody_takes_ends_no_job(where: str, reason: int) -> None:
     reading, writing = os.pipe()
     if where == "full":
         writing = os.open("/dev/full", os.O_WRONLY)
@@ -138,8 +143,8 @@ def test_output_that_nobody_takes_ends_no_job(where: str) -> None:
             check=False,
         )  # fmt: skip
     assert ended.returncode == 0
-    told, done = ended.stderr.splitlines()
-    assert re.match(r"moevement: .*\bstdout\b", told)
+    message, done = ended.stderr.splitlines()
+    assert not unnamed(message, ["moevement", "stdout", Reason(reason)])
     assert done == "done"
 
 

@@ -1,7 +1,12 @@
-"""Numbers that cannot be, on the command lines of everything that computes or measures."""
+"""Numbers and files that cannot be, on the command lines of everything that computes, measures or launches.
+
+One row for each kind of check that a command makes. Every flag, and both ends of its range, is tried in
+tests/unit/test_command_ranges.py.
+"""
 
 from __future__ import annotations
 
+import errno
 import math
 from pathlib import Path
 
@@ -9,53 +14,57 @@ import pytest
 import yaml
 
 from moevement_cli.simulate import SCENARIOS
-from tests.bad_input.command import Row, check, table
+from tests.bad_input.command import Reason, Row, check, named_in_plan, named_in_simulate, table
 
-NOT_ABOVE_0 = ("nan", "inf", "-inf", "-1", "0")
 SCENARIO = "simulate laptop --strategy none --seeds 2 --hours 1"
 PLAN = "plan gpt_moe --ranks 96 --iteration-time 2 --cluster moevement-a100"
+IS_A_FOLDER, EXISTS = Reason(errno.EISDIR), Reason(errno.EEXIST)
 
 
-def rows(command: str, flag: str, values: tuple[str, ...], needs: str) -> list[Row]:
-    """One for each value."""
-    return [Row(f"{command} {flag}={value}", [needs]) for value in values]
+def number(command: str, flag: str, value: float, *bounds: float) -> Row:
+    """Return a row for a number that is out of range, and the bounds that its message names."""
+    named = {SCENARIO: named_in_simulate, PLAN: named_in_plan}.get(command)
+    needs = [flag, value] if named is None else named(flag, value)
+    return Row(f"{command} {flag}={value}", [*needs, *bounds])
+
+
+def text(command: str, flag: str, value: str) -> Row:
+    """Return a row for a value that is no number."""
+    return Row(f"{command} {flag}={value}", [flag, f"'{value}'"])
 
 
 @table(
-    *rows(SCENARIO, "--mtbf", NOT_ABOVE_0, "needs more than 0"),
-    *rows(SCENARIO, "--hours", NOT_ABOVE_0, "needs more than 0"),
-    *rows(SCENARIO, "--speedup", NOT_ABOVE_0, "needs more than 0"),
-    *rows(SCENARIO, "--iteration-time", NOT_ABOVE_0, "needs more than 0"),
-    *rows(SCENARIO, "--storage-bandwidth", NOT_ABOVE_0, "storage bandwidth"),
-    *rows(SCENARIO, "--d2h-bandwidth", NOT_ABOVE_0, "bandwidth from device to host"),
-    *rows(SCENARIO, "--network-bandwidth", NOT_ABOVE_0, "network bandwidth"),
-    *rows(SCENARIO, "--host-memory", NOT_ABOVE_0, "host memory"),
-    *rows(SCENARIO, "--weibull", (*NOT_ABOVE_0, "0.001", "1e9"), "Weibull shape"),
-    *rows(SCENARIO, "--together", ("nan", "inf", "-1", "1"), "needs 0 or more, less than 1"),
-    *rows(SCENARIO, "--detect", ("nan", "inf", "-1"), "needs 0 or more"),
-    *rows(SCENARIO, "--regroup", ("nan", "inf", "-1"), "needs 0 or more"),
-    *rows(SCENARIO, "--interference", ("nan", "inf", "-1"), "needs 0 or more"),
-    *rows(SCENARIO, "--repair", ("nan", "-1", "-inf"), "needs 0 or more"),
-    *rows(SCENARIO, "--skew", ("nan", "inf", "-1", "2"), "needs 0 to 1"),
-    *rows(SCENARIO, "--network-share", ("nan", "inf", "-1", "0", "2"), "network share"),
-    *rows(SCENARIO, "--gpus-per-node", ("-1", "0"), "GPUs per node"),
-    *rows(SCENARIO, "--window", ("-1", "0"), "needs at least 1"),
-    *rows(SCENARIO, "--replicas", ("-1", "1000000"), "replicas"),
-    *rows(SCENARIO, "--ranks", ("-1", "0", "7"), "ranks"),
-    *rows(SCENARIO, "--spares", ("-1",), "spares -1"),
-    *rows(SCENARIO, "--seeds", ("-1", "0"), "seeds"),
-    *rows(SCENARIO, "--workers", ("-1", "0"), "--workers"),
-    *rows(SCENARIO, "--first-seed", ("-1",), "first_seed -1; needs 0 or more"),
-    Row(f"{SCENARIO} --mtbf 1e-9", ["mtbf 1e-09", "3.6e+12 failures an hour", "longer mtbf"]),
-    Row(f"{SCENARIO} --mtbf 1e-300", ["failures an hour"]),
-    Row(f"{SCENARIO} --seeds 100000000", ["in 100000000 trainings", "fewer trainings"]),
-    Row(f"{SCENARIO} --hours 1e12 --mtbf 60", ["60 failures an hour", "fewer hours"]),
-    Row(f"{SCENARIO} --window 100000", ["window 100000", "no stage has more than"]),
-    Row(f"{SCENARIO} --trace /dev/null", ["no failure in 1 hours"]),
-    Row(f"{SCENARIO} --trace {{folder}}", ["Is a directory"]),
-    Row(f"{SCENARIO} --trace {{trace}}", ["line 1: milliseconds nan"]),
-    Row("simulate {not_a_number}", ["run.seeds nan; needs a whole number"]),
-    Row("simulate {endless}", ["cluster.gpus_per_node inf; needs a whole number"]),
+    number(SCENARIO, "--hours", math.nan, 0),
+    number(SCENARIO, "--mtbf", 0.0, 0),
+    number(SCENARIO, "--detect", math.inf, 0),
+    number(SCENARIO, "--repair", -1.0, 0, math.inf),
+    number(SCENARIO, "--skew", 2.0, 0, 1),
+    number(SCENARIO, "--first-seed", -1, 0),
+    number(SCENARIO, "--storage-bandwidth", -1.0, 0),
+    number(SCENARIO, "--d2h-bandwidth", -math.inf, 0),
+    number(SCENARIO, "--network-share", 2.0, 0, 1),
+    number(SCENARIO, "--gpus-per-node", 0, 1),
+    number(SCENARIO, "--weibull", 0.001, 0.1, 100),
+    number(SCENARIO, "--together", 1.0, 0, 1),
+    number(SCENARIO, "--window", 0, 1),
+    number(SCENARIO, "--replicas", -1, 0),
+    number(SCENARIO, "--ranks", -1, 1),
+    number(SCENARIO, "--spares", -1, 0),
+    number(SCENARIO, "--seeds", 0, 1),
+    number(SCENARIO, "--workers", 0, 1),
+    number(SCENARIO, "--ranks", 7, 2),
+    number(SCENARIO, "--replicas", 1_000_000, 3),
+    number(SCENARIO, "--window", 100_000, 13),
+    number(SCENARIO, "--mtbf", 1e-9, 3.6e12, 1_000_000),
+    number(SCENARIO, "--mtbf", 1e-300, 3.6e303, 1_000_000),
+    text(SCENARIO, "--hours", "x"),
+    Row(f"{SCENARIO} --seeds 100000000", ["mtbf", 100_000_000, 1_000_000]),
+    Row(f"{SCENARIO} --hours 1e12 --mtbf 60", ["mtbf", 60, 1e12, 1_000_000]),
+    Row(f"{SCENARIO} --trace /dev/null", ["trace", "/dev/null", "no failure", 1]),
+    Row(f"{SCENARIO} --trace {{folder}}", ["trace", "{folder}", IS_A_FOLDER]),
+    Row(f"{SCENARIO} --trace {{trace}}", ["{trace}", "line 1", math.nan, 0]),
+    Row("simulate {not_a_number}", ["{not_a_number}", "run.seeds", math.nan]),
+    Row("simulate {endless}", ["{endless}", "cluster.gpus_per_node", math.inf]),
 )
 def test_simulate(row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("nan,remove,a\n")
@@ -69,43 +78,43 @@ def test_simulate(row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 @table(
-    *rows(PLAN, "--iteration-time", NOT_ABOVE_0, "--iteration-time"),
-    *rows(PLAN, "--d2h-bandwidth", NOT_ABOVE_0, "bandwidth from device to host"),
-    *rows(PLAN, "--network-bandwidth", NOT_ABOVE_0, "network bandwidth"),
-    *rows(PLAN, "--network-share", ("nan", "inf", "-1", "0", "2"), "network share"),
-    *rows(PLAN, "--host-memory", NOT_ABOVE_0, "host memory"),
-    *rows(PLAN, "--gpus-per-node", ("-1", "0"), "GPUs per node"),
-    *rows(PLAN, "--ranks", ("-1", "0"), "--ranks"),
-    *rows(PLAN, "--window", ("-1", "0", "100000"), "window"),
-    *rows(PLAN, "--replicas", ("-1", "100000"), "replicas"),
-    *rows(PLAN, "--protection", ("x", "parity:0+0", "copies:-1", ""), "needs copies:R"),
-    *rows(PLAN, "--regime", ("fp1",), "regime"),
-    *rows(PLAN, "--num-layers", ("-3", "x"), "--num-layers"),
-    *rows(PLAN, "--num-experts", ("nan",), "--num-experts"),
-    Row("plan {folder} --ranks 8 --iteration-time 2 --cluster moevement-a100", ["is no file and no preset"]),
-    Row("plan /dev/null --ranks 8 --iteration-time 2 --cluster moevement-a100", ["is no file and no preset"]),
-    Row("plan gpt_moe --ranks 8 --iteration-time 1e", ["invalid float value"]),
+    number(PLAN, "--iteration-time", math.nan, 0),
+    number(PLAN, "--network-bandwidth", -1.0, 0),
+    number(PLAN, "--network-share", 0.0, 1),
+    number(PLAN, "--gpus-per-node", 0, 1),
+    number(PLAN, "--ranks", 0, 1),
+    number(PLAN, "--window", -1, 1),
+    number(PLAN, "--replicas", -1, 0),
+    number(PLAN, "--num-layers", -3, 1),
+    text(PLAN, "--num-layers", "x"),
+    text(PLAN, "--iteration-time", "1e"),
+    Row(f"{PLAN} --window=100000", ["window", 100_000, 26]),
+    Row(f"{PLAN} --replicas=100000", ["replicas", 100_000, 11]),
+    Row(f"{PLAN} --protection=x", ["--protection", "x", "copies:R", "parity:G+M"]),
+    Row(f"{PLAN} --regime=fp1", ["regime", "'fp1'", "mixed"]),
+    Row("plan {folder} --ranks 8 --iteration-time 2 --cluster moevement-a100", ["'{folder}'", "gpt_moe"]),
+    Row("plan /dev/null --ranks 8 --iteration-time 2 --cluster moevement-a100", ["'/dev/null'", "gpt_moe"]),
 )
 def test_plan(row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     check(row, capfd, monkeypatch, folder=tmp_path)
 
 
 @table(
-    *rows("elastic {trace}", "--segment", NOT_ABOVE_0, "--segment"),
-    *rows("elastic {trace}", "--iteration-s", NOT_ABOVE_0, "--iteration-s"),
-    *rows("elastic {trace}", "--bytes-per-s", NOT_ABOVE_0, "--bytes-per-s"),
-    *rows("elastic {trace}", "--wait-s", ("nan", "inf", "-1"), "--wait-s"),
-    *rows("elastic {trace}", "--expert-share", ("nan", "-1", "2"), "--expert-share"),
-    *rows("elastic {trace}", "--skew", ("nan", "inf", "-1", "100"), "--skew"),
-    *rows("elastic {trace}", "--layers", ("-1", "0", "1000000000"), "--layers"),
-    *rows("elastic {trace}", "--experts", ("-1", "0", "1000000000"), "--experts"),
-    *rows("elastic {trace}", "--rebalance-every", ("-1", "0"), "--rebalance-every"),
-    Row("elastic {trace} --segment 1e-9", ["--segment 1e-09", "segments"]),
-    Row("elastic {folder}", ["Is a directory"]),
-    Row("elastic {binary}", ["no text"]),
-    Row("elastic {digits}", ["line 1"]),
-    Row("elastic {trace} --routing {binary}", ["--routing"]),
-    Row("elastic {trace} --routing {folder}", ["--routing"]),
+    number("elastic {trace}", "--segment", math.nan, 0),
+    number("elastic {trace}", "--iteration-s", math.inf, 0),
+    number("elastic {trace}", "--rebalance-every", 0, 0),
+    number("elastic {trace}", "--wait-s", -1.0, 0),
+    number("elastic {trace}", "--expert-share", 2.0, 0, 1),
+    number("elastic {trace}", "--skew", 100.0, 0, 99),
+    number("elastic {trace}", "--layers", 1_000_000_000, 1, 10_000),
+    number("elastic {trace}", "--experts", 1_000_000_000, 10, 6),
+    number("elastic {trace}", "--segment", 1e-9, 100_000),
+    text("elastic {trace}", "--skew", "x"),
+    Row("elastic {folder}", ["{folder}", IS_A_FOLDER]),
+    Row("elastic {binary}", ["{binary}", "no text"]),
+    Row("elastic {digits}", ["{digits}", "line 1", "'\u00b2,add,a'"]),
+    Row("elastic {trace} --routing {binary}", ["--routing", "{binary}", "tokens_per_expert"]),
+    Row("elastic {trace} --routing {folder}", ["--routing", "{folder}", IS_A_FOLDER]),
 )
 def test_elastic(row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("0,add,a\n0,add,b\n3600000,remove,a\n")
@@ -116,30 +125,31 @@ def test_elastic(row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytes
 
 
 @table(
-    *rows("bench overhead", "--nproc", ("-1", "1"), "--nproc"),
-    *rows("bench overhead", "--window", ("-1", "0"), "--window"),
-    *rows("bench overhead", "--micro-batches", ("-1", "0"), "--micro-batches"),
-    *rows("bench overhead", "--blocks", ("-1", "1"), "--blocks"),
-    *rows("bench replay", "--nproc", ("-1", "0"), "--nproc"),
-    *rows("bench replay", "--micro-batches", ("-1", "0"), "--micro-batches"),
-    *rows("bench replay", "--steps", ("-1", "0"), "--steps"),
-    *rows("bench recovery", "--stages", ("-1", "1"), "--stages"),
-    *rows("bench recovery", "--kills", ("-1",), "--kills"),
-    *rows("bench ettr", "--mtbf", NOT_ABOVE_0, "--mtbf"),
-    *rows("bench ettr", "--speedup", NOT_ABOVE_0, "--speedup"),
-    *rows("bench ettr", "--seed", ("-1",), "--seed"),
-    *rows("bench ettr", "--spares", ("-1",), "--spares"),
-    *rows("bench ettr", "--iterations", ("-1", "0"), "--iterations"),
-    Row("bench ettr --mtbf 1e-9", ["failures an hour"]),
-    Row("bench ettr --config {folder}", ["--config"]),
-    Row("bench ettr --scenario {folder}", ["Is a directory"]),
-    *(Row(f"profile --nproc 1 --iterations={value} {{script}}", ["--iterations"]) for value in ("-1", "0")),
-    Row("profile --nproc 0 {script}", ["--nproc 0"]),
-    Row("profile --nproc 1 --output {folder} {script}", ["--output {folder}: is a folder"]),
-    Row("profile --nproc 1 --output {script}/x.yaml {script}", ["--output {script}/x.yaml: "]),
-    Row("profile --micro-batch-sizes 0 --nproc 1 {script}", ["--micro-batch-sizes 0"]),
-    Row("profile --nproc 1 --storage {script} {script}", ["--storage {script}"]),
-    Row("profile --nproc 1 {folder}/none.py", ["none.py: no such training script"]),
+    number("bench overhead", "--nproc", 1, 2),
+    number("bench overhead", "--window", 0, 1),
+    number("bench overhead", "--micro-batches", -1, 1),
+    number("bench overhead", "--blocks", 1, 2),
+    text("bench overhead", "--window", "1.5"),
+    number("bench replay", "--nproc", -1, 1),
+    number("bench replay", "--micro-batches", 0, 1),
+    number("bench recovery", "--stages", 1, 2),
+    number("bench recovery", "--kills", -1, 0),
+    number("bench ettr", "--mtbf", math.nan, 0),
+    number("bench ettr", "--speedup", 0.0, 0),
+    number("bench ettr", "--seed", -1, 0),
+    number("bench ettr", "--iterations", 0, 1),
+    Row("bench ettr --mtbf 1e-9", ["mtbf", 1e-9, 3.6e12, 1_000_000]),
+    Row("bench ettr --config {folder}", ["--config", "{folder}", IS_A_FOLDER]),
+    Row("bench ettr --scenario {folder}", ["{folder}", IS_A_FOLDER]),
+    number("drill", "--kill", 4, 4),
+    number("top {folder}", "--interval", 0.0, 0),
+    Row("profile --nproc 1 --iterations=0 {script}", ["--iterations", 0, 8]),
+    Row("profile --nproc 0 {script}", ["--nproc", 0, 1]),
+    Row("profile --micro-batch-sizes 0 --nproc 1 {script}", ["--micro-batch-sizes", 0, 1]),
+    Row("profile --nproc 1 --output {folder} {script}", ["--output", "{folder}", "a folder"]),
+    Row("profile --nproc 1 --output {script}/x.yaml {script}", ["--output", "{script}/x.yaml", EXISTS]),
+    Row("profile --nproc 1 --storage {script} {script}", ["--storage", "{script}", "no folder"]),
+    Row("profile --nproc 1 {folder}/none.py", ["{folder}/none.py", "no such"]),
 )
 def test_measuring(
     row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -149,27 +159,33 @@ def test_measuring(
 
 
 @table(
-    *(Row(f"launch --nproc={value} {{script}}", ["--nproc"]) for value in ("-1", "0", "x")),
-    *(Row(f"launch --nproc 1 --spares={value} {{script}}", ["--spares"]) for value in ("-1", "x")),
-    *(Row(f"launch --nproc 1 --spare-timeout={value} {{script}}", ["--spare-timeout"]) for value in ("-1", "nan", "x")),
-    *(Row(f"launch --nproc 1 --respawn-after={value} {{script}}", ["--respawn-after"]) for value in ("-1", "nan", "x")),
-    *(Row(f"launch --nproc 1 --ranks-per-node={value} {{script}}", ["--ranks-per-node"]) for value in ("-1", "0", "x")),
-    Row("launch --nproc 1 {folder}/none.py", ["none.py: no such training script"]),
-    Row("launch --nproc 1 {folder}", ["no such training script"]),
-    Row("launch --nproc 1 {script} --config", ["--config: needs the path"]),
-    Row("launch --nproc 1 {script} --config {folder}", ["--config {folder}"]),
-    Row("launch --nproc 1 {script} --config {script}", ["--config {script}"]),
-    Row("launch --nproc 1 {script} --run-dir {script}/run", ["--run-dir {script}/run"]),
-    Row("launch --nproc 1 {script} --run-dir {script}", ["--run-dir {script}"]),
-    *(Row(f"coordinate --ranks={value}", ["--ranks"]) for value in ("-1", "0", "x")),
-    *(Row(f"coordinate --ranks 1 --port={value}", ["--port"]) for value in ("-1", "65536", "99999999999", "x")),
-    *(Row(f"coordinate --ranks 1 --spare-timeout={value}", ["--spare-timeout"]) for value in ("nan", "-1", "x")),
-    *(Row("coordinate --ranks 1 --host", ["--host"], more=(value,)) for value in ("", " ", "no.such.host.invalid")),
-    Row("coordinate --ranks 1 --run-dir", ["empty path"], more=("",)),
-    Row("coordinate --ranks 1 --run-dir {script}", ["--run-dir {script}"]),
+    Row("launch --nproc=0 {script}", ["--nproc", 0, 1]),
+    Row("launch --nproc=x {script}", ["--nproc", "'x'"]),
+    Row("launch --nproc 1 --spares=-1 {script}", ["--spares", -1, 0]),
+    Row("launch --nproc 1 --ranks-per-node=0 {script}", ["--ranks-per-node", 0, 1]),
+    Row("launch --nproc 1 --spare-timeout=nan {script}", ["--spare-timeout", math.nan, 0, math.inf]),
+    Row("launch --nproc 1 --respawn-after=-1 {script}", ["--respawn-after", -1, 0, math.inf]),
+    Row("launch --nproc 1 --respawn-after=x {script}", ["--respawn-after", "'x'"]),
+    Row("launch --nproc 1 {folder}/none.py", ["{folder}/none.py", "no such"]),
+    Row("launch --nproc 1 {folder}", ["{folder}", "no such"]),
+    Row("launch --nproc 1 {script} --config", ["--config", "YAML"]),
+    Row("launch --nproc 1 {script} --config {folder}", ["--config", "{folder}", IS_A_FOLDER]),
+    Row("launch --nproc 1 {script} --config {script}", ["--config", "{script}", "YAML", "line 2"]),
+    Row("launch --nproc 1 {script} --run-dir {script}/run", ["--run-dir", "{script}/run", Reason(errno.ENOTDIR)]),
+    Row("launch --nproc 1 {script} --run-dir {script}", ["--run-dir", "{script}", EXISTS]),
+    number("coordinate", "--ranks", 0, 1),
+    text("coordinate", "--ranks", "x"),
+    number("coordinate --ranks 1", "--port", -1, 0, 65535),
+    number("coordinate --ranks 1", "--port", 99_999_999_999, 0, 65535),
+    number("coordinate --ranks 1", "--spare-timeout", math.nan, 0, math.inf),
+    Row("coordinate --ranks 1 --host", ["--host", "''"], more=("",)),
+    Row("coordinate --ranks 1 --host", ["--host", "' '"], more=(" ",)),
+    Row("coordinate --ranks 1 --host no.such.host.invalid", ["--host", "no.such.host.invalid"]),
+    Row("coordinate --ranks 1 --run-dir", ["--run-dir", "''"], more=("",)),
+    Row("coordinate --ranks 1 --run-dir {script}", ["--run-dir", "{script}", EXISTS]),
     Row("coordinate --ranks 1 -- true", ["without --nodes"]),
-    Row("coordinate --ranks 1 --nodes a --tasks-per-node 0 -- true", ["--tasks-per-node 0"]),
-    Row("coordinate --ranks 1 --nodes , -- true", ["--nodes"]),
+    Row("coordinate --ranks 1 --nodes a --tasks-per-node 0 -- true", ["--tasks-per-node", 0, 1]),
+    Row("coordinate --ranks 1 --nodes , -- true", ["--nodes", ","]),
 )
 def test_launching(
     row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,9 +1,8 @@
-"""Folders to load windows from, of which some cannot be written, and some are none."""
+"""Folders of windows: one that can be read and not written, and paths that are no folders."""
 
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +14,14 @@ from moevement_core.errors import ConfigError
 from moevement_core.persistence.manifest import Manifest
 from moevement_core.session.folder import find_place
 from moevement_core.session.window_files import windows_of_all
+from tests.bad_input.command import Need, Reason, unnamed
 
 PATIENCE_S = 20.0
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as a job of one rank, over loopback."""
+    """Make this process a job of one rank, over loopback."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -30,7 +30,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def read_only(tmp_path: Path) -> Iterator[Path]:
-    """A mount that nobody can write to, with a window in it."""
+    """Mount a folder with a window in it that nobody can write."""
     folder, place = tmp_path / "windows", tmp_path / "mounted"
     folder.mkdir()
     place.mkdir()
@@ -49,23 +49,26 @@ def test_windows_are_found_where_nobody_can_write(read_only: Path) -> None:
     place = find_place("--moevement-load", str(read_only), "n", PATIENCE_S, is_written=False)
     assert (place.path, place.members) == (read_only, (0,))
     assert [one.reaches for one in windows_of_all(place)] == [5]
-    with pytest.raises(ConfigError, match=f"--moevement-persist-dir {read_only}: {os.strerror(errno.EROFS)}"):
+    with pytest.raises(ConfigError, match=f"--moevement-persist-dir {read_only}: {Reason(errno.EROFS)}"):
         find_place("--moevement-persist-dir", str(read_only), "n", PATIENCE_S)
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("is_written", [True, False])
 @pytest.mark.parametrize(
-    ("name", "needed"),
+    ("name", "reason"),
     [
-        ("file", "File exists"), ("file/deep", "Not a directory"), ("x" * 300, "File name too long"),
-        ("mounted/none", "Read-only file system|no such folder"), ("/dev/null", "File exists"),
-        ("/proc/none", "No such"),
+        ("file", errno.EEXIST), ("file/deep", errno.ENOTDIR), ("x" * 300, errno.ENAMETOOLONG),
+        ("mounted/none", errno.EROFS), ("/dev/null", errno.EEXIST), ("/proc/none", errno.ENOENT),
     ],
 )  # fmt: skip
-def test_what_is_no_folder_is_one_line(name: str, needed: str, *, is_written: bool, read_only: Path) -> None:
+def test_what_is_no_folder_is_one_line(name: str, reason: int, *, is_written: bool, read_only: Path) -> None:
     (read_only.parent / "file").touch()
-    with pytest.raises(ConfigError, match=needed) as raised:
-        find_place("--moevement-load", str(read_only.parent / name), "n", PATIENCE_S, is_written=is_written)
+    path = str(read_only.parent / name)
+    with pytest.raises(ConfigError) as raised:
+        find_place("--moevement-load", path, "n", PATIENCE_S, is_written=is_written)
+    # A folder that is only read need not be made, so a file system that cannot be written is no reason.
+    is_missing = reason == errno.EROFS and not is_written
+    needs: list[Need] = ["--moevement-load", path, "no such" if is_missing else Reason(reason)]
+    assert not unnamed(str(raised.value), needs), raised.value
     assert len(str(raised.value).splitlines()) == 1
-    assert str(raised.value).startswith("--moevement-load ")

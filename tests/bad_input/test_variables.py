@@ -1,4 +1,7 @@
-"""Environment variables that say what cannot be: Slurm's, torch's and our own."""
+"""Environment variables that cannot be: Slurm's, torch's and our own.
+
+One row for each kind of value. Every variable is tried in tests/unit/test_variables.py.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from tests.bad_input.command import Row, check, table
+from tests.bad_input.command import Need, Row, check, table
 
 SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 TORCH = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def rows(given: dict[str, str], name: str, *values: str) -> list[Row]:
-    """One for each value."""
-    return [Row("launch {script}", [name], environment={**given, name: value}) for value in values]
+def variable(given: dict[str, str], name: str, value: str, *others: Need) -> Row:
+    """Return a row for a variable among those that a job has, and what its message names besides it."""
+    return Row("launch {script}", [name, *others], environment={**given, name: value})
 
 
 @table(
-    *rows(SLURM, "SLURM_PROCID", "x", "-1", "1.5", "1"),
-    *rows(SLURM, "SLURM_NTASKS", "x", "-1", "0", "all"),
-    *rows(SLURM, "SLURM_LOCALID", "x", "-1"),
-    *rows(SLURM, "SLURM_CPUS_PER_TASK", "x", "0", "-4"),
-    *rows(SLURM, "OMP_NUM_THREADS", "x", "0", "-1"),
-    *rows(SLURM, "MOEVEMENT_STORE", "x", "host", "host:", ":1", "host:0", "host:99999", "host:port"),
-    *rows(SLURM, "MOEVEMENT_LOG", "xml"),
-    *rows(SLURM, "MOEVEMENT_PLATFORM", "tpu"),
-    *rows(SLURM, "MOEVEMENT_FIRST_TASK", "x", "-1"),
-    *rows(TORCH, "RANK", "x", "-1", "1", "9999999999999999999999"),
-    *rows(TORCH, "WORLD_SIZE", "x", "-1", "0"),
-    *rows(TORCH, "LOCAL_RANK", "x", "-1"),
-    *rows(TORCH, "MASTER_PORT", "x", "-1", "0", "65536", "tcp://127.0.0.1:1"),
-    Row("launch {script}", ["no --nproc and not started by srun"]),
-    Row("launch {script}", ["MASTER_ADDR is not set"], environment={**SLURM, "SLURM_NTASKS": "2"}),
-    Row("coordinate --ranks 1", ["OMP_NUM_THREADS"], environment={"OMP_NUM_THREADS": "many"}),
+    variable(SLURM, "SLURM_PROCID", "x", "'x'", 0),
+    variable(SLURM, "SLURM_NTASKS", "0", 0, 1),
+    variable(SLURM, "SLURM_PROCID", "1", 1, "SLURM_NTASKS"),
+    variable(SLURM, "OMP_NUM_THREADS", "-1", -1, 1),
+    variable(SLURM, "MOEVEMENT_STORE", "host:0", "'host:0'", "HOST:PORT"),
+    variable(SLURM, "MOEVEMENT_LOG", "xml", "'xml'", "json"),
+    variable(SLURM, "MOEVEMENT_PLATFORM", "tpu", "'tpu'", "cuda"),
+    variable(SLURM, "MOEVEMENT_FIRST_TASK", "1.5", "'1.5'", 0),
+    variable(TORCH, "RANK", "1", 1, "WORLD_SIZE"),
+    variable(TORCH, "LOCAL_RANK", "-1", -1, 0),
+    variable(TORCH, "MASTER_PORT", "65536", 65536, 1, 65535),
+    Row("launch {script}", ["--nproc", "srun"]),
+    Row("launch {script}", ["MASTER_ADDR"], environment={**SLURM, "SLURM_NTASKS": "2"}),
+    Row("coordinate --ranks 1", ["OMP_NUM_THREADS", "'many'", 1], environment={"OMP_NUM_THREADS": "many"}),
 )
 def test_launching(
     row: Row, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,0 +1,232 @@
+"""Every flag with a number, of every command: which values it takes, and that each other one is refused by name.
+
+A command is run up to where its work begins, so both ends of each range are tried in milliseconds. What a refusal looks
+like on a terminal is for tests/bad_input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from moevement_cli.main import COMMANDS
+from moevement_core.errors import ConfigError
+from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from tests.bad_input.command import Needs, filled, named_in_plan, named_in_simulate, unnamed
+from tests.unit.range_edges import BELOW_ONE, NO_NUMBER, NO_WHOLE_NUMBER, PART, Edges, edges
+
+OR_NEVER = Range(0.0, or_infinite=True)
+"""Seconds, or inf."""
+AT_LEAST_TWO = Range(2)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as far as its numbers are checked."""
+
+    name: str
+    words: str
+    """Its command line, with ``{given}`` where the flag that is tried stands."""
+    work: str
+    """The dotted name of what is called first once everything is checked."""
+    ranges: dict[str, Range | Edges]
+    named: Callable[[str, float], Needs] = lambda flag, value: [flag, value]
+    """What a message about a flag and a value must name."""
+
+
+TRIED = (
+    Command(
+        "launch", "launch --nproc 1 --trainer torch {given} {script}", "moevement_core.launching.launch.use_file_mode",
+        {
+            "--nproc": AT_LEAST_ONE, "--spares": NOT_NEGATIVE, "--ranks-per-node": AT_LEAST_ONE,
+            "--spare-timeout": OR_NEVER, "--respawn-after": OR_NEVER,
+        },
+    ),
+    Command(
+        "coordinate", "coordinate --ranks 1 {given} --nodes a -- true", "moevement_core.launching.coordinate.Signals",
+        {
+            "--ranks": AT_LEAST_ONE, "--port": Range(0, 65535), "--spare-timeout": OR_NEVER,
+            "--tasks-per-node": AT_LEAST_ONE,
+        },
+    ),
+    Command(
+        "plan", "plan gpt_moe --ranks 96 --iteration-time 2 --cluster moevement-a100 {given}",
+        "megatron.moevement.describe.describe",
+        {
+            "--ranks": AT_LEAST_ONE, "--iteration-time": POSITIVE, "--d2h-bandwidth": POSITIVE,
+            "--network-bandwidth": POSITIVE, "--network-share": PART, "--gpus-per-node": AT_LEAST_ONE,
+            "--host-memory": POSITIVE, "--replicas": NOT_NEGATIVE, "--window": AT_LEAST_ONE,
+        },
+        named_in_plan,
+    ),
+    Command(
+        "simulate", "simulate laptop --strategy none {given}", "moevement_core.simulator.scenario.Scenario.costs",
+        {
+            "--ranks": Edges((4, 8), (-1, 0, 7)), "--iteration-time": POSITIVE, "--d2h-bandwidth": POSITIVE,
+            "--network-bandwidth": POSITIVE, "--network-share": PART, "--gpus-per-node": AT_LEAST_ONE,
+            "--host-memory": POSITIVE, "--replicas": NOT_NEGATIVE, "--window": AT_LEAST_ONE, "--mtbf": POSITIVE,
+            "--hours": POSITIVE, "--seeds": AT_LEAST_ONE, "--first-seed": NOT_NEGATIVE,
+            "--speedup": POSITIVE, "--spares": NOT_NEGATIVE, "--repair": OR_NEVER,
+            "--detect": NOT_NEGATIVE, "--regroup": NOT_NEGATIVE, "--interference": NOT_NEGATIVE, "--skew": SHARE,
+            "--storage-bandwidth": POSITIVE, "--workers": AT_LEAST_ONE,
+        },
+        named_in_simulate,
+    ),
+    Command(
+        "simulate", "simulate laptop --strategy none {given}", "moevement_core.simulator.failures.FailureModel.draw",
+        {"--weibull": Range(0.1, 100.0), "--together": BELOW_ONE},
+        named_in_simulate,
+    ),
+    Command(
+        "elastic", "elastic {script} {given}", "moevement_cli.elastic.changes",
+        {
+            "--layers": Range(1, 10_000), "--skew": Range(0.0, 99.0), "--segment": POSITIVE,
+            "--experts": Range(1, 60), "--slots": AT_LEAST_ONE, "--floor": AT_LEAST_ONE, "--nodes": AT_LEAST_TWO,
+            "--iteration-s": POSITIVE, "--expert-share": SHARE, "--expert-bytes": NOT_NEGATIVE,
+            "--bytes-per-s": POSITIVE, "--regroup-s": NOT_NEGATIVE, "--restart-s": NOT_NEGATIVE,
+            "--checkpoint-every": AT_LEAST_ONE, "--checkpoint-s": NOT_NEGATIVE, "--wait-s": NOT_NEGATIVE,
+            "--rebalance-every": AT_LEAST_ONE,
+        },
+    ),
+    Command(
+        "profile", "profile --nproc 1 --output {folder}/profile.yaml {given} {script}", "moevement_cli.profile._run",
+        {"--nproc": AT_LEAST_ONE, "--iterations": Range(8), "--micro-batch-sizes": AT_LEAST_ONE},
+    ),
+    Command(
+        "bench overhead", "bench overhead {given}", "moevement_cli.bench_overhead.samples_of",
+        {
+            "--nproc": Range(3), "--replicas": Range(1, 2), "--window": AT_LEAST_ONE, "--micro-batches": AT_LEAST_ONE,
+            "--blocks": AT_LEAST_TWO, "--block-iterations": AT_LEAST_TWO,
+        },
+    ),
+    Command(
+        "bench replay", "bench replay {given}", "moevement_cli.bench_replay.samples_of",
+        dict.fromkeys(("--nproc", "--steps", "--rounds", "--micro-batches"), AT_LEAST_ONE),
+    ),
+    Command(
+        "bench recovery", "bench recovery {given}", "moevement_cli.bench_recovery.samples_of",
+        {
+            "--stages": AT_LEAST_TWO, "--micro-batches": AT_LEAST_ONE, "--window": AT_LEAST_ONE,
+            "--rounds": AT_LEAST_ONE, "--kills": NOT_NEGATIVE,
+        },
+    ),
+    Command(
+        "bench ettr", "bench ettr {given}", "moevement_cli.bench_ettr._schedules",
+        {
+            "--mtbf": POSITIVE, "--speedup": POSITIVE, "--iterations": AT_LEAST_ONE, "--repeats": AT_LEAST_ONE,
+            "--seed": NOT_NEGATIVE, "--nproc": AT_LEAST_ONE, "--spares": NOT_NEGATIVE,
+        },
+    ),
+    Command(
+        "drill", "drill --out {folder}/drill {given}", "moevement_cli.drill._drill",
+        {"--at": Range(6), "--seed": NOT_NEGATIVE, "--nproc": AT_LEAST_TWO, "--kill": Range(0, 3)},
+    ),
+    Command(
+        "top", "top {folder} {given}", "moevement_cli.top.WatchedRun",
+        {"--interval": Range(0.0, is_open=True, or_infinite=True)},
+    ),
+)  # fmt: skip
+"""Where a bound follows from the default of another flag, as that of --experts from --slots, it stands here too."""
+UNCHECKED = {"drill": {"--timeout"}}
+"""Flags with a number that no command checks."""
+
+
+class Begun(Exception):
+    """Everything was checked, and the work of the command would begin."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises what it would print."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+@cache
+def parser_of(name: str) -> Parser:
+    """Return the parser of a command, without what the command line begins with."""
+    parser = Parser(prog=name)
+    import_module(f"moevement_cli.{name}").add_to(parser)
+    return parser
+
+
+def leaves(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """Yield a command, or in its place each of its actions, by name with its parser."""
+    actions = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    if not actions:
+        yield name, parser
+    for action in actions:
+        for word, its in action.choices.items():
+            yield f"{name} {word}", its
+
+
+LEAVES = {leaf: parser for name in COMMANDS for leaf, parser in leaves(name, parser_of(name))}
+
+
+def types_of(name: str) -> dict[str, type]:
+    """Return the flags of a command that take numbers, and whether of int or float."""
+    actions = LEAVES[name]._actions
+    return {one.option_strings[0]: one.type for one in actions if one.type in (int, float)}
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Command, str], str | None]:
+    """Return a function that runs a command with a flag up to its work; it returns the message of a refusal."""
+    (tmp_path / "script.py").touch()
+    (tmp_path / "logs").mkdir()
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    def begin(*args: object, **kwargs: object) -> NoReturn:
+        raise Begun
+
+    def run(command: Command, given: str) -> str | None:
+        places = {"given": given, "script": tmp_path / "script.py", "folder": tmp_path}
+        name, *words = (filled(word, places) for word in command.words.split())
+        with monkeypatch.context() as patch:
+            patch.setattr(command.work, begin)
+            try:
+                arguments = parser_of(name).parse_args(words)
+                arguments.flags = []
+                with contextlib.suppress(Begun):
+                    arguments.run(arguments)
+                    raise AssertionError(f"{command.work} was never called")
+            except ConfigError as error:
+                return str(error)
+        return None
+
+    return run
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_flag_with_a_number_has_a_range(name: str) -> None:
+    tried = [flag for command in TRIED if command.name == name for flag in command.ranges]
+    assert sorted(types_of(name)) == sorted([*tried, *UNCHECKED.get(name, ())])
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [pytest.param(one, flag, id=f"{one.name} {flag}") for one in TRIED for flag in one.ranges],
+)
+def test_a_flag_takes_its_range_and_no_more(
+    command: Command, flag: str, refusal: Callable[[Command, str], str | None]
+) -> None:
+    its, is_whole = command.ranges[flag], types_of(command.name)[flag] is int
+    tried = its if isinstance(its, Edges) else edges(its, is_whole=is_whole)
+    for value in tried.inside:
+        assert refusal(command, f"{flag}={value}") is None, value
+    for value in tried.outside:
+        text = refusal(command, f"{flag}={value}")
+        assert text is not None, value
+        assert not unnamed(text, command.named(flag, value)), text
+    for word in NO_WHOLE_NUMBER if is_whole else NO_NUMBER:
+        text = refusal(command, f"{flag}={word}")
+        assert text is not None, word
+        assert not unnamed(text, [flag, f"'{word}'"]), text

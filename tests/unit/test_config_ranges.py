@@ -1,0 +1,112 @@
+"""Every --moevement flag with a number: which values its configuration takes, and that others are refused by name."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+import pytest
+
+from moevement_core.elastic.config import ElasticConfig
+from moevement_core.engine.config import BudgetConfig
+from moevement_core.errors import ConfigError
+from moevement_core.flags import add_flags, flags_of, from_args
+from moevement_core.monitoring.config import MetricsConfig
+from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
+from moevement_core.rendezvous.config import TimeoutsConfig
+from moevement_core.replication.config import CopiesConfig
+from moevement_core.restart.drills import DrillConfig
+from moevement_core.session.config import add_session_flags
+from moevement_core.strategies.config import StrategyConfig
+from tests.bad_input.command import unnamed
+from tests.unit.range_edges import BELOW_ONE, NO_NUMBER, NO_WHOLE_NUMBER, PART, WITHIN_ONE, edges
+
+OR_ENDLESS = Range(0.0, is_open=True, or_infinite=True)
+"""More than 0, or inf."""
+ITERATIONS = Range(1, 128)
+RANGES: dict[type, dict[str, Range]] = {
+    StrategyConfig: {
+        "--moevement-window": ITERATIONS, "--moevement-order-alpha": BELOW_ONE,
+        "--moevement-reorder-threshold": NOT_NEGATIVE, "--moevement-reorder-fraction": SHARE,
+        "--moevement-dense-interval": ITERATIONS, "--moevement-snapshot-experts": AT_LEAST_ONE,
+        "--moevement-persist-experts": AT_LEAST_ONE, "--moevement-plt-limit": PART,
+        "--moevement-capacity-boost": PART, "--moevement-overhead-cap": WITHIN_ONE,
+    },
+    CopiesConfig: {"--moevement-replicas": NOT_NEGATIVE, "--moevement-ranks-per-node": AT_LEAST_ONE},
+    BudgetConfig: {
+        "--moevement-host-memory-gb": OR_ENDLESS, "--moevement-log-memory-gb": OR_ENDLESS,
+        "--moevement-bandwidth": POSITIVE, "--moevement-network-bandwidth": POSITIVE,
+    },
+    TimeoutsConfig: {"--moevement-peer-timeout": OR_ENDLESS, "--moevement-lease-seconds": Range(1.0)},
+    DrillConfig: {
+        "--moevement-wipe-at": AT_LEAST_ONE, "--moevement-inject-mtbf": OR_ENDLESS,
+        "--moevement-inject-speedup": OR_ENDLESS,
+    },
+    MetricsConfig: {"--moevement-metrics-port": Range(1, 65535)},
+    ElasticConfig: {
+        "--moevement-join-wait": NOT_NEGATIVE, "--moevement-expert-slots": AT_LEAST_ONE,
+        "--moevement-min-replicas": AT_LEAST_ONE, "--moevement-rebalance-interval": AT_LEAST_ONE,
+    },
+}  # fmt: skip
+UNCHECKED = {"--moevement-wipe-stages", "--moevement-inject-seed"}
+"""Stages are compared with those of the job (test_session_config); any whole number is a seed."""
+WHOLE_TEXTS = ("--moevement-window", "--moevement-metrics-port")
+"""Flags whose whole number is parsed by their check, because they take words as well."""
+WITH = {
+    "--moevement-dense-interval": "dense", "--moevement-snapshot-experts": "moc", "--moevement-persist-experts": "moc",
+    "--moevement-plt-limit": "moc", "--moevement-capacity-boost": "moetion", "--moevement-overhead-cap": "checkfreq",
+}  # fmt: skip
+"""The strategy that a flag belongs to."""
+NOUNS = {"--moevement-order-alpha": "alpha"}
+"""What a message calls a flag that it does not name."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that raises what it would print."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+@pytest.fixture(scope="module")
+def parser() -> Parser:
+    made = Parser(add_help=False)
+    add_session_flags(made.add_argument_group("moevement"), has_switch=True)
+    add_flags(made, ElasticConfig)
+    return made
+
+
+def test_every_flag_with_a_number_has_a_range(parser: Parser) -> None:
+    typed = {one.option_strings[0] for one in parser._actions if one.type not in (None, str)}
+    tried = {flag for its in RANGES.values() for flag in its}
+    assert typed <= tried | UNCHECKED
+    declared = {config: {flag.name for _, flag in flags_of(config)} for config in RANGES}
+    assert not {flag for config, its in RANGES.items() for flag in its if flag not in declared[config]}
+
+
+@pytest.mark.parametrize(
+    ("config", "flag"), [pytest.param(config, flag, id=flag) for config, its in RANGES.items() for flag in its]
+)
+def test_a_flag_takes_its_range_and_no_more(config: type, flag: str, parser: Parser) -> None:
+    (action,) = [one for one in parser._actions if flag in one.option_strings]
+    is_whole = action.type is int or flag in WHOLE_TEXTS
+    words = ["--moevement-strategy", WITH[flag]] if flag in WITH else []
+
+    def refusal(value: object) -> str | None:
+        try:
+            from_args(config, parser.parse_args([*words, f"{flag}={value}"]))
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    tried = edges(RANGES[config][flag], is_whole=is_whole)
+    for value in tried.inside:
+        assert refusal(value) is None, value
+    for value in tried.outside:
+        text = refusal(value)
+        assert text is not None, value
+        assert not unnamed(text, [NOUNS.get(flag, flag) if value == 1.0 else flag, value]), text
+    for word in NO_WHOLE_NUMBER if is_whole else NO_NUMBER:
+        text = refusal(word)
+        assert text is not None, word
+        assert not unnamed(text, [flag, word]), text
