@@ -23,6 +23,8 @@ SPARSE: dict[str, Any] = {
     "global_batch_size": 4,
 }
 """Sparse checkpoints of a job whose iterations are short: two micro-batches, or one for each of two replicas."""
+SAMPLES: dict[str, Any] = {"global_batch_size": SPARSE["global_batch_size"]}
+"""The batch of :data:`SPARSE`, for a recount of what its job trained on."""
 MICRO_BATCHES: dict[str, Any] = {"global_batch_size": 8}
 """Four micro-batches, or two for each of two replicas: a pipeline that is full for a while."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -56,7 +58,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 BOTH = pytest.mark.parametrize("recovery", ["replay", pytest.param("redo", marks=pytest.mark.full)])
 
-EP2XDP2: dict[str, Any] = {"expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True}
+EP2XDP2: dict[str, Any] = {
+    "expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True, **MICRO_BATCHES,
+}  # fmt: skip
 PHASES = (
     "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
     "rank=2,iteration=13,phase=commit", "rank=1,iteration=15,phase=step", "rank=3,iteration=17,phase=gather",

@@ -127,6 +127,7 @@ def test_a_job_that_is_to_end_does_not_begin_again(tmp_path: Path) -> None:
     assert not (tmp_path / "summary.json").exists()
 
 
+@pytest.mark.slow("failed starts are tried again after seconds")
 def test_a_spare_that_cannot_start_ends_nothing(tmp_path: Path) -> None:
     """Its configuration is being edited; it is tried again, and takes part once the file is whole."""
     config, run_dir = tmp_path / "job.yaml", tmp_path / "run"

@@ -63,6 +63,7 @@ SPARSE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("is_elastic", [False, pytest.param(True, marks=pytest.mark.full)], ids=["spares", "elastic"])
+@pytest.mark.slow("three jobs")
 def test_a_rank_is_replaced_in_a_job_that_began_from_a_dense_checkpoint(is_elastic: bool, tmp_path: Path) -> None:
     layout: dict[str, Any] = {"bf16": True, "use_distributed_optimizer": True} | ({} if is_elastic else PP2)
     sparse = SPARSE | ({"moevement_elastic": True} if is_elastic else {})
@@ -81,6 +82,7 @@ def test_a_rank_is_replaced_in_a_job_that_began_from_a_dense_checkpoint(is_elast
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] if name in ONLY_IN_FULL else []) for name in RESUMED]
 )
+@pytest.mark.slow("two jobs of four ranks with dense saves")
 def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Path) -> None:
     nproc, layout = RESUMED[name]
     save: dict[str, Any] = {"save": str(tmp_path / "checkpoints"), "save_interval": 2}
@@ -108,6 +110,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Pa
     ],
     ids=["one-rank", "tensor", "pipeline-4", "expert-4", "interleaved"],
 )
+@pytest.mark.slow("its first case makes the checkpoint of four ranks")
 def test_a_checkpoint_loads_under_another_layout(
     nproc: int, layout: dict[str, Any], saved_by_pp2_ep2: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -143,6 +146,7 @@ def _one_line(ranks: list[Outcome]) -> str:
     return errors[0]
 
 
+@pytest.mark.slow("several jobs")
 def test_a_torn_checkpoint_is_not_loaded(tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
     train(2, None, **PP2, save=str(save), save_interval=2)

@@ -25,6 +25,7 @@ def drilled(kinds: list[str], nproc: int, out: Path, capsys: pytest.CaptureFixtu
     assert all(one["is_equal"] for one in found), printed
 
 
+@pytest.mark.slow("four jobs: two drills, each with its undamaged job")
 def test_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drilled(list(QUICK), 2, tmp_path / "drill", capsys, pipeline_model_parallel_size=2)
 

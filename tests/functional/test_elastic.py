@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
     ("rank", "phase"),
     [pytest.param(0, "forward", marks=pytest.mark.full, id="first-forward"), pytest.param(-1, "step", id="last-step")],
 )
+@pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_a_job_goes_on_with_fewer_ranks_as_a_fresh_one_would(
     layout: str, rank: int, phase: str, tmp_path: Path
 ) -> None:
@@ -65,6 +66,7 @@ def fresh_with_slots(nproc: int, folder: Path, saved: Path, survived: Any, itera
 
 
 @pytest.mark.parametrize("slots", [pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.slow("three jobs")
 def test_experts_in_slots_compute_what_megatrons_experts_compute(slots: int, tmp_path: Path) -> None:
     """From one checkpoint: the same losses and gradient norms, to the rounding of sums in another order."""
     start = start_from(tmp_path / "start")
@@ -119,6 +121,7 @@ LOST: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("layout", some_of(LOST, "PP2xDP2xredo"))
+@pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_lost_shards_come_from_copies_on_peers(layout: str, tmp_path: Path) -> None:
     """With the distributed optimizer nobody else has a lost rank's shard; gradients at peers lead to the newest state
     that they reach, in the layout of now, with the bits that it had.
@@ -173,6 +176,7 @@ BACK = ("--respawn-after", "0.5")
 
 
 @pytest.mark.parametrize("layout", some_of(("DP3", "PP2xDP2xsharded", "slots"), "slots"))
+@pytest.mark.slow("a process joins while the job saves every iteration")
 def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Path) -> None:
     """Nobody is restarted, no committed iteration is lost, and what follows is what a fresh job would do."""
     layouts: dict[str, dict[str, Any]] = {
@@ -200,6 +204,7 @@ def test_a_job_grows_again_as_a_fresh_one_of_that_size(layout: str, tmp_path: Pa
     assert_same(survived, other, larger["iteration"], (nproc - 1,) if layout == "slots" else ())
 
 
+@pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_experts_move_where_loads_ask_for_it(tmp_path: Path) -> None:
     """A rebalance interrupts all ranks, moves replicas with their bits, and goes on as a fresh job placed so would."""
     saved = tmp_path / "saved"

@@ -42,6 +42,7 @@ QUICK = {("mxfp8", "weights in FP8")}
 @pytest.mark.parametrize(
     "recovery", [pytest.param("replay"), pytest.param("redo", marks=pytest.mark.full)]
 )  # fmt: skip
+@pytest.mark.slow("five kills in emulated FP8")
 def test_killed_in_every_recipe(name: str, weights: str, recovery: str, tmp_path: Path) -> None:
     flags_ = recipe(name, weights)
     wanted = failure_free_digest(4, **flags_)
@@ -51,6 +52,7 @@ def test_killed_in_every_recipe(name: str, weights: str, recovery: str, tmp_path
     assert len(survived.failures()) == len(KILLS)
 
 
+@pytest.mark.slow("five kills in emulated FP8")
 def test_scales_look_back_over_several_iterations_and_recompute(tmp_path: Path) -> None:
     """A history of amaxes, and forward passes that are run again; a lost rank makes its updates again by itself."""
     history = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
@@ -62,6 +64,7 @@ def test_scales_look_back_over_several_iterations_and_recompute(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("recovery", ["replay", pytest.param("redo", marks=pytest.mark.full)])
+@pytest.mark.slow("six kills in emulated FP8")
 def test_skipped_updates_move_scales_and_not_weights(recovery: str, tmp_path: Path) -> None:
     """Codes were made with scales of before; ranks are killed after such an iteration, and after others."""
     scaled = {"bf16": False, "fp16": True, "initial_loss_scale": 2**22, "hysteresis": 1}

@@ -55,6 +55,7 @@ def run(recipe: Recipe, folder: Path) -> Run:
 
 
 @pytest.mark.parametrize("recipe", CASES)
+@pytest.mark.slow("two jobs of four ranks")
 def test_a_recipe_has_its_golden_values(recipe: Recipe, tmp_path: Path) -> None:
     golden = json.loads(recipe.golden.read_text())
     series = run(recipe, tmp_path).series()

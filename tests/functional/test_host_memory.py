@@ -36,6 +36,7 @@ def test_ranks_whose_own_snapshots_are_dropped_get_them_from_peers(tmp_path: Pat
     assert survived.record.summary()["checkpointing"]["windows_abandoned"] == 0
 
 
+@pytest.mark.slow("three jobs")
 def test_what_does_not_fit_is_refused_with_what_makes_it_fit_and_then_it_does(tmp_path: Path) -> None:
     wanted = failure_free_digest(NPROC, **WIDE)
     needed, change = refused(tmp_path / "a", moevement_host_memory_gb="0.000001", moevement_keep_own="always")

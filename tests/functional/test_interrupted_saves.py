@@ -23,6 +23,7 @@ QUICK = ("async-worker",)
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else [pytest.mark.full]) for how in SAVES])
+@pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_results_of_an_interrupted_save_are_in_no_later_checkpoint(how: str, tmp_path: Path) -> None:
     """Files of fewer ranks have other sizes; a checkpoint that is described by a list of former files would show it."""
     script, saved = tmp_path / "dying.py", tmp_path / "saved"

@@ -30,6 +30,7 @@ from tests.launching import Survived, command, finished, launch, logs, survive
 from tests.training import ROOT, SCRIPT, flags, train
 
 
+@pytest.mark.slow("eight kills, each with its recovery")
 def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
     nproc, layout = LAYOUTS["PP2xEP2"]
     wanted = failure_free(nproc, **SPARSE | layout | MICRO_BATCHES | {"train_iters": 30})
@@ -55,6 +56,7 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
     assert names.count("replay") == len(faults)
 
 
+@pytest.mark.slow("six kills")
 def test_failures_during_a_recovery(tmp_path: Path) -> None:
     """Of a recovering rank, of the spare just promoted, of a feeder, and of a rank that only waits."""
     nproc, layout = LAYOUTS["PP4"]
@@ -137,6 +139,7 @@ def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
 
 
 @BOTH
+@pytest.mark.slow("six kills, evaluations and dense saves")
 def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
     """In the first iteration, in an evaluation, in a dense save, in the last step and in the exit."""
     flags_ = SPARSE | {
@@ -166,6 +169,7 @@ def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
         assert (tmp_path / folder / "iter_0000008" / ".metadata").exists()
 
 
+@pytest.mark.slow("it waits for a lease")
 def test_a_rank_that_hangs_or_raises(tmp_path: Path) -> None:
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16}
     wanted = failure_free_digest(2, **flags_)
@@ -211,6 +215,7 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
     assert loaded["sources"]["file"] > 0
 
 
+@pytest.mark.slow("all processes start again")
 def test_all_ranks_die_at_once_and_go_on_from_windows_on_disk(tmp_path: Path) -> None:
     """Windows that a rank has written which had come back itself, too."""
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}
@@ -270,6 +275,7 @@ def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None
 
 
 @BOTH
+@pytest.mark.slow("it waits for windows on disk")
 def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(recovery: str, tmp_path: Path) -> None:
     """No restart: every rank rolls back to the window and replays to where the job was."""
     flags_ = SPARSE | {

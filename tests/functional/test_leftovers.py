@@ -68,6 +68,7 @@ def interrupt(nproc: int, run_dir: Path, places: dict[tuple[int, str, int], int]
     return Survived(run_dir, out)
 
 
+@pytest.mark.slow("five kills")
 def test_a_survivor_is_interrupted_in_the_middle_of_a_step(tmp_path: Path) -> None:
     """Of the ranks that wait, each keeps its state: another stage is the one that loses it."""
     flags_ = SPARSE | PP2xDP2

@@ -19,6 +19,7 @@ FROM_THE_START = "rank=1,iteration=2,phase=forward"
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in REGIMES]
 )
 @pytest.mark.parametrize("recovery", ["replay", pytest.param("redo", marks=pytest.mark.full)])
+@pytest.mark.slow("six kills in emulated FP8")
 def test_killed_in_every_regime(name: str, recovery: str, tmp_path: Path) -> None:
     _, layout = LAYOUTS["PP2xEP2"]
     flags_ = SPARSE | layout | {"bf16": True} | REGIMES[name]

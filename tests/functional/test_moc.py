@@ -18,7 +18,7 @@ from moevement_core.persistence.manifest import manifests
 from moevement_core.policy.schedule import Saved
 from tests.failure_free import failure_free
 from tests.functional.bodies import tokens_by_iteration
-from tests.functional.jobs import EP2XDP2, LAYOUTS, PHASES, SPARSE
+from tests.functional.jobs import EP2XDP2, LAYOUTS, PHASES, SAMPLES, SPARSE
 from tests.harness import run_ranks
 from tests.launching import survive
 from tests.training import SCRIPT, flags, train
@@ -45,10 +45,10 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     reached = recovery["until"] - recovery["replayed"]
     assert reached % INTERVAL == 0
     tokens: Counter[tuple[int, int, int]] = Counter()
-    argv = [str(SCRIPT), *flags(**layout, global_batch_size=SPARSE["global_batch_size"], train_iters=13)]
+    argv = [str(SCRIPT), *flags(**SAMPLES | layout, train_iters=13)]
     for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
         tokens.update(outcome.result)
-    samples, positions, experts_per_token = 13 * SPARSE["global_batch_size"], 32, 2
+    samples, positions, experts_per_token = 13 * flags_["global_batch_size"], 32, 2
     assert sum(tokens.values()) == LAYERS * samples * positions * experts_per_token
     wanted = {}
     for layer in range(LAYERS):
@@ -76,7 +76,7 @@ def test_lost_tokens_where_experts_are_selected_by_load(layout: dict[str, Any], 
     (recovery,) = survived.events("recovery")
     reached = recovery["until"] - recovery["replayed"]
     tokens: Counter[tuple[int, int, int]] = Counter()
-    argv = [str(SCRIPT), *flags(**layout, global_batch_size=SPARSE["global_batch_size"], train_iters=21)]
+    argv = [str(SCRIPT), *flags(**SAMPLES | layout, train_iters=21)]
     for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
         tokens.update(outcome.result)
     wanted, of_stage = {}, LAYERS // layout.get("pipeline_model_parallel_size", 1)

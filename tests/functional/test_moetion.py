@@ -15,7 +15,7 @@ from moevement_cli.main import main
 from moevement_core.operators import expert_name
 from tests.failure_free import failure_free, failure_free_digest
 from tests.functional.bodies import tokens_by_iteration
-from tests.functional.jobs import EP2XDP2, LAYOUTS, PHASES, SPARSE
+from tests.functional.jobs import EP2XDP2, LAYOUTS, PHASES, SAMPLES, SPARSE
 from tests.harness import run_ranks
 from tests.launching import survive
 from tests.training import SCRIPT, flags
@@ -70,7 +70,7 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     stages = layout.get("pipeline_model_parallel_size", 1)
     reached = recovery["until"] - recovery["replayed"]
     tokens: Counter[tuple[int, int, int]] = Counter()
-    argv = [str(SCRIPT), *flags(**layout, global_batch_size=SPARSE["global_batch_size"], train_iters=17)]
+    argv = [str(SCRIPT), *flags(**SAMPLES | layout, train_iters=17)]
     for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
         tokens.update(outcome.result)
     wanted, on_stage = {}, LAYERS // stages

@@ -30,6 +30,7 @@ FAULTS = (
         ),
     ],
 )  # fmt: skip
+@pytest.mark.slow("four kills")
 def test_matrices_are_updated_again_as_they_were(layout: dict[str, Any], tmp_path: Path) -> None:
     flags = SPARSE | layout | {"optimizer": "muon"}
     wanted = failure_free_digest(4, **flags)

@@ -34,6 +34,7 @@ def _alone(survived: Survived) -> list[bool]:
     return [its["redone"] > 0 and its["replayed"] == 0 and len(its["ranks"]) == 1 for its in found]
 
 
+@pytest.mark.slow("eight kills, each with its recovery")
 def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
     nproc, layout = LAYOUTS["PP2xEP2"]
     flags_ = SPARSE | layout | MICRO_BATCHES | {"train_iters": 30}
@@ -102,6 +103,7 @@ def test_without_a_pipeline_in_every_form_of_gradients(layout: dict[str, Any], t
     assert any(_alone(survived))
 
 
+@pytest.mark.slow("several kills")
 def test_failures_while_updates_are_made_again(tmp_path: Path) -> None:
     nproc, layout = LAYOUTS["PP2xEP2"]
     flags_ = SPARSE | layout

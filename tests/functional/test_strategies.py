@@ -48,6 +48,7 @@ def assert_all_roll_back(survived: Survived) -> None:
         "moetion-PP2xEP2", "moetion-EP2xDP2",
     ],
 )  # fmt: skip
+@pytest.mark.slow("seven kills, each with its recovery")
 def test_a_rank_killed_in_every_phase_of_an_iteration(name: str, layout: dict[str, Any], tmp_path: Path) -> None:
     flags_ = SPARSE | layout | {"train_iters": 22}
     wanted = failure_free(4, **flags_)

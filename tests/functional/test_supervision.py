@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from moevement_cli.main import main
-from moevement_core.launching.children import Child, Program
+from moevement_core.launching.children import ASKING, Child, Program, end_all
 from moevement_core.run_record import RunRecord
 from tests.failure_free import digest_of, failure_free
 from tests.launching import finished, launch, logs, survive
@@ -139,24 +139,20 @@ def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: 
     assert re.search(rf"^moevement: .*{named}", err, re.MULTILINE), err
 
 
-def test_what_is_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
-    """As SIGHUP is under nohup; and a child ends with its parent."""
+def test_a_rank_ignores_what_its_launcher_answers(tmp_path: Path) -> None:
+    """A rank that died of a signal to the whole job could not come to the boundary at which the job saves and ends."""
     ready = tmp_path / "ready"
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    child = Child("child", Program(_sleep, (str(ready),)), {}, None)
     try:
-        child = Child("child", Program(_sleep, (str(ready),)), {}, None)
         while not ready.exists():
             time.sleep(0.01)
-        os.kill(child.pid, signal.SIGHUP)
+        for number in ASKING:
+            os.kill(child.pid, number)
         time.sleep(0.2)
         assert child.poll() is None
-        os.kill(child.pid, signal.SIGTERM)
-        deadline = time.monotonic() + 120
-        while child.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert child.code == -signal.SIGTERM
     finally:
-        signal.signal(signal.SIGHUP, before)
+        end_all([child])
+    assert (child.code, child.was_ended) == (-signal.SIGKILL, True)
 
 
 def _sleep(ready: str) -> None:

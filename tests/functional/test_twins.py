@@ -18,7 +18,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], tuple[str, ...]]] = {
     ),
     "DP2": (2, {"moevement_replicas": 1}, ("rank=1,iteration=6,phase=forward", "rank=0,iteration=12,phase=reduce")),
     "EP2xEDP2": (
-        4, {"expert_model_parallel_size": 2, "fp16": True, "initial_loss_scale": 2**16},
+        4, {"expert_model_parallel_size": 2, "fp16": True, "initial_loss_scale": 2**16, "global_batch_size": 8},
         ("rank=0,iteration=7,phase=backward", "rank=3,iteration=15,phase=step"),
     ),
 }  # fmt: skip
