@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ FOLDER_ENV = "MOEVEMENT_TEST_FAILURE_FREE"
 """Environment variable with the folder of the runs; the workers of one test session share it."""
 
 _COMPUTES_OTHERWISE = ("moevement_frozen_kernels", "moevement_expert_slots")
+"""Flags of this project that change the order of sums, and so the bits."""
 
 
 def failure_free(nproc: int, **flags: Any) -> RunRecord:
@@ -51,12 +51,6 @@ def failure_free_digest(nproc: int, **flags: Any) -> str:
 def digest_of(record: RunRecord) -> str:
     """Return the digest of the final state of a run."""
     return str(record.summary()["state_digest"]["all"])
-
-
-def copy_of(record: RunRecord, folder: Path) -> RunRecord:
-    """Copy a run that is shared to ``folder``, for a test that changes it."""
-    shutil.copytree(record.folder, folder)
-    return RunRecord(folder)
 
 
 def _changes_training(name: str) -> bool:

@@ -203,8 +203,11 @@ class Checkpointer:
 
     def _make_more_room(self, schedule: Schedule) -> None:
         memory, beside = self.memory, self.memory.beside(self._persisted_bytes(), schedule)
-        here = max(memory.here_after_gap(schedule), beside if memory.keeps_own else 0)
-        self._grow(lambda: here, max(memory.at_peer_after_gap(schedule), beside))
+
+        def here() -> int:  # asked again when own snapshots are no longer kept
+            return max(memory.here_after_gap(schedule), beside if memory.keeps_own else 0)
+
+        self._grow(here, max(memory.at_peer_after_gap(schedule), beside))
 
     def _persisted_bytes(self) -> int:
         """Return the bytes of the run that is persisted, as peers keep it."""
