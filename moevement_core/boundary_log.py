@@ -123,6 +123,19 @@ class BoundaryLog:
         self._drop(iteration)
         self._logged[iteration] = {direction: [] for direction in Direction}
 
+    def begin_again(self) -> None:
+        """Drop what the iteration under way has sent so far: it is computed again from its beginning."""
+        if self._iteration is not None:
+            self.begin(self._iteration)
+
+    def first_not_finite(self, direction: Direction) -> int | None:
+        """Return the order of the first tensor that the iteration under way sent with a value that is not finite.
+
+        None if every value is finite, or no iteration is under way. Reads all that was sent; waits for the copies.
+        """
+        sent = self._logged[self._iteration][direction] if self._iteration is not None else []
+        return next((logged.order for logged in sent if not logged.tensor.isfinite().all()), None)
+
     def end(self) -> None:
         """The iteration is over: nothing that is sent from now on is kept."""
         if self._iteration is not None:

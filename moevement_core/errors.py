@@ -4,6 +4,10 @@ Every message says the value found, the value needed and what to do about it. Li
 command line turns one into a line on stderr and an exit code.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class MoEvementError(Exception):
     """Base of all errors that this project raises on purpose."""
@@ -67,6 +71,20 @@ class ProcessGroupError(MoEvementError):
 
 class JobStopped(MoEvementError):
     """The job has ended, or was given up, while this process waited to take part in it."""
+
+
+class ResultError(MoEvementError):
+    """A computed result cannot be right: it is not finite, or it was another one when it was computed again.
+
+    Args:
+        message: what was found, where, and in which iteration.
+        suspects: ranks whose processes computed it and may compute it again; one of them is to be replaced. Empty if
+            computing it again may be enough.
+    """
+
+    def __init__(self, message: str, suspects: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.suspects = tuple(suspects)
 
 
 class InjectedFault(MoEvementError):

@@ -212,6 +212,7 @@ def points() -> tuple[Point, ...]:
             "opening an iterator must not move the generator that training draws from",
         ),
         *_optimizer_points(),
+        *_result_points(),
         Point(
             ("megatron.training.checkpointing",),
             "get_rng_state",
@@ -225,6 +226,33 @@ def points() -> tuple[Point, ...]:
             "expert-parallel ranks would all resume with the first one's random states",
         ),
         *_save_points(),
+    )
+
+
+def _result_points() -> tuple[Point, ...]:
+    """Results that are not finite, in a job that goes on after failures."""
+    from megatron.moevement.runtime import results
+
+    machine = ("megatron.core.rerun_state_machine:RerunStateMachine",)
+    return (
+        Point(
+            machine,
+            "should_run_forward_backward",
+            results.locate_when_computed_again(_process),
+            "what a first pass computed is gone once the second one runs",
+        ),
+        Point(
+            machine,
+            "should_checkpoint_and_exit",
+            results.interrupt_instead_of_exit(_process),
+            "ends every rank where a result is not finite, and a spare could take the place of one",
+        ),
+        Point(
+            machine,
+            "validate_result",
+            results.refuse_without_second_pass(_process),
+            "without a second pass a rank raises alone, and nobody knows that it does so again",
+        ),
     )
 
 

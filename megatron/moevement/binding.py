@@ -181,6 +181,8 @@ class MegatronBinding(Binding):
 
     @override
     def commit_point(self, vote: Vote) -> CommittedOptimizer:
+        from megatron.training import get_args
+
         commit = CommittedOptimizer(
             self.live.optimizer,
             lambda: boundary_after(self.live),
@@ -189,6 +191,7 @@ class MegatronBinding(Binding):
             lambda: self.on_step(),
             Scales(self.live.model or []),
             lambda: None if self.live.num_tokens is None else int(self.live.num_tokens),
+            validates=get_args().check_for_nan_in_loss_and_grad,
         )
         self._commit = commit
         places.watch(self.live)

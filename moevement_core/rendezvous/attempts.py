@@ -24,6 +24,8 @@ class Attempts:
         """By rank and the iteration that it died in."""
         self._in_a_row = 0
         self._generation = -1
+        self._replaced: set[int] = set()
+        """Ranks that got another process because of a result that was not finite, since the last progress."""
 
     @property
     def has_committed(self) -> bool:
@@ -37,6 +39,7 @@ class Attempts:
             self._committed = iteration
             self._failures = self._in_a_row = 0
             self._deaths.clear()
+            self._replaced.clear()
 
     def formed(self) -> None:
         """A new attempt begins; where it goes on from its ranks will tell."""
@@ -73,6 +76,17 @@ class Attempts:
             if self._failures >= FAILURES:
                 return f"it failed {FAILURES} times in a row in the same place: {reasons[0]}"
         return None
+
+    def suspected(self, ranks: Collection[int]) -> int | None:
+        """Return the rank whose process is to be replaced, of those that computed a result that is not finite.
+
+        One at a time, the lowest first: each process that is replaced takes its part of the copies with it. None if all
+        of them were replaced since the last progress: then the batch is to blame, or the model.
+        """
+        rank = min(set(ranks) - self._replaced, default=None)
+        if rank is not None:
+            self._replaced.add(rank)
+        return rank
 
     @property
     def back_off_s(self) -> float:

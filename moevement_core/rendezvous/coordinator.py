@@ -102,6 +102,10 @@ class Coordinator:
         self._grid: Grid | None = None
         """Of an elastic job, as soon as any of its ranks has said that it is one."""
         self._is_winding_down = False
+        self._judged = -1
+        """The newest generation whose results that were not finite were acted upon."""
+        self._suspect_nodes: set[str] = set()
+        """Nodes of processes that computed them; a spare on such a node is the last to be taken."""
         self._adopts = Now(clock)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # whoever asks later finds it, and it is kept from here on
         store.set(NEWEST, "-1")
@@ -202,8 +206,12 @@ class Coordinator:
             self._form()
 
     def waiting(self) -> list[int]:
-        """Members that could take a rank, those of the roster not among them; in the order in which they came."""
-        return self.membership.waiting(set(self.roster.ranks.values()))
+        """Members that could take a rank, those of the roster not among them; in the order in which they came.
+
+        Those on the nodes of processes that computed results that were not finite come last.
+        """
+        waiting = self.membership.waiting(set(self.roster.ranks.values()))
+        return sorted(waiting, key=lambda member: self.members[member].node in self._suspect_nodes)
 
     def who(self) -> list[dict[str, Any]]:
         """Everyone who takes part, as ``ranks.json`` has it: ranks in their order, then spares."""
@@ -258,6 +266,8 @@ class Coordinator:
             self.stop(
                 "it was asked to end, and no rank that trained is left; start it again to go on from what is saved"
             )
+            return
+        if self._replace_suspect():
             return
         if self._form_at is None:
             self._form_at = self._clock() + self._decide_to_go_on()
@@ -341,6 +351,32 @@ class Coordinator:
                 how = f"did not stop within {LEASES_TO_LEAVE * self.lease_s:g} s of an interruption"
                 self._lose(member, how, NoticedBy.TIMEOUT)
         return not entered
+
+    def _replace_suspect(self) -> bool:
+        """Give up a process that computes results that are not finite, or the job; return whether any of it was done.
+
+        Every process of the ranks concerned is replaced once, one after the other, before the batch is blamed.
+        """
+        entered = self._entered
+        if self._judged == entered.generation or not entered.suspects:
+            return False
+        self._judged = entered.generation
+        reason = "; ".join(entered.reasons)
+        rank = self._attempts.suspected(entered.suspects)
+        if rank is None:
+            iteration = max(left["committed"] for left in entered.left.values()) + 1
+            self.stop(
+                f"{reason}; other processes computed it, too, so the batch of iteration {iteration} or the model is "
+                f"the cause: leave the batch out with --iterations-to-skip {iteration}, or lower the learning rate"
+            )
+            return True
+        member = self.roster.ranks[rank]
+        if member not in self.members:
+            return False  # lost meanwhile
+        info = self.members[member]
+        self._suspect_nodes.add(info.node)
+        self.died(member, info.pid, f"computed results that are not finite ({reason})", NoticedBy.RESULT)
+        return True
 
     def _decide_to_go_on(self) -> float:
         """How long to wait before the job is formed again; stops it if there is no point in that."""

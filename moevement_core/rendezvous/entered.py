@@ -69,6 +69,11 @@ class Entered:
         return bool(self._finished) and set(self.members) <= self._finished
 
     @property
+    def suspects(self) -> set[int]:
+        """Ranks whose processes compute results that are not finite, as members reported when they left."""
+        return {rank for left in self.left.values() for rank in left.get("suspects", ())}
+
+    @property
     def reasons(self) -> list[str]:
         """Why members left, those that had a reason of their own."""
         return sorted({left["reason"] for left in self.left.values() if left["reason"]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -83,15 +84,19 @@ class Member:
         if (why := self._store.read(GIVEN_UP.format(self._info.member))) is not None:
             raise JobStopped(f"the job goes on without this process, which {why.decode()}")
 
-    def leave(self, reason: str, committed: int, *, had_recovered: bool = False) -> None:
+    def leave(self, reason: str, committed: int, *, had_recovered: bool = False, suspects: Sequence[int] = ()) -> None:
         """This rank has stopped what it did; the job is formed again when all survivors have.
 
         Args:
             reason: what went wrong here; empty if it was somewhere else.
             committed: the newest iteration that it knows of.
             had_recovered: whether it was in training, with every failure before behind it.
+            suspects: ranks of which one is to be replaced, because their processes compute results that are not finite.
         """
-        left = {"reason": reason, "committed": committed, "at": time.time(), "had_recovered": had_recovered}
+        left = {
+            "reason": reason, "committed": committed, "at": time.time(), "had_recovered": had_recovered,
+            "suspects": list(suspects),
+        }  # fmt: skip
         self._write(LEFT, json.dumps(left))
 
     def finished(self) -> None:

@@ -60,6 +60,8 @@ class NoticedBy(StrEnum):
     """Nothing was heard of the process for the lease time, or its supervisor found it stopped."""
     TIMEOUT = "timeout"
     """The process did not stop what it did after an interruption, or did not acknowledge a roster."""
+    RESULT = "result"
+    """The process lives and computes results that are not finite."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
-from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, RunRecordError
+from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
 from moevement_core.injection import Fault, Phase
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
@@ -142,6 +142,7 @@ class _Restarts:
         self._endpoints = endpoints(address)
         self._member = Member(self._store, _introduction(training.watching.devices))
         self._reason = ""
+        self._suspects: tuple[int, ...] = ()
 
     def run(self) -> Any:
         """To the end of the job."""
@@ -166,7 +167,9 @@ class _Restarts:
                 forget_groups()
                 self._training.interrupted()
                 had_recovered = self._training.resumed_in == roster.generation
-                self._member.leave(self._reason, self._training.iteration, had_recovered=had_recovered)
+                self._member.leave(
+                    self._reason, self._training.iteration, had_recovered=had_recovered, suspects=self._suspects
+                )
                 continue
             self._training.ended()
             if isinstance(ended, SystemExit):
@@ -179,7 +182,7 @@ class _Restarts:
         injection.begin(watching.faults, lambda: self._training.iteration)
         world = len(now.roster.ranks)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
-        self._reason = ""
+        self._reason, self._suspects = "", ()
         groups_store, its_connections = connect_breakable(self._address)
         guard = Guard(
             now.rank,
@@ -208,6 +211,9 @@ class _Restarts:
                     raise
                 raise _Unfit(error) from None  # it would be the same again
             except Regroup:
+                raise
+            except ResultError as error:
+                self._reason, self._suspects = f"rank {now.rank}: {_first_line(error)}", error.suspects
                 raise
             except Exception as error:
                 if not is_fault_of_others():

@@ -93,6 +93,7 @@ _NOTICED = {
     NoticedBy.RESET: "reset of the supervisor's connection",
     NoticedBy.LEASE: "lease that ran out",
     NoticedBy.TIMEOUT: "timeout: it did not answer",
+    NoticedBy.RESULT: "result that was not finite",
 }
 
 

@@ -211,3 +211,21 @@ def test_the_digest_of_an_iteration_is_that_of_what_it_sent_and_in_which_order()
     assert again.digest(2) is None, "it is not over"
     again.end()
     assert again.digest(2) != log.digest(2)
+
+
+def test_it_finds_the_first_value_that_is_not_finite_and_begins_again() -> None:
+    log, _ = log_of()
+    log.begin(1)
+    for order in range(4):
+        sent = tensor(1, order)
+        log.note(FORWARD, sent)
+        log.note(BACKWARD, sent / 0 if order >= 2 else sent)
+    assert (log.first_not_finite(FORWARD), log.first_not_finite(BACKWARD)) == (None, 2)
+    log.begin_again()
+    assert log.first_not_finite(BACKWARD) is None
+    log.note(FORWARD, tensor(1, 7))
+    log.end()
+    again = log.sent(1, FORWARD)
+    assert again is not None
+    assert [torch.equal(one.tensor, tensor(1, 7)) for one in again] == [True], "what was computed first is gone"
+    assert log.first_not_finite(FORWARD) is None, "no iteration is under way"

@@ -65,6 +65,7 @@ class CommittedOptimizer(Commit):
         scales: of FP8 on this rank, where weights are kept in it.
         num_tokens: gives the number that gradients were divided by, and waits for the device; None without per-token
             loss.
+        validates: whether an update with a norm that is not finite is refused.
     """
 
     def __init__(
@@ -76,8 +77,11 @@ class CommittedOptimizer(Commit):
         step: Callable[[], Any],
         scales: Scales | None = None,
         num_tokens: Callable[[], int | None] = lambda: None,
+        *,
+        validates: bool = False,
     ) -> None:
         super().__init__()
+        self._validates = validates
         self._num_tokens = num_tokens
         self._scales = scales
         self._optimizer, self._boundary, self._advance, self._vote = optimizer, boundary, advance, vote
@@ -138,6 +142,8 @@ class CommittedOptimizer(Commit):
                     self._reduced.zeros = self._optimizer.count_zeros()
                 injection.at(Phase.COMMIT)
                 if type(self.mode) is Train:
+                    if self._validates:
+                        self._reduced.check_finite()
                     self._vote()
                 self._section.enter_context(atomic())
                 self.torn = True

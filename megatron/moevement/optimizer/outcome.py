@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.moevement.optimizer.norms import Norm, all_recorded, recorded
 from megatron.moevement.state_digest import members
+from moevement_core.errors import ResultError
 
 Outcome = Mapping[str, Any]
 """What :func:`outcome_of` gave."""
@@ -42,6 +44,16 @@ class Reduced:
                 self.clip_norm = recorded(result)
             case _:
                 self.clip_norms_by_group = all_recorded(result)
+
+    def check_finite(self) -> None:
+        """Refuse norms that are not finite; they are on the host, and the same on all ranks with a part in them.
+
+        Raises:
+            ResultError: one is not. Local gradients were validated before: their sum, or what carried it, is at fault.
+        """
+        for norm in (self.clip_norm, *self.clip_norms_by_group.values()):
+            if norm is not None and not math.isfinite(norm):
+                raise ResultError(f"the norm of the reduced gradients is {float(norm)}")
 
 
 def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from megatron.moevement.runtime import recorder
 from megatron.moevement.runtime.dense_checkpoint import TRACKER
 from megatron.moevement.runtime.job import Job, Process
 from megatron.moevement.runtime.live import TrainLoop
+from megatron.moevement.runtime.results import validate_first_iteration
 from moevement_core import log
 from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
@@ -210,6 +211,7 @@ def enter_loop(process: Process) -> Wrapper:
             job.has_begun = True
             if (now := generation()) is not None:
                 job.resumed_in = now.roster.generation
+                validate_first_iteration()
             return original(*args, **kwargs)
 
         return train

@@ -51,6 +51,8 @@ class Job:
     loads: RoutedLoads | None = None
     """Of experts in slots."""
 
+    place_of_failure: int = 0
+    """Where in the flow of an iteration values were first not finite; see :mod:`megatron.moevement.runtime.results`."""
     config_before: dict[str, Any] = field(default_factory=dict)
     """What the model's configuration held before training put its own into it."""
 
@@ -83,6 +85,10 @@ class Process:
         """Of an elastic job that is being put together again."""
         self.before: Sequence[Held] = ()
         """Snapshots of before the job got its present size, until a window of that is persisted."""
+        self.rejected_at = 0
+        """The last iteration in which this process rejected a result of its own, without a second pass."""
+        self.transient_failures = 0
+        """How many times this process computed a result that did not come again."""
 
     def start_over(self) -> Job:
         """Forget the job, free what it holds, and begin an empty one; returns it."""

@@ -90,9 +90,9 @@ class Job:
         assert rank is not None
         return rank
 
-    def leave(self, *numbers: int, reason: str = "", committed: int = 0) -> None:
+    def leave(self, *numbers: int, reason: str = "", committed: int = 0, suspects: tuple[int, ...] = ()) -> None:
         for number in numbers:
-            self.members[number].leave(reason, committed)
+            self.members[number].leave(reason, committed, suspects=suspects)
         self.settle()
 
 
@@ -466,3 +466,57 @@ def test_tasks_that_see_one_device_each_keep_theirs() -> None:
     members = {rank: MemberInfo(rank, rank, "a", "a", rank, 1) for rank in range(4)}
     assert assign_devices(members, {})[0] == 0
     assert assign_devices({0: MemberInfo(9, 9, "a", "a", 5, 0)}, {}) == {0: 5}
+
+
+# Processes that compute results that are not finite
+
+
+def test_a_process_that_computes_no_numbers_is_replaced_by_one_of_another_node(store: Any) -> None:
+    job = Job(store, 2, 6)  # two on each node
+    job.coordinator.renew({0: 41, 1: 41})
+    job.leave(0, 1, reason="rank 1: NaN", committed=41, suspects=(1,))
+    assert job.coordinator.roster.ranks == {0: 0, 1: 2}
+    (death,) = job.coordinator.deaths
+    assert (death.member, death.noticed_by) == (1, NoticedBy.RESULT)
+    assert job.coordinator.given_up == {1}, "its supervisor ends it"
+    with pytest.raises(JobStopped):
+        job.members[1].wait_for_rank()
+
+
+def test_a_spare_beside_a_process_that_computed_no_numbers_comes_last(store: Any) -> None:
+    job = Job(store, 3, 6)
+    job.coordinator.renew({0: 41, 1: 41, 2: 41})
+    job.leave(0, 1, 2, reason="rank 2: NaN", committed=41, suspects=(2,))
+    assert job.coordinator.roster.ranks == {0: 0, 1: 1, 2: 4}, "member 3 came first, and is on the node of member 2"
+    assert job.coordinator.waiting() == [5, 3]
+
+
+def test_ranks_that_are_suspected_together_are_replaced_one_after_the_other(store: Any) -> None:
+    """Two at once could be all that have a copy. Then the batch is to blame, and the job stops."""
+    job = Job(store, 2, 6)
+    job.coordinator.renew({0: 41, 1: 41})
+    for lost, others in ((0, (0, 1)), (1, (1, 2))):
+        job.leave(*others, reason=f"rank {lost}: NaN", committed=41, suspects=(0, 1))
+        assert job.coordinator.state is State.RUNNING
+    assert {death.member for death in job.coordinator.deaths} == {0, 1}
+    job.leave(*job.coordinator.roster.ranks.values(), reason="rank 0: NaN", committed=41, suspects=(0, 1))
+    assert job.coordinator.state is State.STOPPED
+    assert "--iterations-to-skip 42" in store.get(STOP).decode()
+
+
+def test_progress_makes_every_process_one_that_may_be_replaced_again(store: Any) -> None:
+    job = Job(store, 2, 6)
+    for committed in (41, 42, 43):
+        job.coordinator.renew(dict.fromkeys(job.coordinator.roster.ranks.values(), committed))
+        job.leave(*job.coordinator.roster.ranks.values(), reason="rank 1: NaN", committed=committed, suspects=(1,))
+        assert job.coordinator.state is State.RUNNING
+    assert len(job.coordinator.deaths) == 3
+
+
+def test_a_suspect_that_dies_meanwhile_is_replaced_once(store: Any) -> None:
+    job = Job(store, 2, 4)
+    job.members[0].leave("rank 1: NaN", 41, suspects=(1,))
+    job.coordinator.died(1, 1001, KILLED)
+    job.settle()
+    assert job.coordinator.roster.ranks == {0: 0, 1: 2}
+    assert len(job.coordinator.deaths) == 1

@@ -1,0 +1,200 @@
+"""What becomes of a result that is not finite, in a job that goes on after failures.
+
+Megatron validates losses and local gradients, computes an iteration again where one of them is rejected, and ends the
+job: with exit code 17 if the second result is another one, with 16 if it is the same, so that a scheduler may start the
+job on other devices. Here no rank ends. An iteration whose second result is another one is computed again from its
+beginning. Where the second result is the same, the rank is found whose results were finite last, and a spare on another
+node takes its place (:meth:`moevement_core.rendezvous.coordinator.Coordinator.step`); once every such process was
+replaced in vain, the batch is to blame, and the job stops.
+
+Finding that rank costs nothing until a result is rejected. Then each rank reads what it sent over its stage's
+boundaries: values that are not finite flow forward through the stages to the loss, and from there backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.moevement.runtime.job import Job, Process
+from moevement_core.boundary_log import Direction
+from moevement_core.errors import ResultError
+from moevement_core.restart.generation import generation, waiting_for_others
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+NEVER = 1 << 30
+"""The place of a rank all of whose results are finite."""
+_GRADIENTS = "bucket"
+"""In the messages of Megatron's own checks of gradients; what else is validated is a loss."""
+TRANSIENT = 2
+"""How many times a process may compute a result that does not come again before it is replaced."""
+
+
+def validate_first_iteration() -> None:
+    """Have the iteration that comes next validated like every other one.
+
+    Megatron leaves out the first one after each start, because it could not save a checkpoint before the first update.
+    In a job that goes on after failures nothing is saved for that, and after a recovery the first iteration is the one
+    that failed.
+    """
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+    get_rerun_state_machine().first_iteration_complete = True
+
+
+def locate_when_computed_again(process: Process) -> Wrapper:
+    """Wrap ``should_run_forward_backward``: find where values stopped being finite before a second pass replaces them.
+
+    What the first pass sent over stage boundaries is dropped from the log then: it is sent again.
+    """
+
+    def wrapper(original: Callable[..., bool]) -> Callable[..., bool]:
+        @functools.wraps(original)
+        def should_run_forward_backward(machine: Any, data_iterator: Any) -> bool:
+            from megatron.core.rerun_state_machine import RerunState
+
+            is_wanted = original(machine, data_iterator)
+            if is_wanted and machine.state is RerunState.RERUNNING_IN_PLACE and generation() is not None:
+                job = process.job
+                job.place_of_failure = _place(job, machine)
+                if job.live.boundary_log is not None:
+                    job.live.boundary_log.begin_again()
+            return is_wanted
+
+        return should_run_forward_backward
+
+    return wrapper
+
+
+def interrupt_instead_of_exit(process: Process) -> Wrapper:
+    """Wrap ``should_checkpoint_and_exit``: where Megatron would end all ranks, the iteration is interrupted.
+
+    Every rank comes here, and every rank is told the same: Megatron has agreed on it.
+    """
+
+    def wrapper(original: Callable[..., tuple[bool, bool, int]]) -> Callable[..., tuple[bool, bool, int]]:
+        @functools.wraps(original)
+        def should_checkpoint_and_exit(machine: Any) -> tuple[bool, bool, int]:
+            from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
+
+            decided = original(machine)
+            _, is_to_exit, code = decided
+            if is_to_exit and generation() is not None:
+                _interrupt(process, machine, is_reproducible=code == EXIT_CODE_RESUME_TO_DISAMBIGUATE)
+            return decided
+
+        return should_checkpoint_and_exit
+
+    return wrapper
+
+
+def refuse_without_second_pass(process: Process) -> Wrapper:
+    """Wrap ``validate_result``, for ``--rerun-mode disabled``, in which the rank that rejects a result raises alone.
+
+    The iteration is computed again after the interruption. A process that rejects a result there once more is replaced.
+    """
+
+    def wrapper(original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def validate_result(machine: Any, *args: Any, **kwargs: Any) -> None:
+            from megatron.core.rerun_state_machine import RerunMode
+
+            if machine.mode is not RerunMode.DISABLED or generation() is None:
+                return original(machine, *args, **kwargs)
+            try:
+                return original(machine, *args, **kwargs)
+            except RuntimeError as error:
+                iteration = process.job.live.iteration + 1
+                is_again = process.rejected_at == iteration
+                process.rejected_at = iteration
+                raise ResultError(str(error), [dist.get_rank()] if is_again else ()) from error
+
+        return validate_result
+
+    return wrapper
+
+
+def _place(job: Job, machine: Any) -> int:
+    """Return where in the flow of an iteration values of this rank were first not finite; :data:`NEVER` if nowhere.
+
+    Stages in the order of the forward pass, each of their chunks by itself; then the loss; then stages in the order of
+    the backward pass; then gradients of weights, which flow nowhere.
+    """
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    loss = stages * (get_args().virtual_pipeline_model_parallel_size or 1)
+    rejected = machine.failed_validation_call
+    if (chunk := _first_chunk(job, Direction.FORWARD, stage, stages)) is not None:
+        return chunk * stages + stage
+    if rejected is not None and _GRADIENTS not in rejected.caller.message:
+        return loss
+    if (chunk := _first_chunk(job, Direction.BACKWARD, stages - 1 - stage, stages)) is not None:
+        return loss + 1 + chunk * stages + stages - 1 - stage
+    return 2 * loss + 1 if rejected is not None else NEVER
+
+
+def _first_chunk(job: Job, direction: Direction, depth: int, stages: int) -> int | None:
+    """Return the first chunk of this stage, counted in a direction, that sent a value that is not finite."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+    from megatron.core.utils import get_model_config
+    from megatron.training import get_args
+
+    log = job.live.boundary_log
+    if log is None or (order := log.first_not_finite(direction)) is None:
+        return None
+    chunks = get_args().virtual_pipeline_model_parallel_size or 1
+    group = get_model_config((job.live.model or [])[0]).microbatch_group_size_per_vp_stage or stages
+    passes = [chunk for _, chunk in get_schedule_table(get_num_microbatches(), chunks, group)]
+    is_last = depth == stages - 1  # which sends nothing of its last chunk
+    return [chunk for chunk in passes if not (is_last and chunk == chunks - 1)][order]
+
+
+def _what(job: Job, machine: Any) -> str:
+    """Return in words what was not finite where values stopped being so on this rank."""
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    chunks = get_args().virtual_pipeline_model_parallel_size or 1
+    loss = parallel_state.get_pipeline_model_parallel_world_size() * chunks
+    if job.place_of_failure < loss:
+        return "found values that are not finite in what it sent to the next stage"
+    if loss < job.place_of_failure <= 2 * loss:
+        return "found values that are not finite in the gradients that it sent to the stage before"
+    return str(machine.failed_validation_call.caller.message)
+
+
+def _interrupt(process: Process, machine: Any, *, is_reproducible: bool) -> None:
+    """Interrupt the generation: one rank raises for all those that are suspected, and the others wait for that.
+
+    Raises:
+        ResultError: on the lowest of those ranks.
+    """
+    job, rank, world = process.job, dist.get_rank(), dist.get_world_size()
+    mine = torch.tensor([job.place_of_failure], dtype=torch.int64, device=torch.cuda.current_device())
+    places = torch.empty(world, dtype=torch.int64, device=mine.device)
+    dist.all_gather_into_tensor(places, mine)
+    first = int(places.min())
+    suspects = [suspect for suspect, place in enumerate(places.tolist()) if place == first]
+    if rank in suspects and not is_reproducible:
+        process.transient_failures += 1
+    if rank == suspects[0]:
+        again = "twice the same" if is_reproducible else "not the same when it was computed again"
+        is_to_go = is_reproducible or process.transient_failures >= TRANSIENT
+        others = f" (ranks {', '.join(map(str, suspects))} alike)" if len(suspects) > 1 else ""
+        raise ResultError(
+            f"{_what(job, machine)} in iteration {job.live.iteration + 1}, {again}{others}",
+            suspects if is_to_go else (),
+        )
+    with waiting_for_others():
+        while True:  # until the interruption comes
+            time.sleep(0.01)
