@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -123,7 +123,7 @@ def _run(launch: Launch) -> int:
     port = int(listener.getsockname()[1])
     with (
         Endpoint(served) if served is not None else nullcontext() as endpoint,
-        tempfile.TemporaryDirectory(prefix="moevement-") as scratch,
+        tempfile.TemporaryDirectory(prefix="moevement-", ignore_cleanup_errors=True) as scratch,
         nothing_left_behind(),
         Signals() as signals,
     ):
@@ -136,13 +136,10 @@ def _run(launch: Launch) -> int:
         store: Any = None
         watch: Watch
         try:
-            folder_of_pages = Path(scratch) / "status"
-            folder_of_pages.mkdir()
             pages: list[StatusPage] = []
             if launch.spares is None:
-                paths = [folder_of_pages / f"status_{number}" for number in range(launch.nproc)]
-                pages = [StatusPage(path) for path in paths]
-                children = [starter.start(number, {PAGE_ENV: str(path)}) for number, path in enumerate(paths)]
+                pages = [StatusPage() for _ in range(launch.nproc)]
+                children = [starter.start(number, {PAGE_ENV: page.path}) for number, page in enumerate(pages)]
             # After the ranks are forked, so that none of them inherits the store's thread. Those that are started
             # later do without it.
             store = SignedStore(_store(listener), token)
@@ -156,7 +153,7 @@ def _run(launch: Launch) -> int:
                 else:
                     watch = ReplaceWhoDies(
                         starter.start, store, launch.nproc, launch.spares, launch.spare_timeout_s,
-                        lease_of(launch.argv), folder_of_pages, record, progress, children, launch.respawn_after_s,
+                        lease_of(launch.argv), record, progress, children, launch.respawn_after_s,
                     )  # fmt: skip
                 signals.may_wind_down = True
                 folder = LogFolder(logs) if logs is not None else None
@@ -243,7 +240,9 @@ class _Starter:
             environment[NODE_ENV] = str(number // launch.ranks_per_node)
         # A path of a Unix socket, which multiprocessing puts there, has 107 bytes and takes some thirty for itself.
         if len(str(self._scratch)) < 72:
-            environment["TMPDIR"] = str(self._scratch)
+            with suppress(OSError):
+                self._scratch.mkdir(mode=0o700, exist_ok=True)  # cleaners of temporary folders may have removed it
+                environment["TMPDIR"] = str(self._scratch)
         return Child(label, self._program, environment, self._logs)
 
 

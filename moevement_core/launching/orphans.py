@@ -11,11 +11,10 @@ import os
 import time
 from collections.abc import Collection
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
-from moevement_core.rendezvous.status_page import PAGE_ENV
+from moevement_core.restart.environment import MEMBER_ENV, PARENT_ENV
 
 LOOK_S = 1.0
 GRACE_S = 5.0
@@ -23,14 +22,9 @@ GRACE_S = 5.0
 
 
 class Orphans:
-    """Of one supervisor; for one thread.
+    """Of one supervisor; for one thread. What its processes start has their variables in its environment."""
 
-    Args:
-        pages: the folder of status pages, by which its processes and what they start are told from others.
-    """
-
-    def __init__(self, pages: Path) -> None:
-        self._pages = str(pages)
+    def __init__(self) -> None:
         self._look_at = self._until = -float("inf")
         self._since: dict[psutil.Process, float] = {}
 
@@ -43,12 +37,12 @@ class Orphans:
         """Whether to :meth:`step` now: for a while after a process has ended, and as long as one is left."""
         return self._look_at <= time.monotonic() <= self._until
 
-    def step(self, ours: Collection[int], living: Collection[str]) -> None:
+    def step(self, ours: Collection[int], living: Collection[int]) -> None:
         """Collect what has ended, and end what is left after the grace time.
 
         Args:
             ours: processes that the supervisor has started and not seen to end; later others may have their numbers.
-            living: the status pages of those that live.
+            living: members whose processes live.
         """
         now = time.monotonic()
         self._look_at = now + LOOK_S
@@ -61,7 +55,7 @@ class Orphans:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
-    def _is_left(self, process: psutil.Process, living: Collection[str]) -> bool:
+    def _is_left(self, process: psutil.Process, living: Collection[int]) -> bool:
         """Whether it lives, and was started by a process of ours that has ended. A zombie is collected.
 
         Not resource trackers of multiprocessing, which remove shared memory when the last of the others has ended.
@@ -70,7 +64,8 @@ class Orphans:
             if process.status() == psutil.STATUS_ZOMBIE:
                 os.waitpid(process.pid, os.WNOHANG)
                 return False
-            page = process.environ().get(PAGE_ENV, "")
-            if page.startswith(self._pages) and page not in living:
+            environment = process.environ()
+            is_of_ours = environment.get(PARENT_ENV) == str(os.getpid()) and MEMBER_ENV in environment
+            if is_of_ours and int(environment[MEMBER_ENV]) not in living:
                 return not any("resource_tracker" in word for word in process.cmdline())
         return False

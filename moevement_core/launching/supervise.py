@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import ConfigError
@@ -147,7 +146,11 @@ def supervise(
         **launch.gpu_environment(trainer),
         **config_file.environment_of(argv[1:]),
     }
-    with tempfile.TemporaryDirectory(prefix="moevement-") as scratch, nothing_left_behind(), Signals() as signals:
+    with (
+        tempfile.TemporaryDirectory(prefix="moevement-", ignore_cleanup_errors=True) as scratch,
+        nothing_left_behind(),
+        Signals() as signals,
+    ):
         running: _Task | None = None
         try:
             with launch.temporary_files_in(scratch):
@@ -156,8 +159,6 @@ def supervise(
             host, port = store.get(ADDRESS).decode().rsplit(":", 1)
             address = (host, int(port))
             client = LeaseClient(task.name, address, lease_s, own_token(), os.environ.get(START_ENV, ""))
-            pages = Path(scratch) / "status"
-            pages.mkdir()
             first_local = int(environment.get("LOCAL_RANK", "0")) * task.processes
 
             def start(member: int, variables: dict[str, str]) -> Child:
@@ -165,7 +166,7 @@ def supervise(
                 own = {**common, **variables, "RANK": str(member), MEMBER_ENV: str(member), "LOCAL_RANK": str(local)}
                 return Child(f"member_{member}", program, own, None)
 
-            running = _Task(task, client, start, pages)
+            running = _Task(task, client, start)
             return running.run(signals)
         except Stopped as stopped:
             return 128 + stopped.number
@@ -175,12 +176,10 @@ def supervise(
 
 
 class _Task:
-    def __init__(self, task: Task, client: LeaseClient, start: Any, pages: Path) -> None:
+    def __init__(self, task: Task, client: LeaseClient, start: Any) -> None:
         self._client, self._task = client, task
         later = task.later()
-        self._supervisor = Supervisor(
-            task.first, start, lambda: next(later), client, pages, self._on_end, self._on_replaced
-        )
+        self._supervisor = Supervisor(task.first, start, lambda: next(later), client, self._on_end, self._on_replaced)
 
     def run(self, signals: Signals) -> int:
         client = self._client

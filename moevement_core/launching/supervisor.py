@@ -11,13 +11,12 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
+from moevement_core import log
 from moevement_core.exit_codes import REPLACES_ENV, USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.orphans import Orphans
-from moevement_core.launching.worker import SETTLE_ENV
 from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
 
@@ -82,7 +81,6 @@ class Supervisor:
         start: starts the process of a member, with these variables in its environment beside all others.
         next_member: a number for a process more.
         link: to the coordinator.
-        pages: an empty folder on this host, for :class:`StatusPage`.
         on_end: called when a process has ended; returns whether another one starts.
         on_replaced: called with the process that ended and the one that was started for it.
         may_settle: whether nobody waits for processes that are started now, so that they are to do nothing at first.
@@ -95,7 +93,6 @@ class Supervisor:
         start: Callable[[int, dict[str, str]], Child],
         next_member: Callable[[], int],
         link: Link,
-        pages: Path,
         on_end: Callable[[int, Child], bool],
         on_replaced: Callable[[int, Child, Child], None],
         may_settle: Callable[[], bool] = lambda: False,
@@ -104,16 +101,15 @@ class Supervisor:
         self.children: dict[int, Child] = {}
         """All that were ever started, by member."""
         self.is_fenced = False
-        self._start, self._next_member, self._link, self._folder = start, next_member, link, pages
+        self._start, self._next_member, self._link = start, next_member, link
         self._on_end, self._on_replaced, self._may_settle = on_end, on_replaced, may_settle
         self._respawn_after_s = respawn_after_s
         self._failed_starts = 0
         """Processes in a row that ended with a positive code."""
         self._respawns: list[tuple[float, int, Child]] = []
         """When which member's process is followed by another one."""
-        self._settling = pages / "settling"
         self._is_winding_down = False
-        self._orphans = Orphans(pages)
+        self._orphans = Orphans()
         self._pages: dict[int, StatusPage] = {}
         self._running: set[int] = set()
         self._stopped: set[int] = set()
@@ -129,21 +125,20 @@ class Supervisor:
             settles: whether it is to do nothing for a while.
             replaces: whether it starts in the place of one that ended, and so reports by itself what it finds wrong.
         """
-        path = self._page_path(member)
-        page = self._pages[member] = StatusPage(path)
-        page.hold_until(self._link.held_until)
-        if self._is_winding_down:
-            page.ask_to_wind_down()
-        variables = {PAGE_ENV: str(path), **({REPLACES_ENV: "1"} if replaces else {})}
-        if settles:
-            self._settling.touch()
-            variables[SETTLE_ENV] = str(self._settling)
-        child = self.children[member] = self._start(member, variables)
+        page = StatusPage()
+        try:
+            page.hold_until(self._link.held_until)
+            if self._is_winding_down:
+                page.ask_to_wind_down()
+            page.let_wait(waits=settles)
+            variables = {PAGE_ENV: page.path, **({REPLACES_ENV: "1"} if replaces else {})}
+            child = self.children[member] = self._start(member, variables)
+        except BaseException:
+            page.close()
+            raise
+        self._pages[member] = page
         self._running.add(member)
         return child
-
-    def _page_path(self, member: int) -> Path:
-        return self._folder / f"status_{member}"
 
     @property
     def running(self) -> list[Child]:
@@ -158,13 +153,13 @@ class Supervisor:
             if child.poll() is not None:
                 self._has_ended(member, child)
         if self._orphans.is_due:
-            living = {str(self._page_path(member)) for member in self._running}
-            self._orphans.step({child.pid for child in self.running}, living)
+            self._orphans.step({child.pid for child in self.running}, self._running)
         self._respawn()
         for member in self._running & self._link.given_up:
             self.children[member].send(signal.SIGKILL)  # stopped or not
         if not self._may_settle():
-            self._settling.unlink(missing_ok=True)
+            for member in self._running:
+                self._pages[member].let_wait(waits=False)
         self._look_for_stopped()
         alive = {member: self._pages[member].committed for member in self._running - self._stopped}
         self._link.step(self._running, alive)
@@ -174,8 +169,7 @@ class Supervisor:
         self._orphans.expect()
         self._running.discard(member)
         self._stopped.discard(member)
-        self._pages.pop(member)
-        self._page_path(member).unlink(missing_ok=True)
+        self._pages.pop(member).close()
         self._failed_starts = self._failed_starts + 1 if (child.code or 0) > 0 else 0
         if self._on_end(member, child):
             after_s = max(self._respawn_after_s, self._back_off_s())
@@ -190,7 +184,17 @@ class Supervisor:
         due = [one for one in self._respawns if one[0] <= time.monotonic()]
         self._respawns = [one for one in self._respawns if one not in due]
         for _, member, child in due:
-            self._on_replaced(member, child, self.start(self._next_member(), settles=self._may_settle(), replaces=True))
+            try:
+                new = self.start(self._next_member(), settles=self._may_settle(), replaces=True)
+            except OSError as error:  # no process, memory or file is left for now: those that run go on
+                self._failed_starts += 1
+                after_s = self._back_off_s()
+                log.warning(
+                    f"no process can be started: {error}; the job goes on, and the next try is in {after_s:g} s"
+                )
+                self._respawns.append((time.monotonic() + after_s, member, child))
+                continue
+            self._on_replaced(member, child, new)
 
     def _look_for_stopped(self) -> None:
         if self.is_fenced or time.monotonic() - self._looked_at < LOOK_S:

@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from moevement_core import log
@@ -125,7 +124,6 @@ class ReplaceWhoDies(Watch):
         spares: processes beyond them.
         spare_timeout_s: how long to wait for a spare where none is left.
         lease_s: after so many seconds in which it was found stopped a process is dead.
-        pages: an empty folder, for what processes share with this one.
         record: where ``ranks.json`` is kept.
         progress: what the user sees.
         children: every process that is started is appended, for whoever ends them all.
@@ -140,7 +138,6 @@ class ReplaceWhoDies(Watch):
         spares: int,
         spare_timeout_s: float,
         lease_s: float,
-        pages: Path,
         record: RunRecord | None,
         progress: Progress,
         children: list[Child],
@@ -165,7 +162,7 @@ class ReplaceWhoDies(Watch):
 
         self._children = children
         self._supervisor = Supervisor(
-            range(ranks + spares), start_listed, lambda: next(numbers), LocalLink(self._coordinator), pages,
+            range(ranks + spares), start_listed, lambda: next(numbers), LocalLink(self._coordinator),
             self._on_end, self._on_replaced, self._may_settle, respawn_after_s,
         )  # fmt: skip
 

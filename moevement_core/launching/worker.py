@@ -22,13 +22,12 @@ from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Program, end_with_parent, end_workers, ignore_asking
 from moevement_core.output import never_fails
+from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart.environment import PARENT_ENV
 from moevement_core.variables import check_variables
 
-SETTLE_ENV = "MOEVEMENT_SETTLE"
-"""A file. A process does nothing while it is there: a recovery is under way, and needs the processors more."""
 SETTLE_S = 5.0
-"""Nor for longer than that."""
+"""How long a process that its supervisor lets wait does nothing at most."""
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
 """Absolute path of the script that this process, and the processes it spawns, run."""
 
@@ -77,7 +76,7 @@ def run_script(
     with exit_cleanly():
         check_variables()
     end_with_parent()
-    _settle(os.environ.pop(SETTLE_ENV, ""))
+    _settle()
     script = os.path.abspath(argv[0])
     os.environ[SCRIPT_ENV] = script
     try:
@@ -120,9 +119,9 @@ def code_of(script: str) -> CodeType:
         return compile(file.read(), script, "exec")
 
 
-def _settle(marker: str) -> None:
+def _settle() -> None:
     deadline = time.monotonic() + SETTLE_S
-    while marker and os.path.exists(marker) and time.monotonic() < deadline:
+    while (page := own_page()) is not None and page.is_waiting and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

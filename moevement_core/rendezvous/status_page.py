@@ -1,6 +1,7 @@
 """A page of memory that a process shares with its supervisor: whether it may act, and how far it has come.
 
-A file of a few bytes in the supervisor's temporary folder, mapped by both. Neither ever waits for the other.
+The supervisor makes it (:class:`~moevement_core.memory_file.MemoryFile`), and both map it. Neither ever waits for the
+other, and nothing on disk is needed for it.
 """
 
 from __future__ import annotations
@@ -11,9 +12,14 @@ import struct
 import time
 from pathlib import Path
 
+from moevement_core.memory_file import MemoryFile
+
 PAGE_ENV = "MOEVEMENT_STATUS_PAGE"
-"""The file; unset in a process without a supervisor, whose lease never ends."""
-_FIELDS = struct.Struct("<dqq")  # lease held until (boot-time clock), newest committed iteration, wind down
+"""Path of the page; unset in a process without a supervisor, whose lease never ends."""
+_FIELDS = struct.Struct("<dqqq")
+"""Lease held until (boot-time clock), newest committed iteration, is to wind down, is to wait before it begins."""
+_COMMITTED, _WINDS_DOWN, _WAITS = 8, 16, 24
+"""Offsets of the fields after the first."""
 _NOTHING = -1
 POLL_S = 0.02
 
@@ -27,19 +33,31 @@ class StatusPage:
     """One process's page.
 
     Args:
-        path: the file; made, with a lease that never ends, where there is none yet.
+        path: of a page that another process made; None: make one, with a lease that never ends.
+
+    Raises:
+        OSError: a new page cannot be had.
     """
 
-    def __init__(self, path: Path) -> None:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._file: MemoryFile | None = None
+        if path is None:
+            page = _FIELDS.pack(float("inf"), _NOTHING, 0, 0)
+            self._file = MemoryFile("moevement-status", page)
+            path = self._file.path
+        self.path = str(path)
+        """Where another process opens it."""
+        descriptor = os.open(path, os.O_RDWR)
         try:
-            is_new = os.fstat(descriptor).st_size == 0
-            os.ftruncate(descriptor, _FIELDS.size)
             self._memory = mmap.mmap(descriptor, _FIELDS.size)
         finally:
             os.close(descriptor)
-        if is_new:
-            _FIELDS.pack_into(self._memory, 0, float("inf"), _NOTHING, 0)
+
+    def close(self) -> None:
+        """Give back what the maker holds; a process that has mapped the page keeps it."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     # The supervisor
 
@@ -49,24 +67,33 @@ class StatusPage:
 
     def ask_to_wind_down(self) -> None:
         """Ask the process to end its job at the next boundary between iterations."""
-        struct.pack_into("<q", self._memory, 16, 1)
+        struct.pack_into("<q", self._memory, _WINDS_DOWN, 1)
+
+    def let_wait(self, *, waits: bool) -> None:
+        """Have the process do nothing before it begins, or let it begin."""
+        struct.pack_into("<q", self._memory, _WAITS, waits)
 
     @property
     def committed(self) -> int | None:
         """The newest iteration that the process has committed; nothing before the first."""
-        iteration = int(struct.unpack_from("<q", self._memory, 8)[0])
+        iteration = int(struct.unpack_from("<q", self._memory, _COMMITTED)[0])
         return None if iteration == _NOTHING else iteration
 
     # The process
 
     def commit(self, iteration: int) -> None:
         """Say how far this process has come."""
-        struct.pack_into("<q", self._memory, 8, iteration)
+        struct.pack_into("<q", self._memory, _COMMITTED, iteration)
 
     @property
     def is_winding_down(self) -> bool:
         """Whether the job is to end at the next boundary."""
-        return bool(struct.unpack_from("<q", self._memory, 16)[0])
+        return bool(struct.unpack_from("<q", self._memory, _WINDS_DOWN)[0])
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the process is to do nothing yet: a recovery is under way, and needs the processors more."""
+        return bool(struct.unpack_from("<q", self._memory, _WAITS)[0])
 
     @property
     def is_held(self) -> bool:
@@ -81,7 +108,7 @@ def own_page() -> StatusPage | None:
     """The page of this process; nothing without a supervisor."""
     global _page
     if _page is None and (path := os.environ.get(PAGE_ENV)):
-        _page = StatusPage(Path(path))
+        _page = StatusPage(path)
     return _page
 
 

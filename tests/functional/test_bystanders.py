@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,22 +131,84 @@ def test_a_job_that_is_to_end_does_not_begin_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow("failed starts are tried again after seconds")
 def test_a_spare_that_cannot_start_ends_nothing(tmp_path: Path) -> None:
-    """Its configuration is being edited; it is tried again, and takes part once the file is whole."""
-    config, run_dir = tmp_path / "job.yaml", tmp_path / "run"
-    config.write_text("moevement-window: 4\n")
-    job = start(run_dir, "--config", str(config))
+    """What it needs is not there; it is tried again, and takes part once it is."""
+    needed, run_dir = tmp_path / "needed", tmp_path / "run"
+    needed.touch()
+    script = tmp_path / "needs.py"
+    script.write_text(NEEDS.format(script=str(SCRIPT), needed=str(needed)))
+    job = start(run_dir, script=script)
     wait_for(job, lambda: newest(run_dir) >= 5 and len(processes(run_dir, "spare")) == 1)
     (spare,) = processes(run_dir, "spare")
-    config.write_text("moevement-window: [4\n")
+    needed.unlink()
     os.kill(spare, signal.SIGKILL)
     before = newest(run_dir)
     wait_for(job, lambda: len(list((run_dir / "logs").glob("spare_*.err"))) >= 3)  # one has failed, another was started
-    config.write_text("moevement-window: 4\n")
+    needed.touch()
     wait_for(job, lambda: len(processes(run_dir, "spare")) == 1 and processes(run_dir, "spare") != [spare])
     job.send_signal(signal.SIGTERM)
     code, out, err = finished(job)
     assert (code, err) == (0, ""), f"{out}\n{logs(run_dir)}"
-    assert str(config) in out, "what the spare found wrong"
+    assert str(needed) in out, "what the spare found wrong"
+    check_orderly_end(run_dir, before)
+
+
+NEEDS = """
+from pathlib import Path
+
+from moevement_core.errors import ConfigError
+
+if not Path({needed!r}).exists():
+    raise ConfigError("{needed} is not there")
+exec(compile(open({script!r}).read(), {script!r}, "exec"), globals())
+"""
+
+
+def test_a_temporary_folder_that_is_removed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cleaners of ``/tmp`` do, which take what has not changed for days."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    run_dir = tmp_path / "run"
+    job = start(run_dir)
+    wait_for(job, lambda: newest(run_dir) >= 5 and len(processes(run_dir, "spare")) == 1)
+    made = list((tmp_path / "tmp").iterdir())
+    assert made
+    for folder in made:
+        shutil.rmtree(folder)
+    survive_a_loss(job, run_dir)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system, which needs root")
+@pytest.mark.slow("the launcher is a fresh interpreter, in a mount namespace")
+def test_a_temporary_folder_that_is_full_ends_nothing(tmp_path: Path) -> None:
+    """A store to a mapped file there would be SIGBUS."""
+    full = tmp_path / "tmp"
+    full.mkdir()
+    run_dir = tmp_path / "run"
+    within = f'mount -t tmpfs -o size=4m tmpfs "{full}" && export TMPDIR="{full}" && exec "$@"'
+    job = start(run_dir, before=("unshare", "-m", "sh", "-c", within, "sh"))
+    wait_for(job, lambda: newest(run_dir) >= 5 and len(processes(run_dir, "spare")) == 1)
+    (rank, *_) = processes(run_dir, "active")
+    fill(Path(f"/proc/{rank}/root{full}/filled"))
+    survive_a_loss(job, run_dir)
+
+
+def fill(path: Path) -> None:
+    """Write to a file until its file system is full."""
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        while file.write(bytes(1 << 16)):
+            pass
+
+
+def survive_a_loss(job: Job, run_dir: Path) -> None:
+    """Kill a rank and wait until a spare has replaced it and another one its spare; then let the job end."""
+    before = newest(run_dir)
+    killed, (spare,) = processes(run_dir, "active")[1], processes(run_dir, "spare")
+    os.kill(killed, signal.SIGKILL)
+    wait_for(job, lambda: killed not in processes(run_dir, "active") and newest(run_dir) > before + 5)
+    wait_for(job, lambda: len(processes(run_dir, "spare")) == 1 and processes(run_dir, "spare") != [spare])
+    job.send_signal(signal.SIGTERM)
+    code, out, err = finished(job)
+    assert (code, err) == (0, ""), f"{out}\n{err}\n{logs(run_dir)}"
     check_orderly_end(run_dir, before)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,9 +76,6 @@ class NoOrphans:
 
     is_due = False
 
-    def __init__(self, pages: Path) -> None:
-        pass
-
     def expect(self) -> None:
         """A process has ended."""
 
@@ -114,9 +110,7 @@ class Host:
         client = SignedStore(StoreClient(job.values, job.world.network, process, its.slow_store_s), TOKEN)
         task = claim(client, SupervisorTask(self.number, its.nodes, its.processes))
         lease = LeaseClient(task.name, (COORDINATOR, PORT), its.lease_s, TOKEN)
-        pages = job.folder / f"{self.name}_{self._starts}"
-        pages.mkdir(parents=True)
-        running = _Task(task, lease, partial(self._start_rank, process), pages)
+        running = _Task(task, lease, partial(self._start_rank, process))
         try:
             running.run(SimpleNamespace(check=lambda: None, asked_by=None))  # type: ignore[arg-type]
         finally:
@@ -128,7 +122,7 @@ class Host:
         job = self.job
         process = RankProcess(job.world, self.name, member, job.scenario, job.interrupt)
         process.environment.update(variables, MOEVEMENT_NODE=self.name)
-        process.page = StatusPage(Path(variables[PAGE_ENV]))
+        process.page = StatusPage(variables[PAGE_ENV])
         process.code = -9  # type: ignore[attr-defined]
         self.ranks.append(process)
         job.members[member] = process
@@ -168,11 +162,10 @@ class Job:
     Args:
         world: of it.
         scenario: what it is.
-        folder: for status pages.
     """
 
-    def __init__(self, world: World, scenario: Scenario, folder: Path) -> None:
-        self.world, self.scenario, self.folder = world, scenario, folder
+    def __init__(self, world: World, scenario: Scenario) -> None:
+        self.world, self.scenario = world, scenario
         self.values = Store()
         self.store = SignedStore(self.values, TOKEN)
         self.members: dict[int, RankProcess] = {}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,10 +136,9 @@ def simulate(seed: int, *, full_trace: bool = False, scenario: Scenario | None =
     its.distributed = {name: function for _, name, function in distributed(its.exchanges)}
     violation, job = None, None
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moevement-simulation-"))
         stack.enter_context(running(its))
         its.say(f"seed {seed}: {scenario}")
-        job = Job(its, scenario, Path(folder))
+        job = Job(its, scenario)
         checks = its.checks = Checks(job)
         its.watch = checks.every_event
         faults = Faults(job, its)

@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from moevement_core.launching import orphans
 from moevement_core.launching.orphans import Orphans
-from moevement_core.rendezvous.status_page import PAGE_ENV
+from moevement_core.restart.environment import MEMBER_ENV, PARENT_ENV
 
 
 @pytest.fixture(autouse=True)
@@ -23,19 +22,19 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def left(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    environment = {**os.environ, PAGE_ENV: str(tmp_path / "status_3")}
+def left() -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, MEMBER_ENV: "3", PARENT_ENV: str(os.getpid())}
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment)
     yield process
     process.kill()
     process.wait()
 
 
-def test_what_has_ended_is_collected(tmp_path: Path) -> None:
+def test_what_has_ended_is_collected() -> None:
     if (pid := os.fork()) == 0:
         os._exit(0)
     time.sleep(0.2)
-    looking = Orphans(tmp_path)
+    looking = Orphans()
     assert not looking.is_due
     looking.expect()
     assert looking.is_due
@@ -45,14 +44,12 @@ def test_what_has_ended_is_collected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("living", [True, False])
-def test_what_a_process_that_ended_had_started_is_ended(
-    living: bool, tmp_path: Path, left: subprocess.Popen[bytes]
-) -> None:
-    looking, pages = Orphans(tmp_path), {str(tmp_path / "status_3")} if living else set()
+def test_what_a_process_that_ended_had_started_is_ended(living: bool, left: subprocess.Popen[bytes]) -> None:
+    looking, members = Orphans(), {3} if living else {4}
     looking.expect()
     deadline = time.monotonic() + 1.0
     while time.monotonic() < deadline:
         if looking.is_due:
-            looking.step(ours=(), living=pages)
+            looking.step(ours=(), living=members)
         time.sleep(0.02)
     assert (left.poll() is None) == living

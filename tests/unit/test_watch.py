@@ -10,8 +10,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+from moevement_core.launching import supervisor
 from moevement_core.launching.children import Child, Program, end_all
 from moevement_core.launching.watch import ReplaceWhoDies
 from moevement_core.progress import Progress
@@ -33,10 +35,9 @@ class Job:
         self._program = Program(command=[sys.executable, "-c", WAIT.format(code), str(self.end)])
         self.children: list[Child] = []
         self.members: list[Member] = []
-        pages = folder / "status"
-        pages.mkdir()
+        self.starts_fail = 0
         self.watch = ReplaceWhoDies(
-            self._start, self.store, 2, 0, 60.0, lease_s, pages, None, Progress(None, None), self.children
+            self._start, self.store, 2, 0, 60.0, lease_s, None, Progress(None, None), self.children
         )
         for number, child in enumerate(self.children):
             self.members.append(Member(self.store, MemberInfo(number, child.pid, "host", "node")))
@@ -52,6 +53,9 @@ class Job:
             assert self.watch.is_running()
 
     def _start(self, member: int, variables: dict[str, str]) -> Child:
+        if self.starts_fail:
+            self.starts_fail -= 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
         return Child(f"rank_{member}", self._program, variables, None)
 
     def signal(self, number: int, kind: int) -> None:
@@ -97,3 +101,15 @@ def test_a_rank_that_is_stopped_loses_its_lease_and_is_killed_and_replaced(tmp_p
         assert job.children[1].code == -signal.SIGKILL
     finally:
         end_all(job.children)
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_BACK_OFF_S", 0.05)
+    job = Job(tmp_path, 1)
+    job.starts_fail = 3
+    job.signal(1, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while len(job.children) < 3 and time.monotonic() < deadline:
+        assert job.watch.is_running()
+    assert (len(job.children), job.starts_fail) == (3, 0)
+    end_all(job.children)

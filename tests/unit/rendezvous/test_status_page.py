@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,9 @@ from moevement_core.rendezvous import status_page
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s, own_page, wait_until_held
 
 
-def test_both_sides_see_what_the_other_writes(tmp_path: Path) -> None:
-    supervisor, process = StatusPage(tmp_path / "page"), StatusPage(tmp_path / "page")
+def test_both_sides_see_what_the_other_writes() -> None:
+    supervisor = StatusPage()
+    process = StatusPage(supervisor.path)
     assert (process.is_held, process.is_winding_down, supervisor.committed) == (True, False, None)
     process.commit(41)
     supervisor.hold_until(boot_time_s() - 1)
@@ -21,14 +23,32 @@ def test_both_sides_see_what_the_other_writes(tmp_path: Path) -> None:
     assert (supervisor.committed, process.is_held, process.is_winding_down) == (41, False, True)
     supervisor.hold_until(boot_time_s() + 60)
     assert process.is_held
+    supervisor.let_wait(waits=True)
+    assert process.is_waiting
+    supervisor.let_wait(waits=False)
+    assert not process.is_waiting
+    supervisor.close()
+    process.commit(42)
+    assert supervisor.committed == 42, "what both have mapped stays"
 
 
-def test_a_process_whose_lease_has_run_out_does_nothing_until_it_is_renewed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_processes_that_ended_take_no_descriptors() -> None:
+    def open_pages() -> int:
+        gc.collect()
+        return sum(
+            "moevement-status" in os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+        )
+
+    before = open_pages()
+    for _ in range(20):
+        StatusPage().close()
+    assert open_pages() == before
+
+
+def test_a_process_whose_lease_has_run_out_does_nothing_until_it_is_renewed(monkeypatch: pytest.MonkeyPatch) -> None:
+    supervisor = StatusPage()
     monkeypatch.setattr(status_page, "_page", None)
-    monkeypatch.setenv(PAGE_ENV, str(tmp_path / "page"))
-    supervisor = StatusPage(tmp_path / "page")
+    monkeypatch.setenv(PAGE_ENV, supervisor.path)
     supervisor.hold_until(boot_time_s())
     threading.Timer(0.3, supervisor.hold_until, [boot_time_s() + 60]).start()
     began = time.monotonic()
