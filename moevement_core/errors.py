@@ -21,6 +21,10 @@ class VariableError(ConfigError):
     """An environment variable of this process, maybe of no other one, cannot be."""
 
 
+class CodeDiffers(ConfigError):
+    """A process that was to join a job would run other code, flags or packages than the job; it did not join."""
+
+
 class FolderInUse(ConfigError):
     """Another job writes to a folder that this one was to write to; nothing was overwritten."""
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from moevement_core.errors import ConfigError, DataError, MoEvementError, RunRecordError, VariableError
+from moevement_core.errors import CodeDiffers, ConfigError, DataError, MoEvementError, RunRecordError, VariableError
 
 USAGE_ERROR = 2
 REPLACES_ENV = "MOEVEMENT_REPLACES"
@@ -30,7 +30,8 @@ def exit_cleanly() -> Iterator[None]:
     try:
         yield
     except (ConfigError, DataError, RunRecordError) as error:
-        if os.environ.get("RANK", "0") == "0" or isinstance(error, VariableError) or REPLACES_ENV in os.environ:
+        is_alone = isinstance(error, VariableError | CodeDiffers) or REPLACES_ENV in os.environ
+        if os.environ.get("RANK", "0") == "0" or is_alone:
             print(f"moevement: {error}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
     except MoEvementError as error:

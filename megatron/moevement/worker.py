@@ -12,7 +12,8 @@ import sys
 import warnings
 from importlib import import_module
 
-from moevement_core.launching.worker import SCRIPT_ENV, Trainer, code_of, end_groups, run_script
+from moevement_core.launching.worker import Trainer, code_of, end_groups, run_script
+from moevement_core.rendezvous.job_code import SCRIPT_ENV
 
 
 def run_rank(argv: list[str]) -> None:

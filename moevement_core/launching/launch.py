@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from moevement_core.monitoring.endpoint import Endpoint, served_by
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.config import lease_seconds
 from moevement_core.rendezvous.coordinator import LEASE_S
+from moevement_core.rendezvous.job_code import KeptScript
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
 from moevement_core.rendezvous.token import Token, given_token
@@ -64,6 +65,19 @@ class Launch:
     """How long a job waits for a spare where none is left."""
     respawn_after_s: float = 0.0
     """How long after a process has died another one is started in its place; infinite: never."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """For the environment of every process, as configuration files set them."""
+
+
+def read_once(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Read the configuration files among a script's arguments, once for all processes of the job.
+
+    Processes that start later read none of them again: it may be one of another experiment by then.
+
+    Returns:
+        The script's path and its arguments with the files' flags in their place, and the variables that the files set.
+    """
+    return [argv[0], *config_file.expand(argv[1:])], config_file.environment_of(argv[1:])
 
 
 def run_dir_of(argv: list[str]) -> Path | None:
@@ -108,7 +122,8 @@ def launch_on_this_host(launch: Launch) -> int:
     """
     _check(launch)
     try:
-        return _run(launch)
+        argv, variables = read_once(launch.argv)
+        return _run(replace(launch, argv=argv, variables=variables))
     except Stopped as stopped:
         name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
         print(f"moevement: stopped by {name}", file=sys.stderr, flush=True)
@@ -170,6 +185,7 @@ def _run(launch: Launch) -> int:
                 progress.update()
         finally:
             end_all(children)
+            starter.close()
             del store
         return watch.verdict()
 
@@ -219,7 +235,8 @@ class _Starter:
         self._launch, self._logs, self._scratch = launch, logs, scratch
         with temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
             self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
-        self._common = {**_environment(launch, store_port), **token.environment}
+        self._script = KeptScript(launch.argv[0])
+        self._common = {**_environment(launch, store_port), **token.environment, **self._script.environment}
         # What an earlier job in this process has left in reference cycles has threads; a fork that disposed of it would
         # crash.
         gc.collect()
@@ -245,6 +262,10 @@ class _Starter:
                 environment["TMPDIR"] = str(self._scratch)
         return Child(label, self._program, environment, self._logs)
 
+    def close(self) -> None:
+        """Give back what processes were started with; none is started any more."""
+        self._script.close()
+
 
 @contextmanager
 def temporary_files_in(folder: str) -> Iterator[None]:
@@ -269,7 +290,7 @@ def _environment(launch: Launch, store_port: int) -> dict[str, str]:
         # Each rank its share of the cores: more threads than cores make every collective wait for a straggler.
         "OMP_NUM_THREADS": threads(launch.nproc),
         **gpu_environment(launch.trainer),
-        **config_file.environment_of(launch.argv[1:]),
+        **launch.variables,
     }
 
 

@@ -21,12 +21,13 @@ from typing import Any
 from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.file_modes import FLAG, use_file_mode
-from moevement_core.launching import config_file, launch
+from moevement_core.launching import launch
 from moevement_core.launching.children import Child, nothing_left_behind
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.launching.supervisor import Supervisor, is_mistake
 from moevement_core.launching.worker import Trainer
 from moevement_core.monitoring.endpoint import SERVED, served_by
+from moevement_core.rendezvous.job_code import KeptScript
 from moevement_core.rendezvous.lease_client import LeaseClient
 from moevement_core.rendezvous.lease_server import ADDRESS
 from moevement_core.rendezvous.roster import LATE_TASK, RANKS, TASK
@@ -125,6 +126,7 @@ def supervise(
     Raises:
         ConfigError: there is no coordinator.
     """
+    argv, variables = launch.read_once(argv)
     lease_s = launch.lease_of(argv)
     use_file_mode(launch.value_of(argv, FLAG))
     served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
@@ -144,7 +146,8 @@ def supervise(
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", str(task.processes)),
         "OMP_NUM_THREADS": launch.threads(task.processes),
         **launch.gpu_environment(trainer),
-        **config_file.environment_of(argv[1:]),
+        **variables,
+        **(script := KeptScript(argv[0])).environment,
     }
     with (
         tempfile.TemporaryDirectory(prefix="moevement-", ignore_cleanup_errors=True) as scratch,
@@ -173,6 +176,7 @@ def supervise(
         finally:
             if running is not None:
                 running.end()
+            script.close()
 
 
 class _Task:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import signal
 import stat
@@ -22,14 +23,13 @@ from moevement_core.exit_codes import exit_cleanly
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Program, end_with_parent, end_workers, ignore_asking
 from moevement_core.output import never_fails
+from moevement_core.rendezvous.job_code import SCRIPT_ENV, packages, script_text
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart.environment import PARENT_ENV
 from moevement_core.variables import check_variables
 
 SETTLE_S = 5.0
 """How long a process that its supervisor lets wait does nothing at most."""
-SCRIPT_ENV = "MOEVEMENT_SCRIPT"
-"""Absolute path of the script that this process, and the processes it spawns, run."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,10 @@ class Trainer:
         if fresh_interpreters or self.uses_gpus():
             return Program(command=[sys.executable, "-m", self.module, *argv])
         self.preload()
+        packages()  # ranks that are forked from here have it
+        # Their garbage collections pass over what is there by now, and so copy none of its pages.
+        gc.collect()
+        gc.freeze()
         return Program(run_forked, (self.run_rank, argv))
 
 
@@ -114,9 +118,8 @@ def run_forked(run_rank: Callable[[list[str]], None], argv: list[str]) -> None:
 
 
 def code_of(script: str) -> CodeType:
-    """The compiled script."""
-    with open(script, "rb") as file:
-        return compile(file.read(), script, "exec")
+    """Return the compiled script."""
+    return compile(script_text(script), script, "exec")
 
 
 def _settle() -> None:

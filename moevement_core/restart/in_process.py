@@ -26,6 +26,7 @@ from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
 from moevement_core.injection import Fault, Phase
+from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import ELASTIC, MemberInfo
@@ -153,6 +154,7 @@ class _Restarts:
         gc.freeze()
         if (grid := self._training.grid) is not None:
             self._store.set(ELASTIC, grid.encode())
+        join_with_same_code(self._store)
         self._member.join()
         while True:
             try:

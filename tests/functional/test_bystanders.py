@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_a_temporary_folder_that_is_removed_ends_nothing(tmp_path: Path, monkeyp
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system, which needs root")
-@pytest.mark.slow("the launcher is a fresh interpreter, in a mount namespace")
+@pytest.mark.builds
 def test_a_temporary_folder_that_is_full_ends_nothing(tmp_path: Path) -> None:
     """A store to a mapped file there would be SIGBUS."""
     full = tmp_path / "tmp"
@@ -210,6 +211,42 @@ def survive_a_loss(job: Job, run_dir: Path) -> None:
     code, out, err = finished(job)
     assert (code, err) == (0, ""), f"{out}\n{err}\n{logs(run_dir)}"
     check_orderly_end(run_dir, before)
+
+
+def test_an_edit_for_the_next_experiment_concerns_no_process_of_this_one(tmp_path: Path) -> None:
+    """Neither script nor configuration is read again, by ranks that are replaced or by what they start."""
+    script, config = tmp_path / "train.py", tmp_path / "job.yaml"
+    runs = {name: tmp_path / name for name in ("edited", "failure_free")}
+    iterations: tuple[str, ...] = ()
+    for name, run_dir in runs.items():
+        script.write_text(SCRIPT.read_text())
+        config.write_text("moevement-window: 4\nseed: 7\n")
+        job = start(run_dir, "--config", str(config), *iterations, script=script)
+        if name == "edited":
+            wait_for(job, lambda: newest(tmp_path / "edited") >= 5)
+            config.write_text("moevement-window: 4\nseed: 8\n")
+            script.write_text("raise RuntimeError('of the next experiment')\n")
+            lose_twice(job, run_dir)
+            job.send_signal(signal.SIGTERM)
+        code, out, err = finished(job)
+        assert (code, err) == (0, ""), f"{out}\n{logs(run_dir)}"
+        iterations = ("--iterations", str(newest(run_dir)))
+    assert main(["verify", *map(str, runs.values())]) == 0
+
+
+def lose_twice(job: Job, run_dir: Path) -> None:
+    """Kill a rank, and the process that took its place."""
+    for _ in range(2):
+        wait_for(job, lambda: [len(processes(run_dir, role)) for role in ("active", "spare")] == [2, 1])
+        before = processes(run_dir, "active")
+        os.kill(before[1], signal.SIGKILL)
+        wait_for(job, partial(_are_others, run_dir, before))
+    least = newest(run_dir) + 5
+    wait_for(job, lambda: newest(run_dir) >= least)
+
+
+def _are_others(run_dir: Path, before: list[int]) -> bool:
+    return before[1] not in processes(run_dir, "active")
 
 
 def test_an_exit_code_of_the_trainer_is_an_interruption(tmp_path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Who would run other code than the job does not join it."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from moevement_core.errors import CodeDiffers
+from moevement_core.rendezvous import job_code
+from moevement_core.rendezvous.job_code import SCRIPT_ENV, JobCode, KeptScript, join_with_same_code, script_text
+from moevement_core.rendezvous.signed_store import SignedStore
+from moevement_core.rendezvous.token import Token
+
+
+@pytest.fixture
+def store() -> SignedStore:
+    base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    return SignedStore(base, Token.new())
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("lr = 0.1\n")
+    monkeypatch.setenv(SCRIPT_ENV, str(path))
+    monkeypatch.delenv(job_code.SCRIPT_TEXT_ENV, raising=False)
+    return path
+
+
+def starts_with(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+
+
+def test_the_same_code_joins_whatever_the_order_of_its_flags(
+    store: SignedStore, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts_with(monkeypatch, "--lr", "0.1", "--bf16", "--data-path", "a", "b", "--data-cache-path", "/node1")
+    join_with_same_code(store)
+    starts_with(monkeypatch, "--bf16", "--data-path", "a", "b", "--lr=0.1", "--data-cache-path", "/node2")
+    join_with_same_code(store)
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("--lr", "0.2"), "--lr"),
+        ((), "--lr"),
+        (("--lr", "0.1", "--bf16"), "--bf16"),
+        (("--lr", "0.1", "extra"), "--lr"),
+    ],
+)
+def test_other_flags_do_not_join(
+    words: tuple[str, ...], flag: str, store: SignedStore, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts_with(monkeypatch, "--lr", "0.1")
+    join_with_same_code(store)
+    starts_with(monkeypatch, *words)
+    with pytest.raises(CodeDiffers, match=flag):
+        join_with_same_code(store)
+
+
+def test_another_script_does_not_join_and_the_kept_one_does(
+    store: SignedStore, script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts_with(monkeypatch)
+    kept = KeptScript(str(script))
+    join_with_same_code(store)
+    script.write_text("lr = 0.2\n")
+    with pytest.raises(CodeDiffers):
+        join_with_same_code(store)
+    monkeypatch.setenv(*next(iter(kept.environment.items())))
+    join_with_same_code(store)
+    other = script.with_name("other.py")
+    other.write_text("other")
+    assert script_text(str(other)) == b"other", "only the job's script is kept"
+    kept.close()
+
+
+def test_modules_and_packages_that_both_have_are_compared() -> None:
+    job = JobCode("s", {}, {"model": "1", "plots": "1"}, {"torch": "2.13", "moevement_core": "a"})
+    assert JobCode("s", {}, {"model": "1"}, job.packages).differences(job) == []
+    assert len(JobCode("s", {}, {"model": "2"}, job.packages).differences(job)) == 1
+    for packages in (
+        {"torch": "2.14", "moevement_core": "a"},
+        {"torch": "2.13", "moevement_core": "b"},
+        {"torch": "2.13"},
+    ):
+        assert len(JobCode("s", {}, {}, packages).differences(job)) == 1
