@@ -219,6 +219,12 @@ class Capturer:
         """Block until what is being captured is."""
         self._engine.settle()
 
+    def begin_again(self) -> None:
+        """Finish what is being captured and forget what failed; called between two generations."""
+        self._engine.settle()
+        self._engine.forget_error()
+        self.last = None
+
     def close(self) -> None:
         """Finish copies; nothing may be captured afterwards."""
         self._engine.close()

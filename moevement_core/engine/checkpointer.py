@@ -392,8 +392,7 @@ class Checkpointer:
             has: by peer, the snapshots of this rank that it has: the id of the schedule by iteration.
             former: stores of ranks that have other peers now; they go when the next window is persisted.
         """
-        self.capturer.settle()
-        self.capturer.last = None
+        self.capturer.begin_again()
         self._keep_where_said([sender.peer for sender in senders])
         kept = self.own.forget_peers(has)
         self.own.arena.reclaim([*self.own.buffers(), *self.capturer.buffers()])
@@ -513,7 +512,7 @@ class Checkpointer:
     def _measure(self) -> None:
         progress, capture = self.progress, self.capturer.last
         progress.replicated_bytes = self.replicator.sent_since()
-        if capture is not None and capture.finished.is_set():
+        if capture is not None and capture.finished.is_open:
             progress.digest_cpu_s = sum(copies.digest_cpu_s for copies in self.capturer.parts)
             progress.whole_cpu_s = capture.whole_cpu_s
         captured = self.own.snapshots()

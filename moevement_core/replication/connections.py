@@ -24,7 +24,7 @@ import torch
 
 from moevement_core import log
 from moevement_core.rendezvous.token import MAC_BYTES, Token, given_token
-from moevement_core.replication.transport import Refusable, Transport, changed
+from moevement_core.replication.transport import Refusable, Transport, changed, lock
 
 CONNECT_S = 30.0
 """How long a connection may take to be made."""
@@ -98,7 +98,7 @@ class Connections(Refusable):
 
     def close(self) -> None:
         """Nothing comes and goes any more; what was sent still arrives."""
-        with changed:
+        with lock:
             self.is_refused = True
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
@@ -133,13 +133,13 @@ class Connections(Refusable):
     def come_from(self, channel: str, peer: int, tag: int) -> socket.socket:
         """The connection that messages of ``peer`` take; waits until it has made it."""
         key = (channel, peer, tag)
-        with changed:
+        with lock:
             changed.wait_for(lambda: self.is_refused or key in self._from)
             self.refuse_if_aborted()
             return self._from[key]
 
     def _keep(self, one: socket.socket) -> None:
-        with changed:
+        with lock:
             if self.is_refused:
                 one.close()
             self.refuse_if_aborted()
@@ -159,7 +159,7 @@ class Connections(Refusable):
             threading.Thread(target=self._welcome, args=(caller,), name="moevement-welcome", daemon=True).start()
 
     def _make_room(self, caller: socket.socket) -> None:
-        with changed:
+        with lock:
             self._unknown[caller] = None
             if len(self._unknown) > MOST_UNKNOWN:
                 oldest = next(iter(self._unknown))
@@ -173,12 +173,12 @@ class Connections(Refusable):
             self._keep(caller)
             key = self._greet(caller)
         except (OSError, RuntimeError, UnicodeDecodeError):
-            with changed:
+            with lock:
                 self._sockets.discard(caller)
                 self._unknown.pop(caller, None)
             caller.close()
             return
-        with changed:
+        with lock:
             self._unknown.pop(caller, None)
             self._from[key] = caller
             changed.notify_all()

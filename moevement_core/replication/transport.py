@@ -37,12 +37,12 @@ class Refusable(ABC):
     def __init__(self) -> None:
         self.is_refused = False
         self._under_way = 0
-        with changed:
+        with lock:
             _refusable.add(self)
 
     @abstractmethod
     def shut_down(self) -> None:
-        """End every wait in it with an error, now; called with :data:`changed` held."""
+        """End every wait in it with an error, now; called with :data:`lock` held."""
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
@@ -51,13 +51,13 @@ class Refusable(ABC):
         Raises:
             RuntimeError: it was refused.
         """
-        with changed:
+        with lock:
             self.refuse_if_aborted()
             self._under_way += 1
         try:
             yield
         finally:
-            with changed:
+            with lock:
                 self._under_way -= 1
                 changed.notify_all()
 
@@ -67,14 +67,16 @@ class Refusable(ABC):
             raise RuntimeError("communication has been aborted")
 
 
-changed = threading.Condition()
+lock = threading.RLock()
+"""Entered itself, never through the condition: see :mod:`moevement_core.gate`."""
+changed = threading.Condition(lock)
 """Notified of whatever somebody may wait for in a transport."""
 _refusable: WeakSet[Refusable] = WeakSet()
 
 
 def refuse() -> None:
     """End what waits in any transport that is there now, and let nothing begin there any more."""
-    with changed:
+    with lock:
         for one in _refusable:
             one.is_refused = True
             one.shut_down()
@@ -83,5 +85,5 @@ def refuse() -> None:
 
 def drained(timeout_s: float) -> bool:
     """Wait until everything that was under way is over, with an error or without; whether that came in time."""
-    with changed:
+    with lock:
         return changed.wait_for(lambda: not any(one._under_way for one in _refusable), timeout_s)

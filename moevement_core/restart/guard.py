@@ -56,7 +56,8 @@ class Guard:
         self.hang: str | None = None
         """Where this rank hung and for how long, in words; None while it did not."""
         self._seen = Timestamp(auto=time.monotonic())
-        self._has_ended = threading.Event()
+        self._has_ended = False
+        """No event: an exception from outside could leave the lock of one behind (:mod:`moevement_core.gate`)."""
         self._atomic = threading.RLock()
         self._watchdog = ProgressWatchdog(rank, self, timedelta(seconds=min(1.0, hang_s / 4)))
         state = State(rank, world, active_rank=rank, active_world_size=world, mode=Mode.ACTIVE)
@@ -137,7 +138,10 @@ class Guard:
         self._store.record_interrupted([InterruptionRecord(self._rank, why)])
 
     def _watch_for_hang(self) -> None:
-        while not self._has_ended.wait(LOOK_S):
+        while True:
+            time.sleep(LOOK_S)
+            if self._has_ended:
+                return
             if self._seen.is_timed_out(timedelta(seconds=self._limit_s)):
                 self.hang = f"no progress for {self._limit_s:g} s in {self._place()}"
                 self.interrupt_all(Interruption.SOFT_TIMEOUT)
@@ -149,7 +153,7 @@ class Guard:
 
     def _end(self) -> None:
         """End both threads, whatever interrupts the main thread meanwhile; after it nothing does."""
-        self._has_ended.set()
+        self._has_ended = True
         while True:
             try:
                 self._end_threads()

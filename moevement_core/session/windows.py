@@ -38,6 +38,8 @@ from moevement_core.strategies.redo import NOT_CARRIED
 
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""
+MOST_STEPS = 512
+"""So many iterations at least, and twice as many at most, are remembered."""
 NETWORK_HEADROOM = 0.8
 """Share of the measured rate that a slot may need: peers that are only just in time abandon windows at every delay."""
 
@@ -119,6 +121,9 @@ class WindowDecisions:
     def measured(self, step_s: float, stall_s: float, *, is_saving: bool) -> None:
         """An iteration took so long, with so much of stalls, while a snapshot was on its way or not."""
         self._steps.append(_Step(step_s - stall_s, stall_s, is_saving))
+        if len(self._steps) >= 2 * MOST_STEPS:
+            del self._steps[:MOST_STEPS]
+            self._decided_at = max(0, self._decided_at - MOST_STEPS)
 
     @property
     def iteration_s(self) -> float:

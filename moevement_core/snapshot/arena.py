@@ -35,8 +35,9 @@ class Arena:
         self.nbytes = 0
         """All of it, bytes."""
         self._device = device
-        self._lock = threading.Condition(threading.Lock())
-        """Notified of what is given back."""
+        self._lock = threading.Lock()
+        """Entered itself, never through the condition: see :mod:`moevement_core.gate`."""
+        self._given_back = threading.Condition(self._lock)
         self._growing = threading.Lock()
         self._slabs: list[torch.Tensor] = []
         self._free: list[torch.Tensor] = []
@@ -64,7 +65,7 @@ class Arena:
                 self._slabs.append(slab)
                 self._free = _merged([*self._free, slab], self._slabs)
                 self.nbytes += more
-                self._lock.notify_all()
+                self._given_back.notify_all()
 
     def reclaim(self, held: Iterable[Buffer]) -> None:
         """All that is in none of ``held``, which are all buffers of this arena, is free.
@@ -73,12 +74,12 @@ class Arena:
         """
         with self._lock:
             self._free = _outside([one.memory for buffer in held for one in buffer.extents], self._slabs)
-            self._lock.notify_all()
+            self._given_back.notify_all()
 
     def wait_for(self, nbytes: int, timeout_s: float) -> bool:
         """Wait until so much is free that nobody may have taken again meanwhile; whether that came in time."""
         with self._lock:
-            return self._lock.wait_for(lambda: self.available >= in_pages(nbytes), timeout_s)
+            return self._given_back.wait_for(lambda: self.available >= in_pages(nbytes), timeout_s)
 
     def acquire(self, nbytes: int) -> Buffer | None:
         """A buffer of at least ``nbytes``, in as few pieces as there can be; nothing if there is not so much."""
@@ -117,7 +118,7 @@ class Arena:
 
     def _give_back(self, pieces: Sequence[torch.Tensor]) -> None:
         self._free = _merged([*self._free, *pieces], self._slabs)
-        self._lock.notify_all()
+        self._given_back.notify_all()
 
 
 def _nbytes(memory: torch.Tensor) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from moevement_core.device import Device, Event
+from moevement_core.gate import Gate
 from moevement_core.snapshot.buffer import spread
 from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
 from moevement_core.snapshot.whole import Finish, begin_whole
@@ -56,8 +57,8 @@ class Capture:
         self.error: BaseException | None = None
         self._done = done
         self._failed = failed
-        self.copied = threading.Event()
-        self.finished = threading.Event()
+        self.copied = Gate()
+        self.finished = Gate()
 
     @property
     def nbytes(self) -> int:
@@ -70,7 +71,7 @@ class Capture:
         Raises:
             Exception: whatever went wrong in the background; the snapshot is not to be used.
         """
-        if self.copied.is_set():
+        if self.copied.is_open:
             waited_s = 0.0
         else:
             began = time.perf_counter()
@@ -99,7 +100,7 @@ class CopyEngine(ABC):
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
-        """The first thing that went wrong in the background; shown at the next call."""
+        """What went wrong in the background last; raised at every later call until :meth:`forget_error`."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
@@ -137,13 +138,20 @@ class CopyEngine(ABC):
         self._jobs.put((capture, self._issue(capture)))
         return capture
 
+    def forget_error(self) -> None:
+        """Capture again although something went wrong in the background; called between two generations.
+
+        A failure of one moment (no memory, a record that was too large) would otherwise be raised in every later one.
+        """
+        self.error = None
+
     def settle(self) -> None:
         """Block until everything that was started is complete, or has failed."""
         if self._is_closing:
             self.close()
         if self._thread is None:
             return
-        over = threading.Event()
+        over = Gate()
         self._jobs.put(over)
         over.wait()
 
@@ -172,23 +180,23 @@ class CopyEngine(ABC):
     def _work(self) -> None:
         self._begin()
         while (job := self._jobs.get()) is not None:
-            if isinstance(job, threading.Event):
-                job.set()
+            if isinstance(job, Gate):
+                job.open()
                 continue
             capture, issued = job
             try:
                 began = time.thread_time()
                 self._complete(capture, issued)
                 capture.copy_cpu_s = time.thread_time() - began
-                capture.copied.set()
+                capture.copied.open()
                 capture._digest()
                 capture._done(capture)
             except BaseException as error:  # shown on the training thread
                 capture.error = self.error = error
                 capture._failed()
             finally:
-                capture.copied.set()
-                capture.finished.set()
+                capture.copied.open()
+                capture.finished.open()
 
 
 class ThreadCopies(CopyEngine):

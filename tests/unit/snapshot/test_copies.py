@@ -18,7 +18,7 @@ class Interrupted(BaseException):
 def copied(engine: CopyEngine) -> Capture:
     source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     capture = engine.start((), [(source, [target])], {}, lambda done: None, lambda: None)
-    assert capture.finished.wait(10)
+    capture.finished.wait()
     assert torch.equal(source, target)
     return capture
 
@@ -44,5 +44,21 @@ def test_an_interrupted_close_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPa
     settled.start()
     settled.join(10)
     assert not settled.is_alive()
+    copied(engine)
+    engine.close()
+
+
+def test_a_failure_of_one_moment_is_forgotten_with_its_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = copy_engine(CpuDevice())
+    source, target = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
+
+    def fails(done: Capture) -> None:
+        raise MemoryError
+
+    engine.start((), [(source, [target])], {}, fails, lambda: None).finished.wait()
+    with pytest.raises(MemoryError):
+        copied(engine)
+    engine.settle()
+    engine.forget_error()
     copied(engine)
     engine.close()
