@@ -61,9 +61,10 @@ class Logged:
 
 
 class _Digests:
-    """Makes digests of host memory, on a thread of its own."""
+    """Maker of digests of host memory, with a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: Device) -> None:
+        self._device = device
         self._wanted: SimpleQueue[tuple[torch.Tensor, Event, Future[str]]] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -77,6 +78,7 @@ class _Digests:
         return digested
 
     def _work(self) -> None:
+        self._device.use_in_this_thread()
         while True:
             buffer, copied, digested = self._wanted.get()
             try:
@@ -102,7 +104,7 @@ class BoundaryLog:
         self._stream = device.stream()
         self._logged: dict[int, dict[Direction, list[Logged]]] = {}
         self._iteration: int | None = None
-        self._digests = _Digests()
+        self._digests = _Digests(device)
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
         self._nbytes = 0
         self._told = False

@@ -7,11 +7,14 @@ so waiting is free and an event is a clock reading.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import resource
 import time
 import weakref
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -70,7 +73,13 @@ class Device(ABC):
 
     @abstractmethod
     def host_empty(self, nbytes: int) -> torch.Tensor:
-        """``nbytes`` of uninitialised host memory as uint8, page-locked where the device can copy into it faster."""
+        """Return ``nbytes`` of host memory as uint8, page-locked where the device can copy into it faster.
+
+        It is shared with processes that are forked later, and begins at a page: see :func:`shared_memory`.
+
+        Raises:
+            RuntimeError: there is not so much memory, or it cannot be page-locked.
+        """
 
     @abstractmethod
     def memory_bytes(self) -> int:
@@ -79,6 +88,25 @@ class Device(ABC):
     @abstractmethod
     def peak_memory_bytes(self) -> int:
         """The largest :meth:`memory_bytes` of this process so far."""
+
+
+def shared_memory(nbytes: int) -> torch.Tensor:
+    """Return ``nbytes`` of zeroed host memory as uint8, in whole pages of a mapping of its own.
+
+    A fork copies private pages that are locked for a device, or marks them to be copied at the next store: data workers
+    would each get a copy of all snapshots, at the speed of a memory copy, or the pages that the device writes to would
+    be other ones than this process reads. Pages of a shared mapping stay the same in both.
+
+    Raises:
+        RuntimeError: there is not so much memory.
+    """
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    try:
+        mapped = mmap.mmap(-1, -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise RuntimeError(f"{nbytes} bytes of host memory cannot be mapped: {error.strerror}") from None
+    return torch.frombuffer(mapped, dtype=torch.uint8)[:nbytes]
 
 
 class _CpuStream:
@@ -146,7 +174,7 @@ class CpuDevice(Device):
         pass
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return shared_memory(nbytes)
 
     def memory_bytes(self) -> int:
         return int(psutil.Process().memory_info().rss)
@@ -201,11 +229,14 @@ class CudaDevice(Device):
 
     def host_empty(self, nbytes: int) -> torch.Tensor:
         # Not torch's pinned memory: its allocator rounds up to a power of two, and never gives back.
-        memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.use_in_this_thread()  # else a thread that serves peers would make a context on the host's first device
+        memory = shared_memory(nbytes)
         if nbytes:
             runtime: Any = torch.cuda.cudart()
             address = memory.data_ptr()
+            assert address % mmap.PAGESIZE == 0
             if (error := int(runtime.cudaHostRegister(address, nbytes, 0))) != 0:
+                clear_last_error()
                 raise RuntimeError(f"{nbytes} bytes of host memory cannot be page-locked: CUDA error {error}")
             weakref.finalize(memory, runtime.cudaHostUnregister, address)  # so whoever has views of it keeps it too
         return memory
@@ -215,6 +246,21 @@ class CudaDevice(Device):
 
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+
+def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
+    """Take back the last error of this thread from CUDA's runtime; return whether there is a runtime.
+
+    The runtime keeps an error until somebody asks for it. Torch asks after its next kernel and raises it as that
+    kernel's; its own binding of the runtime has no function that only asks.
+
+    Args:
+        loaded: where the system lists the libraries of this process.
+    """
+    names = {line.split()[-1] for line in loaded.read_text().splitlines() if "libcudart.so" in line}
+    for name in names:
+        ctypes.CDLL(name).cudaGetLastError()
+    return bool(names)
 
 
 def current_device() -> Device:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import mmap
+import os
+import shutil
+import subprocess
+from pathlib import Path
 
+import pytest
 import torch
 
-from moevement_core.device import CpuDevice, current_device
+from moevement_core.device import CpuDevice, clear_last_error, current_device
 
 
 def test_copies_on_a_side_stream_are_there_after_its_event() -> None:
@@ -37,8 +44,78 @@ def test_memory_figures_grow_with_what_is_held() -> None:
     del held
 
 
-def test_host_memory_is_plain_where_no_gpu_is() -> None:
+def test_host_memory_is_of_whole_pages_that_a_fork_shares() -> None:
     host = CpuDevice().host_empty(10)
-    assert host.dtype == torch.uint8
-    assert host.numel() == 10
-    assert not host.is_cuda
+    assert (host.dtype, host.numel(), host.is_cuda) == (torch.uint8, 10, False)
+    assert host.data_ptr() % mmap.PAGESIZE == 0
+    if (pid := os.fork()) == 0:
+        host[3] = 7
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert host.tolist() == [0, 0, 0, 7, 0, 0, 0, 0, 0, 0]
+    assert CpuDevice().host_empty(0).numel() == 0
+
+
+def test_memory_that_cannot_be_had_is_an_error_that_callers_expect() -> None:
+    with pytest.raises(RuntimeError, match=str(1 << 60)):
+        CpuDevice().host_empty(1 << 60)
+
+
+SIZE = 64 << 20
+IO_URING_SETUP, IO_URING_REGISTER, REGISTER_BUFFERS = 425, 427, 0
+
+
+def lock_pages(memory: torch.Tensor) -> int:
+    """Lock pages as a driver does (through io_uring, whose buffers are pinned); returns what holds them."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    parameters = (ctypes.c_char * 120)()
+    if (ring := libc.syscall(IO_URING_SETUP, 1, parameters)) < 0:
+        pytest.skip("no io_uring here")
+    buffer = (ctypes.c_uint64 * 2)(memory.data_ptr(), memory.nbytes)
+    if libc.syscall(IO_URING_REGISTER, ring, REGISTER_BUFFERS, buffer, 1) < 0:
+        os.close(ring)
+        pytest.skip(f"pages cannot be locked here: {os.strerror(ctypes.get_errno())}")
+    return int(ring)
+
+
+def private_bytes_of_a_fork() -> int:
+    """Return how much memory of its own a process has that is forked now and does nothing."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+        kilobytes = sum(int(line.split()[1]) for line in lines if line.startswith(("Private_Dirty", "Private_Clean")))
+        os.write(write, str(kilobytes * 1024).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        found = int(answer.read())
+    os.waitpid(pid, 0)
+    return found
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_fork_copies_no_page_that_is_locked(is_ours: bool) -> None:
+    """Each data worker would have a copy of all snapshots; a fork has one of private memory, so it would be seen."""
+    gc.collect()
+    memory = CpuDevice().host_empty(SIZE) if is_ours else torch.empty(SIZE, dtype=torch.uint8)
+    memory.zero_()
+    before = private_bytes_of_a_fork()
+    ring = lock_pages(memory)
+    try:
+        more = private_bytes_of_a_fork() - before
+    finally:
+        os.close(ring)
+    assert (more < SIZE // 8) if is_ours else (more > SIZE // 2), more
+
+
+def test_the_runtime_is_asked_for_its_last_error(tmp_path: Path) -> None:
+    library, asked = tmp_path / "libcudart.so.0", tmp_path / "asked"
+    source = f'#include <stdio.h>\nint cudaGetLastError(void) {{ fclose(fopen("{asked}", "w")); return 0; }}'
+    if shutil.which("cc") is None:
+        pytest.skip("no compiler here")
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-o", library, "-"], input=source, text=True, check=True)
+    maps = tmp_path / "maps"
+    maps.write_text(f"7f00-7f01 r-xp 00000000 00:00 1 {library}\n7f02-7f03 r--p 00000000 00:00 1 {library}\n")
+    assert clear_last_error(maps)
+    assert asked.exists()
+    assert not clear_last_error(tmp_path / "asked"), "there is no runtime"
