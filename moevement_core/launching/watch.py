@@ -82,13 +82,24 @@ class UntilOneFails(Watch):
 
 
 def _end_after_failure(children: list[Child]) -> None:
-    """End all; but what the user can mend every rank finds, and one of them says it, maybe not the first to end."""
+    """End all processes. A mistake is found by every rank and reported by one, which may not be the first to end."""
     deadline = time.monotonic() + SAY_S
     while USAGE_ERROR in [child.code for child in children] and time.monotonic() < deadline:
+        if any(child.poll() == USAGE_ERROR and _has_reported(child) for child in children):
+            break
         if all(child.poll() is not None for child in children):
             return
         time.sleep(0.02)
     end_all(children)
+
+
+def _has_reported(child: Child) -> bool:
+    """Return whether a process that has ended reported a mistake; where output is not kept, the first rank did."""
+    return bool(_reports_of(child)) if child.logs is not None else child.label == "rank_0"
+
+
+def _reports_of(child: Child) -> list[str]:
+    return [line for line in child.lines_of("err") if line.startswith(log.PREFIXES)]
 
 
 def _say_who_failed(children: list[Child]) -> int:
@@ -97,8 +108,7 @@ def _say_who_failed(children: list[Child]) -> int:
         return 0
     if USAGE_ERROR in codes:
         for child in children:
-            lines = [line for line in child.lines_of("err") if line.startswith(log.PREFIXES)]
-            if lines:
+            if lines := _reports_of(child):
                 print("\n".join(lines), file=sys.stderr)
                 break
         return USAGE_ERROR
@@ -207,8 +217,8 @@ class ReplaceWhoDies(Watch):
     def _report_failed_start(self, member: int, child: Child) -> None:
         """Say what a process that has not trained found wrong; one that has trained reported its own failure."""
         if self._coordinator.roster.rank_of(member) is None:
-            reasons = [line for line in child.lines_of("err") if line.startswith(log.PREFIXES)]
-            self._progress.say("\n".join([f"a spare (pid {child.pid}) cannot start; the job goes on", *reasons[-3:]]))
+            reasons = _reports_of(child)[-3:]
+            self._progress.say("\n".join([f"a spare (pid {child.pid}) cannot start; the job goes on", *reasons]))
 
     def _may_settle(self) -> bool:
         """Where enough spares wait, who is started is not needed at once, and its start would hold up a recovery."""
