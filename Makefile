@@ -36,20 +36,21 @@ demo: setup ## train a small GPT-MoE twice, once with a rank killed half way, an
 	@echo "  .venv/bin/moevement report $(RUN_DIR)/killed --html $(RUN_DIR)/report.html"
 	@echo "  make demo DEMO_ITERATIONS=60 DEMO_KILL=40    # and docs/laptop.md: faults, text and trainers of your own"
 
-# Jobs of several ranks fill a small machine by themselves; side by side they only slow each other down.
+# A job of several ranks leaves a third of two cores idle: a second worker uses it.
+WORKERS ?= auto
+
 test: setup ## the tests that CI runs: one representative of each kind
 	@mkdir -p $(REPORTS)
-	@$(PYTEST) --ignore=tests/functional -n auto --dist worksteal --junitxml=$(REPORTS)/without_jobs.xml
-	@$(PYTEST) tests/functional --junitxml=$(REPORTS)/jobs.xml
+	@$(PYTEST) -n $(WORKERS) --dist worksteal --junitxml=$(REPORTS)/tests.xml
 
 test-packaging: setup ## what builds (kernels, wheel, the container's environment, site), and what starts many fresh interpreters
 	@$(PYTEST) -m "builds and not full"
 
 durations: test ## run the tests and write tests/durations.md
-	@$(PYTHON_BIN) -m tests.durations table $(REPORTS)/without_jobs.xml $(REPORTS)/jobs.xml
+	@$(PYTHON_BIN) -m tests.durations table $(REPORTS)/tests.xml
 
 check-durations: ## after make test: fail if a test takes more than 20 seconds and gives no reason
-	@$(PYTHON_BIN) -m tests.durations check $(REPORTS)/without_jobs.xml $(REPORTS)/jobs.xml
+	@$(PYTHON_BIN) -m tests.durations check $(REPORTS)/tests.xml
 
 test-cluster: setup ## training under real Slurm on a cluster made of namespaces; needs root, slurm-wlm, munge, iproute2
 	@$(PYTEST) tests/cluster -rs

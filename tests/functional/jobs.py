@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ SAMPLES: dict[str, Any] = {"global_batch_size": SPARSE["global_batch_size"]}
 MICRO_BATCHES: dict[str, Any] = {"global_batch_size": 8}
 """Four micro-batches, or two for each of two replicas: a pipeline that is full for a while."""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "PP2": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2, "num_layers": 2, "use_distributed_optimizer": True, "bf16": True,
+            "moevement_replicas": 1,
+        },
+    ),
     "PP2xEP2": (
         4,
         {
@@ -93,6 +101,22 @@ REGIMES: dict[str, dict[str, Any]] = {
     "BF16 gradients": {**AWARE, "exp_avg_dtype": "fp8", "main_grads_dtype": "bf16"},
     "blockwise, FP8+FP32": {**FP8_WEIGHTS, "fp8_recipe": "blockwise", **AWARE, "exp_avg_dtype": "fp8"},
 }  # fmt: skip
+
+
+WIDTHS = pytest.mark.parametrize("layout", ["PP2", pytest.param("PP2xEP2", marks=pytest.mark.full)])
+"""Two ranks for every run of the tests, four for the exhaustive matrix: a kill of four takes twice as long."""
+
+
+def among(nproc: int, faults: Sequence[str], every: int = 1) -> tuple[str, ...]:
+    """Return faults of four ranks as faults of ``nproc``: rank 3 is rank 1 of two.
+
+    Args:
+        nproc: ranks of the job.
+        faults: as for four ranks.
+        every: of two ranks only every so many-th fault happens.
+    """
+    chosen = faults if nproc == 4 else faults[::every]
+    return tuple(re.sub(r"rank=(\d+)", lambda match: f"rank={int(match[1]) % nproc}", fault) for fault in chosen)
 
 
 def assert_alone(survived: Survived, stages: int) -> None:

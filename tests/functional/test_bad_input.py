@@ -16,8 +16,9 @@ import pytest
 
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
+from tests.failure_free import failure_free
 from tests.launching import finished, launch, logs
-from tests.training import SCRIPT, flags, outcomes, train
+from tests.training import SCRIPT, flags, outcomes
 
 SPARSE: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 2, "moevement_replicas": 1, "moevement_ranks_per_node": 1,
@@ -61,8 +62,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.slow("two jobs")
 def test_a_disk_that_fills_while_a_job_trains_changes_no_bit_of_it(small_disk: Path, tmp_path: Path) -> None:
     """Windows cannot be written from then on, its record at times; it says so, not once a window, and trains on."""
-    iterations = 60
-    wanted = train(2, tmp_path / "wanted", train_iters=iterations, **SPARSE)
+    iterations = 40
+    wanted = failure_free(2, train_iters=iterations, **SPARSE)
     windows, run_dir = small_disk / "windows", small_disk / "run"
     filled = threading.Thread(target=_fill_when, args=(small_disk, windows))
     filled.start()

@@ -50,7 +50,7 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 ONLY_IN_FULL = (
-    "fp16-interleaved-expert-bias", "async-mcore", "async-nvrx", "fp32-tensor",
+    "bf16-distributed-optimizer", "async-mcore", "async-nvrx", "fp32-tensor",
     "fp8-delayed", "fp8-blockwise", "fp8-mxfp8", "narrow-state",
     "remainders",
 )  # fmt: skip
@@ -102,10 +102,10 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("nproc", "layout"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.full),
         pytest.param(2, TP2, marks=pytest.mark.full),
         pytest.param(4, {"pipeline_model_parallel_size": 4}, marks=pytest.mark.full),
-        (4, {"expert_model_parallel_size": 4}),
+        pytest.param(4, {"expert_model_parallel_size": 4}, marks=pytest.mark.full),
         pytest.param(2, INTERLEAVED, marks=pytest.mark.full),
     ],
     ids=["one-rank", "tensor", "pipeline-4", "expert-4", "interleaved"],
@@ -176,6 +176,7 @@ def _with_tracker(save: Path, text: str) -> Path:
     return save
 
 
+@pytest.mark.full
 def test_a_save_over_a_torn_checkpoint_replaces_it(tmp_path: Path) -> None:
     save = tmp_path / "checkpoints"
     torn = save / "iter_0000002"

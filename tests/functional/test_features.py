@@ -56,6 +56,7 @@ TOLERANCE = {
 ONLY_IN_FULL = (
     "sequence-aux-loss", "capacity-with-padding", "per-token-loss", "router-in-fp32", "first-layer-dense",
     "group-query-attention", "layer-norm-gelu-learned-positions", "shared-experts", "tied-embeddings",
+    "capacity-with-drops", "multi-latent-attention", "sigmoid-router-expert-bias",
 )  # fmt: skip
 """Close relatives of others here; make test-full runs them too."""
 

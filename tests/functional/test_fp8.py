@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.failure_free import failure_free_digest
-from tests.functional.jobs import KILLS, LAYOUTS, SPARSE
+from tests.functional.jobs import KILLS, LAYOUTS, SPARSE, WIDTHS, among
 from tests.launching import survive
 from tests.training import train
 
@@ -22,10 +22,13 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(name: str, weights: str, **others: Any) -> dict[str, Any]:
-    """Flags of PP2 x EP2 in FP8."""
-    _, layout = LAYOUTS["PP2xEP2"]
-    chosen = SPARSE | layout | {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": name, **WEIGHTS[weights], **others}
+def recipe(layout: str, name: str, weights: str, **others: Any) -> dict[str, Any]:
+    """Flags of a layout in FP8."""
+    chosen = (
+        SPARSE
+        | LAYOUTS[layout][1]
+        | {"bf16": True, "fp8_format": "hybrid", "fp8_recipe": name, **WEIGHTS[weights], **others}
+    )
     if name == "mxfp8" and "fp8_param_gather" in chosen:
         chosen["reuse_grad_buf_for_mxfp8_param_ag"] = True
     return chosen
@@ -42,36 +45,42 @@ QUICK = {("mxfp8", "weights in FP8")}
 @pytest.mark.parametrize(
     "recovery", [pytest.param("replay"), pytest.param("redo", marks=pytest.mark.full)]
 )  # fmt: skip
+@WIDTHS
 @pytest.mark.slow("five kills in emulated FP8")
-def test_killed_in_every_recipe(name: str, weights: str, recovery: str, tmp_path: Path) -> None:
-    flags_ = recipe(name, weights)
-    wanted = failure_free_digest(4, **flags_)
-    survived = survive(4, 2, tmp_path / "recovered", inject=KILLS, **flags_, moevement_recovery=recovery)
+def test_killed_in_every_recipe(layout: str, name: str, weights: str, recovery: str, tmp_path: Path) -> None:
+    nproc, flags_ = LAYOUTS[layout][0], recipe(layout, name, weights)
+    wanted = failure_free_digest(nproc, **flags_)
+    kills = among(nproc, KILLS, every=2)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=kills, **flags_, moevement_recovery=recovery)
     assert survived.digest == wanted
     survived.check_metrics(20)
-    assert len(survived.failures()) == len(KILLS)
+    assert len(survived.failures()) == len(kills)
 
 
+@pytest.mark.full
+@WIDTHS
 @pytest.mark.slow("five kills in emulated FP8")
-def test_scales_look_back_over_several_iterations_and_recompute(tmp_path: Path) -> None:
+def test_scales_look_back_over_several_iterations_and_recompute(layout: str, tmp_path: Path) -> None:
     """A history of amaxes, and forward passes that are run again; a lost rank makes its updates again by itself."""
     history = {"fp8_amax_history_len": 4, "fp8_amax_compute_algo": "max"}
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    flags_ = recipe("delayed", "weights in FP8", **history)
-    wanted = failure_free_digest(4, **flags_)
-    survived = survive(4, 2, tmp_path / "recovered", inject=KILLS, **flags_ | again, moevement_recovery="redo")
+    nproc, flags_ = LAYOUTS[layout][0], recipe(layout, "delayed", "weights in FP8", **history)
+    wanted = failure_free_digest(nproc, **flags_)
+    kills = among(nproc, KILLS, every=2)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=kills, **flags_ | again, moevement_recovery="redo")
     assert survived.digest == wanted, "activations that are made again have the scales that they had"
 
 
 @pytest.mark.parametrize("recovery", ["replay", pytest.param("redo", marks=pytest.mark.full)])
+@WIDTHS
 @pytest.mark.slow("six kills in emulated FP8")
-def test_skipped_updates_move_scales_and_not_weights(recovery: str, tmp_path: Path) -> None:
+def test_skipped_updates_move_scales_and_not_weights(layout: str, recovery: str, tmp_path: Path) -> None:
     """Codes were made with scales of before; ranks are killed after such an iteration, and after others."""
     scaled = {"bf16": False, "fp16": True, "initial_loss_scale": 2**22, "hysteresis": 1}
-    flags_ = recipe("delayed", "weights in FP8", **scaled)
-    wanted = failure_free_digest(4, **flags_)
-    kills = (*KILLS, "rank=3,iteration=9,phase=forward")
-    survived = survive(4, 2, tmp_path / "recovered", inject=kills, **flags_, moevement_recovery=recovery)
+    nproc, flags_ = LAYOUTS[layout][0], recipe(layout, "delayed", "weights in FP8", **scaled)
+    wanted = failure_free_digest(nproc, **flags_)
+    kills = among(nproc, ("rank=3,iteration=9,phase=forward", *KILLS), every=3)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=kills, **flags_, moevement_recovery=recovery)
     assert survived.digest == wanted
     skipped = [line["iteration"] for line in survived.record.metrics() if line["skipped"]]
     assert {2, 8} <= set(skipped), skipped
@@ -85,7 +94,10 @@ def test_skipped_updates_move_scales_and_not_weights(recovery: str, tmp_path: Pa
 def test_weights_in_fp8_train_like_weights_that_are_quantised_in_each_iteration(name: str, tmp_path: Path) -> None:
     """Megatron says so of Transformer Engine: masters are rounded to BF16 before they are quantised, in both."""
     plain = {"train_iters": 4, "pipeline_model_parallel_size": 1, **dict.fromkeys(SPARSE.keys() - {"train_iters"})}
-    runs = [train(2, tmp_path / weights, **(recipe(name, weights) | plain)) for weights in ("shards", "weights in FP8")]
+    runs = [
+        train(2, tmp_path / weights, **(recipe("PP2xEP2", name, weights) | plain))
+        for weights in ("shards", "weights in FP8")
+    ]
     losses = [[line["loss"] for line in run.metrics()] for run in runs]  # norms are summed in the order of the shards
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4

@@ -23,7 +23,7 @@ ONLY_IN_FULL = (
     "mixtral_8x7b_tp2_pp2_etp2", "mixtral_8x7b_ep4_overlap", "deepseek_v2_lite_ep4_resume", "qwen2_moe_ep2_pp2",
     "qwen3_30b_a3b_ep2_two_optimizer_instances", "gpt_oss_20b_ep4_redo", "gpt3_tp2_pp2_resume", "llama3_pp2_vpp2",
     "gpt3_pp2_dp2_local", "deepseek_v3_ep2_pp2_per_token_loss", "qwen3_30b_a3b_pp2_ep2", "mixtral_8x7b_pp2_ep2",
-    "gpt_oss_20b_pp2_ep2", "gpt3_pp4", "mixtral_8x22b_pp2_vpp2_fp16",
+    "gpt_oss_20b_pp2_ep2", "gpt3_pp4", "deepseek_v3_pp2_ep2", "mixtral_8x22b_pp2_vpp2_fp16",
 )  # fmt: skip
 """Relatives of others here; make test-full runs them too."""
 CASES = [

@@ -22,6 +22,7 @@ SAVES: dict[str, dict[str, Any]] = {
 QUICK = ("async-worker",)
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else [pytest.mark.full]) for how in SAVES])
 @pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_results_of_an_interrupted_save_are_in_no_later_checkpoint(how: str, tmp_path: Path) -> None:

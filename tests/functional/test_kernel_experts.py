@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.launching import command, finished
+from tests.launching import finished, launch
 from tests.training import SCRIPT, flags, train
 
 ON: dict[str, Any] = {"moevement_frozen_kernels": "triton"}
@@ -41,7 +41,7 @@ def test_losses_and_gradients_are_megatrons(ranks: int, job: dict[str, Any], tmp
 
 
 def run(**job: Any) -> tuple[int, str, str]:
-    return finished(command("--nproc", "1", str(SCRIPT), *flags(train_iters=1, **job)))
+    return finished(launch("--nproc", "1", str(SCRIPT), *flags(train_iters=1, **job)))
 
 
 @pytest.mark.full

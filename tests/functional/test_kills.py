@@ -10,7 +10,6 @@ import json
 import os
 import random
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -25,27 +24,29 @@ from moevement_core.persistence.manifest import manifests
 from moevement_core.rendezvous.token import Token
 from moevement_core.run_record import RunRecord
 from tests.failure_free import digest_of, failure_free, failure_free_digest
-from tests.functional.jobs import BOTH, LAYOUTS, MICRO_BATCHES, SPARSE, assert_alone, killed_from_outside
-from tests.launching import Survived, command, finished, launch, logs, survive
+from tests.functional.jobs import BOTH, LAYOUTS, MICRO_BATCHES, SPARSE, WIDTHS, among, assert_alone, killed_from_outside
+from tests.launching import Survived, finished, launch, logs, survive
 from tests.training import ROOT, SCRIPT, flags, train
 
 
+@WIDTHS
 @pytest.mark.slow("eight kills, each with its recovery")
-def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
-    nproc, layout = LAYOUTS["PP2xEP2"]
-    wanted = failure_free(nproc, **SPARSE | layout | MICRO_BATCHES | {"train_iters": 30})
-    faults = (
+def test_a_rank_killed_in_every_phase_of_an_iteration(layout: str, tmp_path: Path) -> None:
+    nproc, its = LAYOUTS[layout]
+    flags_ = SPARSE | its | MICRO_BATCHES | {"train_iters": 30}
+    wanted = failure_free(nproc, **flags_)
+    of_four = (
         "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
         "rank=2,iteration=14,phase=commit", "rank=1,iteration=17,phase=step", "rank=3,iteration=20,phase=gather",
         "rank=0,iteration=23,phase=snapshot", "rank=2,iteration=26,phase=replicate",
     )  # fmt: skip
-    survived = survive(
-        nproc, 2, tmp_path / "recovered", inject=faults, **SPARSE | layout | MICRO_BATCHES | {"train_iters": 30}
-    )
+    faults = among(nproc, of_four)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_)
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(30)
     assert len(survived.failures()) == len(faults)
-    assert_alone(survived, 2)
+    if layout != "PP2":  # where a stage is lost before the log of its one neighbour reaches back far enough
+        assert_alone(survived, 2)
     assert main(["verify", str(wanted.folder), str(tmp_path / "recovered"), "--json"]) == 0
     # Everyone who died was replaced, by a process that is there and waits.
     roles = [one["role"] for one in survived.ranks()]
@@ -56,15 +57,17 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
     assert names.count("replay") == len(faults)
 
 
+@pytest.mark.parametrize("nproc", [3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.slow("six kills")
-def test_failures_during_a_recovery(tmp_path: Path) -> None:
+def test_failures_during_a_recovery(nproc: int, tmp_path: Path) -> None:
     """Of a recovering rank, of the spare just promoted, of a feeder, and of a rank that only waits."""
-    nproc, layout = LAYOUTS["PP4"]
-    flags_ = SPARSE | layout
+    flags_ = SPARSE | {"pipeline_model_parallel_size": nproc, "num_layers": nproc}
     wanted = failure_free_digest(nproc, **flags_)
+    waiting = nproc - 1
     faults = (
-        "rank=1,iteration=7,phase=forward", "rank=1,phase=replay", "rank=0,phase=recover", "rank=3,phase=recover",
-        "rank=2,iteration=15,phase=gather", "rank=0,iteration=15,phase=recover,signal=EXC",
+        "rank=1,iteration=7,phase=forward", "rank=1,phase=replay", "rank=0,phase=recover",
+        f"rank={waiting},phase=recover", "rank=2,iteration=15,phase=gather",
+        "rank=0,iteration=15,phase=recover,signal=EXC",
     )  # fmt: skip
     survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_)
     assert survived.digest == wanted
@@ -123,6 +126,7 @@ def test_a_rank_that_predicts_ahead_is_killed(tmp_path: Path) -> None:
     survived.check_metrics(20)
 
 
+@pytest.mark.full
 def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
     """Adjacent stages at once, which replay together; all copies are on the other node."""
     nproc, layout = LAYOUTS["PP4"]
@@ -146,12 +150,12 @@ def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
         "pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 16, "eval_interval": 4,
         "eval_iters": 2, "save_interval": 8,
     }  # fmt: skip
-    wanted = failure_free(2, **flags_, save=str(tmp_path / "saved"))
+    wanted = failure_free(2, **flags_)
     faults = (
         "rank=1,iteration=1,phase=forward", "rank=0,iteration=2,phase=backward", "rank=1,iteration=4,phase=eval",
         "rank=0,iteration=8,phase=save", "rank=1,iteration=16,phase=gather", "rank=0,phase=exit",
     )  # fmt: skip
-    its = flags_ | {"moevement_recovery": recovery, "save": str(tmp_path / "saved_twice")}
+    its = flags_ | {"moevement_recovery": recovery, "save": str(tmp_path / "saved")}
     survived = survive(2, 1, tmp_path / "recovered", inject=faults, **its)
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(16)
@@ -164,9 +168,8 @@ def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
         for record in (wanted, survived.record)
     ]
     assert losses[0] == losses[1]
-    for folder in ("saved", "saved_twice"):
-        assert (tmp_path / folder / "latest_checkpointed_iteration.txt").read_text() == "16"
-        assert (tmp_path / folder / "iter_0000008" / ".metadata").exists()
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "16"
+    assert (tmp_path / "saved" / "iter_0000008" / ".metadata").exists()
 
 
 @pytest.mark.slow("it waits for a lease")
@@ -197,14 +200,9 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
     }
     words = flags(**flags_, **windows, moevement_inject="rank=1,iteration=12,phase=forward")
     run = ("--run-dir", str(tmp_path / "recovered"))
-    job = command("--nproc", "2", "--spares", "0", "--spare-timeout", "0.5", str(SCRIPT), *words, *run)
-    assert job.stdout is not None
-    out = ""
-    for line in job.stdout:
-        out += line
-        if started := re.search(r"started pid (\d+) as a spare", line):  # none lives long enough to take the rank
-            os.kill(int(started[1]), signal.SIGKILL)
-    code, _, err = finished(job)
+    options = ("--respawn-after", "inf")  # nobody comes to take the rank
+    job = launch("--nproc", "2", "--spares", "0", "--spare-timeout", "0.5", *options, str(SCRIPT), *words, *run)
+    code, out, err = finished(job)
     assert code == 1, logs(tmp_path / "recovered")
     assert re.search(r"\bspare\b.*\b0\.5 s\b.*\b1\b", out)
     assert re.search(r"^moevement: .*\bspare\b.*\b0\.5 s\b.*\b1 of 2\b", err, re.MULTILINE)
@@ -218,16 +216,16 @@ def test_a_job_without_a_spare_in_time_stops_and_goes_on_from_its_windows(tmp_pa
 @pytest.mark.slow("all processes start again")
 def test_all_ranks_die_at_once_and_go_on_from_windows_on_disk(tmp_path: Path) -> None:
     """Windows that a rank has written which had come back itself, too."""
-    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 40}
     wanted = failure_free_digest(2, **flags_)
     windows = str(tmp_path / "windows")
-    faults = ("rank=1,iteration=6,phase=forward", "rank=0,iteration=55,phase=start", "rank=1,iteration=55,phase=start")
+    faults = ("rank=1,iteration=6,phase=forward", "rank=0,iteration=36,phase=start", "rank=1,iteration=36,phase=start")
     survived = survive(
         2, 2, tmp_path / "recovered", inject=faults, **flags_, moevement_persist_dir=windows, moevement_load=windows
     )
     assert survived.digest == wanted
-    assert [event["iteration"] >= 18 for event in survived.events("start")] == [False, True]
-    survived.check_metrics(60)
+    assert [event["iteration"] >= 12 for event in survived.events("start")] == [False, True]
+    survived.check_metrics(40)
 
 
 def _swap(windows: Path, to: Path) -> None:
@@ -402,7 +400,7 @@ def test_each_rank_in_turn_in_each_phase(layout: str, phase: str, tmp_path: Path
     assert len(survived.failures()) == nproc
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 12))])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.full) for seed in range(12)])
 @BOTH
 def test_random_faults(recovery: str, seed: int, tmp_path: Path) -> None:
     """Any layout, several at once or after each other, during recoveries too."""

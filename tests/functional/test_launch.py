@@ -45,7 +45,7 @@ def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
 def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
     words = flags(num_experts=6, expert_model_parallel_size=4)
     code, _, err = finished(
-        command("--nproc", "4", "--logs", where, str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
+        launch("--nproc", "4", "--logs", where, str(SCRIPT), *words, "--run-dir", str(tmp_path / "run"))
     )
     assert code == 2
     found, needed = r"--num-experts 6\b.*--expert-model-parallel-size 4\b", r"\b4\b.*\b8\b"
@@ -112,7 +112,9 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "summary.json").exists()
 
 
-@pytest.mark.parametrize("options", [[], ["--fresh-interpreters"]], ids=["forked", "fresh"])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--fresh-interpreters"], marks=pytest.mark.builds)], ids=["forked", "fresh"]
+)
 def test_a_rank_that_fails_shows_its_traceback(options: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
@@ -124,6 +126,7 @@ def test_a_rank_that_fails_shows_its_traceback(options: list[str], tmp_path: Pat
     assert re.search(r"\brank 1\b.*\bpid \d+\b", err), err
 
 
+@pytest.mark.builds
 @pytest.mark.parametrize("victim", [pytest.param("rank", marks=pytest.mark.full), "launcher"])
 def test_nothing_is_left_of_a_job_with_checkpoint_writers(victim: str, tmp_path: Path) -> None:
     """Neither when a rank is killed, whose writers are then nobody's children, nor after Ctrl-C."""
@@ -169,6 +172,7 @@ def _pids_when_training(process: subprocess.Popen[str] | Launcher, run_dir: Path
     return [rank["pid"] for rank in json.loads(record.ranks_path.read_text())]
 
 
+@pytest.mark.builds
 def test_a_task_of_slurm_starts_the_same_way(tmp_path: Path) -> None:
     environment = {
         **os.environ, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "OMP_NUM_THREADS": "1",

@@ -63,10 +63,7 @@ def reference(same_weights: dict[str, Any], tmp_path_factory: pytest.TempPathFac
 
 
 QUICK = (
-    "pipeline-expert",
-    "tensor-expert-tensor",
     "interleaved-expert-overlap",
-    "data-overlap",
     "pipeline-full-recompute",
 )
 """Every kind of parallelism once; the others mostly try Megatron over gloo, and `make test-full` runs them."""

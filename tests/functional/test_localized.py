@@ -147,6 +147,7 @@ def test_without_the_log_all_stages_roll_back_and_the_reason_is_reported(tmp_pat
     check_scope(recovered, check(wanted, recovered, sparse), {0, 1})
 
 
+@pytest.mark.full
 def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None:
     job: dict[str, Any] = PP2 | BF16 | {"train_iters": ITERATIONS, "clip_grad": 0.1}
     sparse: dict[str, Any] = {
@@ -160,6 +161,7 @@ def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None
     check_scope(recovered, check(RunRecord(tmp_path / "failure_free"), recovered, sparse), {1})
 
 
+@pytest.mark.full
 def test_an_embedding_that_predicts_ahead_ties_the_stages_that_have_a_copy(tmp_path: Path) -> None:
     job = PP2 | BF16 | {"mtp_num_layers": 1}
     sparse: dict[str, Any] = {"moevement_window": 3, "moevement_wipe_at": [2, 8], "moevement_wipe_stages": 1}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.failure_free import failure_free_digest
-from tests.functional.jobs import KILLS, LAYOUTS, REGIMES, SPARSE
+from tests.functional.jobs import KILLS, LAYOUTS, REGIMES, SPARSE, WIDTHS, among
 from tests.launching import survive
 
 QUICK = {"FP8/FP16/FP8+FP16"}
@@ -19,13 +19,14 @@ FROM_THE_START = "rank=1,iteration=2,phase=forward"
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in REGIMES]
 )
 @pytest.mark.parametrize("recovery", ["replay", pytest.param("redo", marks=pytest.mark.full)])
+@pytest.mark.full
+@WIDTHS
 @pytest.mark.slow("six kills in emulated FP8")
-def test_killed_in_every_regime(name: str, recovery: str, tmp_path: Path) -> None:
-    _, layout = LAYOUTS["PP2xEP2"]
-    flags_ = SPARSE | layout | {"bf16": True} | REGIMES[name]
-    wanted = failure_free_digest(4, **flags_)
-    survived = survive(
-        4, 2, tmp_path / "recovered", inject=(FROM_THE_START, *KILLS), **flags_, moevement_recovery=recovery
-    )
+def test_killed_in_every_regime(layout: str, name: str, recovery: str, tmp_path: Path) -> None:
+    nproc, its = LAYOUTS[layout]
+    flags_ = SPARSE | its | {"bf16": True} | REGIMES[name]
+    wanted = failure_free_digest(nproc, **flags_)
+    kills = among(nproc, (FROM_THE_START, *KILLS), every=2)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=kills, **flags_, moevement_recovery=recovery)
     assert survived.digest == wanted
     survived.check_metrics(20)

@@ -152,6 +152,7 @@ def test_what_is_run_again_is_trained_again(its: dict[str, Any], tmp_path: Path)
     assert record.summary()["state_digest"] == never.summary()["state_digest"]
 
 
+@pytest.mark.full
 def test_fewer_experts_are_written_to_disk_than_are_kept_in_memory(tmp_path: Path) -> None:
     """Who is lost has files alone: its experts come as old as they are there, and the job goes on."""
     flags_: dict[str, Any] = SPARSE | PARTIAL | {
@@ -173,6 +174,7 @@ def test_fewer_experts_are_written_to_disk_than_are_kept_in_memory(tmp_path: Pat
     assert full.any(axis=0).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_without_a_copy_in_memory_versions_come_from_disk(replicas: int, tmp_path: Path) -> None:
     """Without peers the rank that is lost has files alone; where the holder of its copy dies, too, nobody has more."""

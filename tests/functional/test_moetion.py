@@ -106,6 +106,7 @@ def test_a_rank_killed_in_every_phase_of_an_iteration(
     assert len(verdict["lost_updates"]) == len(recoveries)
 
 
+@pytest.mark.full
 def test_what_was_run_again_is_restored_like_anything_else(tmp_path: Path) -> None:
     """Without peers all go back to a window on disk and run iterations again, whose gradients a later loss needs."""
     flags_: dict[str, Any] = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 0, "train_iters": 28}
@@ -121,6 +122,7 @@ def test_what_was_run_again_is_restored_like_anything_else(tmp_path: Path) -> No
     assert any(one["redone"] for one in recoveries)
 
 
+@pytest.mark.full
 def test_experts_get_more_room_until_what_they_lost_is_repaid(tmp_path: Path) -> None:
     flags_ = SPARSE | LAYOUTS["PP2xEP2"][1] | PARTIAL
     flags_ |= {"train_iters": 40, "moe_expert_capacity_factor": 1.0, "moevement_capacity_boost": 0.5}

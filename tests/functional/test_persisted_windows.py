@@ -125,6 +125,7 @@ def test_an_edited_manifest_and_a_pipe_among_the_files_are_said_and_done_without
     assert any(pipe.name in line for line in said), said
 
 
+@pytest.mark.builds
 def test_the_job_goes_on_with_another_arithmetic_says_so_and_recovers_from_what_it_came_to(
     persisted: Persisted, tmp_path: Path
 ) -> None:

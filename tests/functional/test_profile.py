@@ -31,6 +31,7 @@ def profile(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
 
 
+@pytest.mark.builds
 def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, output = tmp_path / "flags.yaml", tmp_path / "profile.yaml"
     config.write_text(yaml.safe_dump(FLAGS))

@@ -15,7 +15,7 @@ import pytest
 from moevement_cli.main import main
 from moevement_core.persistence.manifest import manifests
 from tests.failure_free import digest_of, failure_free, failure_free_digest
-from tests.functional.jobs import LAYOUTS, MICRO_BATCHES, SPARSE, killed_from_outside
+from tests.functional.jobs import LAYOUTS, MICRO_BATCHES, SPARSE, WIDTHS, among, killed_from_outside
 from tests.launching import Survived, launch, logs, survive
 from tests.launching import finished as finished_job
 from tests.training import SCRIPT, flags
@@ -34,15 +34,17 @@ def _alone(survived: Survived) -> list[bool]:
     return [its["redone"] > 0 and its["replayed"] == 0 and len(its["ranks"]) == 1 for its in found]
 
 
+@WIDTHS
 @pytest.mark.slow("eight kills, each with its recovery")
-def test_a_rank_killed_in_every_phase_of_an_iteration(tmp_path: Path) -> None:
-    nproc, layout = LAYOUTS["PP2xEP2"]
-    flags_ = SPARSE | layout | MICRO_BATCHES | {"train_iters": 30}
+def test_a_rank_killed_in_every_phase_of_an_iteration(layout: str, tmp_path: Path) -> None:
+    nproc, of_layout = LAYOUTS[layout]
+    flags_ = SPARSE | of_layout | MICRO_BATCHES | {"train_iters": 30}
     wanted = failure_free(nproc, **flags_)
-    survived = survive(nproc, 2, tmp_path / "recovered", inject=PHASES, **flags_ | REDO)
+    faults = among(nproc, PHASES, every=2)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_ | REDO)
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(30)
-    assert len(survived.failures()) == len(PHASES)
+    assert len(survived.failures()) == len(faults)
     assert any(_alone(survived)), "in some of these phases the newest gradients are with peers"
     assert main(["verify", str(wanted.folder), str(tmp_path / "recovered"), "--json"]) == 0
     recoveries = [failure["recovery"] for failure in survived.failures() if failure["recovery"]]
@@ -103,16 +105,18 @@ def test_without_a_pipeline_in_every_form_of_gradients(layout: dict[str, Any], t
     assert any(_alone(survived))
 
 
+@pytest.mark.full
+@WIDTHS
 @pytest.mark.slow("several kills")
-def test_failures_while_updates_are_made_again(tmp_path: Path) -> None:
-    nproc, layout = LAYOUTS["PP2xEP2"]
-    flags_ = SPARSE | layout
+def test_failures_while_updates_are_made_again(layout: str, tmp_path: Path) -> None:
+    nproc, its = LAYOUTS[layout]
+    flags_ = SPARSE | its
     wanted = failure_free_digest(nproc, **flags_)
     faults = (
         "rank=1,iteration=7,phase=forward", "rank=1,phase=redo", "rank=0,phase=recover", "rank=3,phase=recover",
         "rank=2,iteration=15,phase=backward",
     )  # fmt: skip
-    survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_ | REDO)
+    survived = survive(nproc, 2, tmp_path / "recovered", inject=among(nproc, faults), **flags_ | REDO)
     assert survived.digest == wanted
     survived.check_metrics(20)
 
@@ -159,18 +163,19 @@ def test_a_whole_stage_dies_at_once(tmp_path: Path) -> None:
     survived.check_metrics(20)
 
 
+@pytest.mark.full
 def test_a_job_starts_from_gradients_on_disk(tmp_path: Path) -> None:
     """Of all ranks at once nothing is left in memory."""
-    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 60}
+    flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": 1, "train_iters": 40}
     wanted = failure_free_digest(2, **flags_)
     windows = tmp_path / "windows"
     words = flags(**flags_ | REDO, moevement_persist_dir=str(windows), moevement_load=str(windows))
     survived = killed_from_outside(
-        tmp_path / "recovered", (0, 1), lambda newest: newest >= 30 and bool(manifests(windows)), "--nproc", "2",
+        tmp_path / "recovered", (0, 1), lambda newest: newest >= 20 and bool(manifests(windows)), "--nproc", "2",
         "--spares", "2", str(SCRIPT), *words,
     )  # fmt: skip
     assert survived.digest == wanted
-    survived.check_metrics(60)
+    survived.check_metrics(40)
     restart = survived.events("restart")[0]
     assert "window" in restart["text"]
     assert restart["iteration"] > 0

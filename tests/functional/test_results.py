@@ -80,7 +80,7 @@ def check_finite(record: RunRecord, iterations: int) -> None:
     ("layout", "rank", "extra"),
     [
         (TWO_STAGES, 0, {}),
-        (TWO_STAGES, 1, {}),
+        pytest.param(TWO_STAGES, 1, {}, marks=pytest.mark.full),
         (TWO_REPLICAS, 1, {}),
         (TWO_STAGES, 1, {"rerun_mode": "disabled"}),
     ],
@@ -108,7 +108,7 @@ def test_a_result_that_does_not_come_again_is_an_interruption(tmp_path: Path) ->
     assert failure["failures"][0].startswith("rank 1:")
 
 
-@pytest.mark.parametrize("iteration", [1, 6])
+@pytest.mark.parametrize("iteration", [1, pytest.param(6, marks=pytest.mark.full)])
 def test_a_batch_that_gives_no_numbers_on_any_process_is_blamed(iteration: int, tmp_path: Path) -> None:
     script = broken(tmp_path, 1, iteration=iteration)
     words = ("--nproc", "2", "--spares", "1", str(script), *flags(**TWO_STAGES), "--run-dir", str(tmp_path / "run"))

@@ -74,7 +74,7 @@ RELATIVES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 EVERY = RUNS | RELATIVES
 
 
-QUICK = [name for name in RUNS if name.startswith("PP2xEP2")]
+QUICK = [name for name in RUNS if name.startswith("EP2, overlap")]
 
 
 @pytest.mark.parametrize(
@@ -213,6 +213,7 @@ def test_nothing_is_persisted_for_long_and_everybody_learns_of_it(tmp_path: Path
     assert 0 < lines[-1]["log_memory_bytes"] == lines[15]["log_memory_bytes"] <= bound
 
 
+@pytest.mark.full
 def test_stages_that_never_reorder_and_stages_that_do_agree_under_a_memory_cap(tmp_path: Path) -> None:
     """One stage has no experts, so only the other one wants a new order; an iteration in between is left out."""
     job = PP2 | {"moe_layer_freq": "[0,0,1,1]", "bf16": True, "iterations_to_skip": "5"}

@@ -10,7 +10,7 @@ import pytest
 from tests.fuzz.job import KILLS, attack, undisturbed
 
 
-@pytest.mark.slow("two jobs, one under attack")
+@pytest.mark.builds
 def test_a_job_ends_as_if_the_stranger_had_not_been_there(tmp_path: Path) -> None:
     wanted = undisturbed(tmp_path / "undisturbed").summary()["state_digest"]["all"]
     attacked = attack(tmp_path / "attacked", seed=1)

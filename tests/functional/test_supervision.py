@@ -74,6 +74,7 @@ def test_a_spare_that_is_stopped_is_replaced_and_ranks_end_with_a_launcher_that_
     job.process.communicate()
 
 
+@pytest.mark.full
 def test_what_a_killed_rank_had_started_is_ended(tmp_path: Path) -> None:
     dense = {"save": tmp_path / "dense", "save_interval": 3}
     job = Job(tmp_path / "run", train_iters=100000, moevement_lease_seconds=2, **dense)
@@ -93,7 +94,7 @@ def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(t
         "moevement_persist_dir": str(tmp_path / "windows"),
         "moevement_load": str(tmp_path / "windows"),
     }
-    iterations = 40
+    iterations = 24
     wanted = failure_free(2, **FLAGS, train_iters=iterations)
     # Data workers of a job with Megatron's own handler ignore the signal and would outlive their ranks.
     job = Job(tmp_path / "run", **windows, train_iters=iterations, exit_signal_handler=True, num_workers=1)
