@@ -71,7 +71,7 @@ def table(cases: Sequence[Case], measured: str) -> str:
         "",
         f"Written by `make durations`; {measured}.",
         "",
-        "Seconds of wall-clock time, fixtures included. Workers run tests without jobs side by side, so the sum is",
+        "Seconds of wall-clock time, fixtures included. Workers run tests side by side, so the sum is",
         f"more than the time of `make test`. CI fails where a test takes more than {LIMIT_S:.0f} s and has no reason",
         "beside its name ([docs/testing.md](../docs/testing.md)).",
         "",

@@ -70,6 +70,7 @@ DECLARED = (
     Declared("torch.distributed", "all_reduce", _RANKS_ALONE),
     Declared("torch.distributed", "broadcast", _RANKS_ALONE),
     Declared("torch.distributed", "barrier", _RANKS_ALONE),
+    Declared("torch.distributed", "get_rank", "indices of data are built on rank 0, which keeps its own"),
     Declared("torch.distributed", "all_gather_object", "ranks tell each other the keys of parameters once"),
     Declared("megatron.training.training", "get_megatron_optimizer", "that is when they do"),
     Declared(

@@ -437,7 +437,7 @@ class Checkpointer:
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Finish copies and sends; whether all peers were done in time. Nothing may be captured afterwards."""
-        self._agreement.agreed()
+        self._take_in()
         self.capturer.close()
         return self.replicator.close(timeout_s)
 
@@ -449,8 +449,22 @@ class Checkpointer:
         self.replicator.replicate(held)
         self.own.end_use(held)
 
+    def agree_at_end(self, iteration: int) -> None:
+        """Agree once more on what is persisted, have the newest run written; every rank calls it after :meth:`close`.
+
+        Training agrees an iteration later on what peers acknowledged. After the last iteration there is none.
+        """
+        self._learn(iteration)
+        self._take_in()
+
     def _learn(self, iteration: int) -> None:
         """Take in where the job's runs stood an iteration ago, free what none of them needs, say where ours stand."""
+        self._take_in()
+        statuses = self.lifetime.statuses(iteration, self.own.deliverable(), self.persisted())
+        self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
+
+    def _take_in(self) -> None:
+        """Take in what all ranks agreed on last, and free what no run needs."""
         if agreed := self._agreement.agreed():
             self.progress.is_winding_down = agreed.is_winding_down
             unneeded = self.lifetime.learn(agreed, self.own)
@@ -471,8 +485,6 @@ class Checkpointer:
                 if self.lifetime.persisted >= self._written_from:
                     first = self.lifetime.persisted
                     self._writer.begin(first, self.history.at(first).last_of_run(first))
-        statuses = self.lifetime.statuses(iteration, self.own.deliverable(), self.persisted())
-        self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
 
     def _ends_at(self) -> int | None:
         """Where the run ends that is persisted, on every rank alike; None: parts of it are not given back."""

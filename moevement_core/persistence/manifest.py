@@ -33,6 +33,11 @@ _MOST_BYTES = 64 << 20
 _MOST_SNAPSHOTS = 1 << 20
 MARKER = ".moevement-window"
 """In the folder of every window, from before its first snapshot on: says that the folder is this project's."""
+DATA_SETTINGS = "data"
+"""The setting that holds, as a mapping, what decides which samples are drawn. It may differ where a window is loaded,
+and is named where the replay comes to another state."""
+BY_ITERATION = ("iterations_to_skip",)
+"""Settings that are lists of iterations: only those that the window replays have to be the same."""
 _NAME = re.compile(r"window_(?P<reaches>\d{7,})_(?P<job>[0-9a-f]{4,}(?:\.\d+)?)")
 
 
@@ -63,6 +68,23 @@ class Manifest:
         """Of its folder."""
         return f"window_{self.reaches:07d}_{self.job}"
 
+    def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return in words which of a job's settings are others than those of this window."""
+        names = [name for name in settings if name in self.settings and name != DATA_SETTINGS]
+        return _differences(
+            {name: self._replayed(name, settings[name]) for name in names},
+            {name: self._replayed(name, self.settings[name]) for name in names},
+        )
+
+    def other_data(self, settings: Mapping[str, Any]) -> list[str]:
+        """Return in words which settings of the data are others than those of this window."""
+        return _differences(settings.get(DATA_SETTINGS) or {}, self.settings.get(DATA_SETTINGS) or {})
+
+    def _replayed(self, name: str, value: Any) -> Any:
+        if name not in BY_ITERATION or not isinstance(value, list):
+            return value
+        return [iteration for iteration in value if self.first < iteration <= self.reaches]
+
     def write(self, directory: Path) -> None:
         """Rename it into place; its files are durable by then."""
         path = directory / f"{self.name}.json"
@@ -74,6 +96,14 @@ class Manifest:
             os.fsync(file.fileno())
         os.replace(partial, path)
         sync_folder(directory)
+
+
+def _differences(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')} {value}, and {then[name]} then"
+        for name, value in now.items()
+        if name in then and then[name] != value
+    ]
 
 
 def read_manifest(path: Path) -> Manifest:

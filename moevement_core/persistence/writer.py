@@ -169,8 +169,8 @@ class WindowWriter:
         else:
             self._jobs.put(lambda: self._write(window, leased))
 
-    def close(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
-        """Finish the window that is being written; every rank calls it.
+    def finish(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
+        """Finish the window that is being written, so that another one may begin; every rank calls it.
 
         Args:
             agree: the least of all ranks' answers.
@@ -180,6 +180,15 @@ class WindowWriter:
         while self.writing is Writing.BUSY and time.monotonic() < deadline:
             time.sleep(0.01)
         self.learn(agree(self.writing))
+
+    def close(self, agree: Callable[[Writing], Writing], timeout_s: float) -> None:
+        """Finish the window that is being written, and end; every rank calls it.
+
+        Args:
+            agree: the least of all ranks' answers.
+            timeout_s: how long to wait for the disk.
+        """
+        self.finish(agree, timeout_s)
         self._jobs.put(None)
         self._thread.join(timeout_s)
 

@@ -75,7 +75,7 @@ def carry_out(
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
     part = Part(recovery, lost, check.differences, check.differ_as_loaded, parts.binding.replicas(), arithmetic())
-    return agree(part, prepared.other_arithmetic), came_of
+    return agree(part, prepared.other_arithmetic, prepared.other_data), came_of
 
 
 def _sum_sources(plans: Sequence[RecoveryPlan]) -> dict[str, int]:

@@ -43,6 +43,8 @@ class Prepared:
     other_arithmetic: str = ""
     """Why the last bits may be others than those that were lost, in words: a window was written on other processors.
     Then what differs is said, and the snapshots are not kept."""
+    other_data: Sequence[str] = ()
+    """Flags of the data that are others than those of the job that wrote a window, in words."""
 
 
 @dataclass(frozen=True)

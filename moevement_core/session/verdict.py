@@ -32,7 +32,7 @@ class Part:
     arithmetic: str
 
 
-def agree(mine: Part, other_arithmetic: str) -> Recovery:
+def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
     """The recovery as all ranks together have it.
 
     Each rank that replayed has compared the part of the state that it saves. Where ranks, or a window from disk, are of
@@ -55,9 +55,15 @@ def agree(mine: Part, other_arithmetic: str) -> Recovery:
                 "Training goes on from it, as from a checkpoint that is loaded elsewhere"
             )
     elif found or unequal:
+        advice = "start again from a dense checkpoint or an older window"
+        if other_data:
+            advice = (
+                f"the window was written with other data ({'; '.join(other_data)}). Load it with the data of then and "
+                "let that job save a dense checkpoint (--save, --exit-interval 1); go on from that one with other data"
+            )
         raise RecoveryError(
             f"the replayed state is not the one that was lost: {_some(found + unequal)}. Nothing of it may be used: "
-            "start again from a dense checkpoint or an older window"
+            f"{advice}"
         )
     recoveries, lost = [its.recovery for its in everyones], mine.lost
     known = min(NONE if one.restored_until is None else one.restored_until for one in recoveries)

@@ -172,7 +172,9 @@ def load_newest(
             else:
                 report = Report(dist.get_rank(), stage, ())
                 prepared = prepare(report, {Source.FILE: files}, manifest.reaches, transport)
-            prepared = replace(prepared, other_arithmetic=_other_arithmetic(manifest, here))
+            prepared = replace(
+                prepared, other_arithmetic=_other_arithmetic(manifest, here), other_data=manifest.other_data(settings)
+            )
             return Loaded(prepared, manifest, place.path)
         except RecoveryError as error:
             refused.append(f"{manifest.name}: {error}")
@@ -223,11 +225,8 @@ def _newest(manifest: Manifest) -> tuple[int, str]:
 
 
 def _refuse_other_settings(place: SharedFolder, manifest: Manifest, settings: Mapping[str, Any]) -> None:
-    other = [name for name, value in settings.items() if name in manifest.settings and manifest.settings[name] != value]
-    if other:
-        found = "; ".join(
-            f"--{name.replace('_', '-')} {settings[name]}, and {manifest.settings[name]} then" for name in other[:4]
-        )
+    if other := manifest.other_settings(settings):
+        found = "; ".join(other[:4])
         raise ConfigError(
             f"--moevement-load {place.path}: {manifest.name} is of a run with other settings ({found}); replayed "
             "iterations would not be those that were lost. Load it with the same flags, or a dense checkpoint (--load)"

@@ -25,7 +25,13 @@ from moevement_core.session.window_files import Loaded, Resize, load_newest
 
 
 def load_window(
-    binding: Binding, config: SessionConfig, names: JobNames, *, is_resumed: bool, resize: Resize | None = None
+    binding: Binding,
+    config: SessionConfig,
+    names: JobNames,
+    *,
+    is_resumed: bool,
+    resize: Resize | None = None,
+    asked_step: int | None = None,
 ) -> Loaded | None:
     """Find a window to start from and set the job's progress to where it leads, before data is opened.
 
@@ -37,6 +43,8 @@ def load_window(
         names: of the job.
         is_resumed: whether a dense checkpoint that the job has saved itself was loaded.
         resize: how windows of a job of another number of ranks are loaded; None: they are not.
+        asked_step: the iteration of the dense checkpoint that the user asked for by name, which no window of another
+            job overrules; None: the newest of all is wanted.
 
     Raises:
         ConfigError: the windows are of a job with other settings.
@@ -45,7 +53,12 @@ def load_window(
     flips.begin(config.drill.flips)
     host = own_address()
     loaded = _load_own(binding, config, names, host, resize) if names.is_restart else None
-    if loaded is None and not is_resumed:
+    if loaded is None and asked_step is not None and config.disk.load is not None and dist.get_rank() == 0:
+        log.info(
+            f"--ckpt-step {asked_step}: starting from that dense checkpoint, whatever windows --moevement-load "
+            f"{config.disk.load} has; leave --ckpt-step out to go on from the newest of them"
+        )
+    if loaded is None and not is_resumed and asked_step is None:
         loaded = _load_named(binding, config, names, host, resize)
     if loaded is not None:
         binding.put_progress(loaded.manifest.progress)

@@ -150,10 +150,16 @@ class WindowsOnDisk:
         return JobWindows(self._place, windows)
 
     def close(self) -> tuple[int, int, int, float]:
-        """Wait for the window under way; returns the newest, how many failed, and bytes and seconds of writing."""
+        """Write what is persisted by now, and end; every rank calls it when all snapshots were sent.
+
+        Returns:
+            The iteration that the newest window reaches, how many failed, and bytes and seconds of writing.
+        """
         writer = self._writer
         if writer is not None:
-            writer.close(lambda writing: Writing(min(all_gather_objects(writing, Writing))), TIMEOUT_S)
+            writer.finish(_least, TIMEOUT_S)
+            self._checkpointer.agree_at_end(self._binding.iteration)
+            writer.close(_least, TIMEOUT_S)
         if self._lock is not None:
             self._lock.release()
         return (writer.newest, writer.failed, writer.written_bytes, writer.write_s) if writer else (NONE, 0, 0, 0.0)
@@ -205,3 +211,8 @@ class WindowsOnDisk:
             self._left_behind,
             leaves_out=self._config.strategy.persisted is not None,
         )
+
+
+def _least(writing: Writing) -> Writing:
+    """Return how far the slowest rank is; every rank calls it."""
+    return Writing(min(all_gather_objects(writing, Writing)))

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.launching import survive
 from tests.training import SCRIPT
 
@@ -15,6 +17,7 @@ SPARSE: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_timers_that_were_started_and_a_script_that_says_nothing_of_its_start(tmp_path: Path) -> None:
     """One rank dies where the others wait for its verdict on gradients, with the optimizer's timer of that running.
 

@@ -88,6 +88,7 @@ def test_a_survivor_is_interrupted_in_the_middle_of_a_step(tmp_path: Path) -> No
         assert re.findall(r"\d+", failure["kept"]) == ["2", "2", "0", "0"], failure["kept"]
 
 
+@pytest.mark.full
 def test_a_decision_about_windows_that_only_some_ranks_have_made(tmp_path: Path) -> None:
     """Rank 0 is interrupted in it, when rank 1 of the same stage has a new order already: both go on by that one."""
     flags_ = SPARSE | PP2xDP2 | {"moevement_window": 3}

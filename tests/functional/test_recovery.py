@@ -62,7 +62,10 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"moevement_window": 3, "moevement_wipe_at": [8, 9, 10]},
     ),
     "batches that grow, a window of more iterations than operators": (
-        1, BF16 | {"rampup_batch_size": [4, 2, 16], "num_layers": 1, "num_experts": 2},
+        1, BF16 | {
+            "step_batch_size_schedule": "0:4 384:6 1056:8", "global_batch_size": False, "num_layers": 1,
+            "num_experts": 2,
+        },
         {"moevement_window": 9, "moevement_wipe_at": 10},
     ),
     "a model without experts, warm-up and decay": (
@@ -82,7 +85,10 @@ RUNS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         2, BF16 | DROPOUT, {"moevement_window": 6, "moevement_wipe_at": 11},
     ),
 }  # fmt: skip
-QUICK = ["experts on our kernels, mixed frozen and active"]
+QUICK = [
+    "experts on our kernels, mixed frozen and active",
+    "batches that grow, a window of more iterations than operators",
+]
 
 
 @pytest.mark.parametrize(

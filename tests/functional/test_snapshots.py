@@ -167,6 +167,7 @@ def test_what_only_the_ranks_can_know_is_refused_in_one_line_too(change: dict[st
     assert len([line for line in lines if re.search(found, line)]) == 1, lines
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "sparse"),
     [

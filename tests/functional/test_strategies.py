@@ -86,6 +86,7 @@ def test_what_is_not_durable_yet_is_not_resumed_from(tmp_path: Path) -> None:
     assert event["text"] not in survived.record.summary()["checkpointing"]["warnings"], "as the strategy has it"
 
 
+@pytest.mark.full
 def test_checkfreq_tunes_its_interval(tmp_path: Path) -> None:
     its = as_strategy("checkfreq", tmp_path) | {"moevement_dense_interval": False, "moevement_overhead_cap": 0.001}
     flags_ = SPARSE | {"pipeline_model_parallel_size": 2, "moevement_replicas": False, "train_iters": 60}

@@ -128,6 +128,7 @@ def test_a_rank_that_is_stopped_during_a_recovery_is_replaced(tmp_path: Path) ->
     assert re.search(r"\blease\b", survived.failures()[-1]["noticed_by"])
 
 
+@pytest.mark.full
 def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     words = flags(**FLAGS, train_iters=14)
     for _ in range(5):

@@ -13,6 +13,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from moevement_core.gate import Gate
 from tests.simulation.world import Task, World
 
 _worlds: list[World] = []
@@ -116,9 +117,24 @@ class SimulatedThread:
         self._waiting.until(lambda: not self.is_alive(), timeout)
 
 
+class SimulatedGate:
+    def __init__(self) -> None:
+        self._event = SimulatedEvent()
+
+    @property
+    def is_open(self) -> bool:
+        return self._event.is_set()
+
+    def open(self) -> None:
+        self._event.set()
+
+    def wait(self) -> None:
+        self._event.wait()
+
+
 class SimulatedCondition:
     def __init__(self, lock: Any = None) -> None:
-        self._waiting = Waiting()
+        self._waiting, self._lock = Waiting(), lock
 
     def __enter__(self) -> None:
         pass
@@ -127,7 +143,13 @@ class SimulatedCondition:
         pass
 
     def wait_for(self, holds: Callable[[], Any], timeout: float | None = None) -> bool:
-        return self._waiting.until(holds, timeout)
+        if self._lock is None:
+            return self._waiting.until(holds, timeout)
+        self._lock.__exit__()
+        try:
+            return self._waiting.until(holds, timeout)
+        finally:
+            self._lock.__enter__()
 
     def notify_all(self) -> None:
         self._waiting.wake_all()
@@ -209,6 +231,8 @@ def _places() -> Iterator[tuple[ModuleType, str, Any]]:
             if isinstance(value, ModuleType) and value in REPLACED:
                 is_coarse = value is time and name in COARSE
                 yield module, attribute, COARSE_TIME if is_coarse else REPLACED[value]
+            elif value is Gate:
+                yield module, attribute, SimulatedGate
 
 
 @contextmanager

@@ -229,3 +229,8 @@ def test_workers_without_shared_memory_are_refused(
     parse()  # no workers: nothing goes through it
     with pytest.raises(ConfigError, match=r"--num-workers 2\b.* /dev/shm\b.*\b0\.0 MB\b.*--num-workers 0\b"):
         parse(num_workers=2)
+
+
+def test_batches_that_would_not_grow_are_refused_with_the_flag_that_lets_them(parse: Callable[..., Namespace]) -> None:
+    with pytest.raises(ConfigError, match=r"--rampup-batch-size 4 4 24\b.*--step-batch-size-schedule"):
+        parse(1, "--rampup-batch-size", "4", "4", "24")

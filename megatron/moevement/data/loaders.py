@@ -9,7 +9,7 @@ from typing import Any, override
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.moevement.restart.alone import without_barrier
+from megatron.moevement.restart.alone import building_data_alone
 from megatron.moevement.runtime.job import Process
 
 
@@ -90,6 +90,8 @@ def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
+            from megatron.training import get_args
+
             job = process.job
             live, is_rejoining = job.live, job.rejoined is not None
             chunk, live.datasets_asked = live.datasets_asked, live.datasets_asked + 1
@@ -97,7 +99,7 @@ def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable
                 return live.datasets[chunk]
             with live.undo.nested() as inner:
                 if is_rejoining:
-                    without_barrier(inner)
+                    building_data_alone(inner, get_args().data_cache_path)
                 datasets = original(*args, **kwargs)
             live.datasets[chunk:] = [datasets]
             return datasets

@@ -23,9 +23,10 @@ from moevement_core.errors import ConfigError
 Check = Callable[[Namespace], Iterator[str]]
 CHECKS: tuple[Check, ...] = (
     files.empty_paths, ranges.ranges, sizes.missing, sizes.world_size, sizes.experts, sizes.initialization,
-    sizes.layers, sizes.widths, sizes.lengths_and_batches, sizes.learning_rate, machine.without_gpu,
-    machine.attention, machine.reruns, machine.optimizer, machine.fp8, machine.shared_memory, files.data,
-    files.written_folders, files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints, elastic.elastic,
+    sizes.layers, sizes.widths, sizes.batch_schedule, sizes.lengths_and_batches, sizes.learning_rate,
+    machine.without_gpu, machine.attention, machine.reruns, machine.optimizer, machine.fp8, machine.shared_memory,
+    files.data, files.written_folders, files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints,
+    elastic.elastic,
 )  # fmt: skip
 """In the order in which they are made."""
 

@@ -166,7 +166,7 @@ def lengths_and_batches(args: Namespace) -> Iterator[str]:
         near = _multiples(length, 2 * cp)
         yield f"--seq-length {length}: not a multiple of {2 * cp} = 2 x --context-parallel-size; use {near}"
     model = tp * args.pipeline_model_parallel_size * cp
-    if args.world_size % model or args.global_batch_size is None or args.rampup_batch_size:
+    if args.world_size % model or args.global_batch_size is None or args.step_batch_size_schedule:
         return
     dp = args.world_size // model
     step = args.micro_batch_size * dp
@@ -201,3 +201,13 @@ def learning_rate(args: Namespace) -> Iterator[str]:
 def _multiples(value: int, of: int) -> str:
     below = value // of * of
     return f"{below} or {below + of}" if below else str(of)
+
+
+def batch_schedule(args: Namespace) -> Iterator[str]:
+    """Refuse the flag for batches that grow which Megatron 0.19 parses and then does not use."""
+    if args.rampup_batch_size is not None:
+        start, more, samples = args.rampup_batch_size
+        yield (
+            f"--rampup-batch-size {start} {more} {samples}: Megatron parses it and trains with --global-batch-size "
+            'from the first iteration on; give --step-batch-size-schedule, "0:4 768:8 2304:12" for example'
+        )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -23,9 +26,24 @@ def building_alone(undo: UndoStack) -> list[str]:
     return asked
 
 
-def without_barrier(undo: UndoStack) -> None:
-    """A rank that is new builds its data sets alone; indices are on disk already."""
+def building_data_alone(undo: UndoStack, cache: str | None) -> None:
+    """Have a rank that is new build its data sets alone, and indices that are not in its cache, too.
+
+    Megatron builds indices on rank 0 and lets the others wait for that. Rank 0 of a running job keeps its data sets and
+    builds none. Indices follow from the seed and the data, so any rank may build them.
+
+    Args:
+        undo: ends it.
+        cache: ``--data-cache-path``, whose indices are built by one process at a time; None: they are beside the data.
+    """
     replace_for_a_while(undo, dist, "barrier", lambda *args, **kwargs: None)
+    replace_for_a_while(undo, dist, "get_rank", lambda *args, **kwargs: 0)
+    if cache is not None:
+        Path(cache).mkdir(parents=True, exist_ok=True)
+        lock = open(Path(cache) / ".moevement-building", "a")  # noqa: SIM115 - until ``undo`` is closed
+        undo.push(lock.close)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def sharing_parameter_keys(undo: UndoStack, record: list[Any], given: Sequence[Any]) -> None:

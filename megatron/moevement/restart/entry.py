@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -103,7 +104,10 @@ def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstPr
         loaded = None
         if config is not None:
             resize = resize_of(args, binding, live)
-            loaded = load_window(binding, config, names, is_resumed=began.is_resumed, resize=resize)
+            loaded = load_window(
+                binding, config, names, is_resumed=began.is_resumed, resize=resize,
+                asked_step=args.ckpt_step if args.load else None,
+            )  # fmt: skip
         recorder.begin(live, args, lock)
         record_placement(live.record, live.iteration)
         if names.is_restart:
@@ -223,11 +227,15 @@ def _back(job: Job, train: inspect.BoundArguments, until: int, outcome: Mapping[
     """State is that of ``until`` on every rank: complete the metrics, and do what was due there."""
     job.ledger.complete(until, outcome)
     if is_between:
-        _do_what_is_due(until, train)
+        _do_what_is_due(job, until, train)
 
 
-def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
-    """The evaluation and the dense save after ``iteration``, which the failure may have cut off."""
+def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> None:
+    """Do what is due after ``iteration``, and the failure may have cut off: evaluation, dense save, exit.
+
+    Raises:
+        SystemExit: the job was to exit after the iteration.
+    """
     from megatron.training import get_args, get_timers, training
 
     args, given = get_args(), train.arguments
@@ -241,15 +249,35 @@ def _do_what_is_due(iteration: int, train: inspect.BoundArguments) -> None:
             p2p_communicator=given["p2p_communicator"],
         )  # fmt: skip
     every = args.save_interval
-    if args.save and every and from_rank_zero(lambda: _is_overdue(Path(args.save), iteration, every), bool):
-        interval = get_timers()("interval-time", log_level=0)
-        interval.start(barrier=True)  # the save interrupts it, and Megatron's loop has not begun it yet
-        training.save_checkpoint_and_time(
-            iteration, given["model"], given["optimizer"], given["opt_param_scheduler"],
-            args.num_floating_point_operations_so_far, given["checkpointing_context"],
-            train_data_iterator=given["train_data_iterator"],
+    is_due = bool(args.save and every)
+    is_overdue = is_due and from_rank_zero(lambda: _is_overdue(Path(args.save), iteration, every), bool)
+    interval = get_timers()("interval-time", log_level=0)
+    interval.start(barrier=True)  # a save interrupts it, and Megatron's loop has not begun it yet
+    with job.live.undo.nested() as undo:
+        if is_due and not is_overdue:  # it was saved before the failure
+            undo.set(args, "save_interval", None)
+        is_to_exit = training.checkpoint_and_decide_exit(
+            given["model"], given["optimizer"], given["opt_param_scheduler"], iteration,
+            args.num_floating_point_operations_so_far, given["checkpointing_context"], given["train_data_iterator"],
         )  # fmt: skip
-        interval.stop()
+    interval.stop()
+    if is_to_exit:
+        _leave()
+
+
+def _leave() -> None:
+    """End this rank as Megatron's loop does where an exit is due.
+
+    Raises:
+        SystemExit: with code 0.
+    """
+    from megatron.training import get_tensorboard_writer, training
+
+    if (writer := get_tensorboard_writer()) is not None:
+        writer.flush()
+    training.maybe_finalize_async_save(blocking=True, terminate=True)
+    dist.barrier()
+    sys.exit(0)
 
 
 def _is_overdue(folder: Path, iteration: int, interval: int) -> bool:

@@ -97,6 +97,10 @@ def record_iteration(process: Process) -> Wrapper:
                 skipped=bool(skipped_iter), grad_norm=grad_norm,
             )  # fmt: skip
             _write_scalars(job.live.record, checkpointing, iteration)
+            if kwargs.get("is_first_iteration") and iteration > 1:
+                # Of the loop, which is entered again after a failure, and not of the job: Megatron would leave its sums
+                # as they are after the first line, and the next one would be a mean of two iterations.
+                kwargs["is_first_iteration"] = False
             return original(
                 loss_dict, total_loss_dict, learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter,
                 grad_norm, *args, **kwargs,

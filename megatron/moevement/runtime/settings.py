@@ -5,6 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from moevement_core.persistence.manifest import DATA_SETTINGS
+
 SETTINGS = (
     "world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel",
@@ -12,7 +14,8 @@ SETTINGS = (
     "num_experts", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_shared_expert_intermediate_size",
     "mtp_num_layers", "multi_latent_attention", "add_bias_linear", "padded_vocab_size", "normalization", "swiglu",
     "position_embedding_type", "max_position_embeddings", "untie_embeddings_and_output_weights", "transformer_impl",
-    "seq_length", "micro_batch_size", "global_batch_size", "rampup_batch_size", "dataloader_type", "seed",
+    "seq_length", "micro_batch_size", "global_batch_size", "step_batch_size_schedule", "dataloader_type", "seed",
+    "eod_mask_loss", "reset_position_ids", "reset_attention_mask", "qk_layernorm", "rotary_base", "rotary_percent",
     "hidden_dropout", "attention_dropout", "fp16", "bf16", "fp8", "fp8_recipe", "fp8_param_gather",
     "fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo", "optimizer", "use_distributed_optimizer",
     "accumulate_allreduce_grads_in_fp32", "lr", "min_lr", "lr_decay_style", "weight_decay", "clip_grad", "adam_beta1",
@@ -23,6 +26,12 @@ SETTINGS = (
     "calculate_per_token_loss", "iterations_to_skip",
 )  # fmt: skip
 """Flags that the replayed iterations depend on: the job that loads a window has the same."""
+DATA = (
+    "data_path", "data_args_path", "train_data_path", "per_split_data_args_path", "split", "train_samples",
+    "train_iters", "tokenizer_type", "tokenizer_model", "vocab_file", "mock_data",
+)  # fmt: skip
+"""Flags that decide which samples come next. A job that loads a window may have others, where the order of samples
+stays the same for as long as it is replayed: more iterations over data that are read once, for example."""
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
@@ -30,6 +39,7 @@ def settings_of(args: Namespace) -> dict[str, Any]:
     settings = {name: _plain(getattr(args, name, None)) for name in SETTINGS}
     if not getattr(args, "group_query_attention", False):
         settings["num_query_groups"] = args.num_attention_heads  # as Megatron sets it when it first counts FLOP
+    settings[DATA_SETTINGS] = {name: _plain(getattr(args, name, None)) for name in DATA}
     return settings
 
 
