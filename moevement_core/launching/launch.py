@@ -17,17 +17,16 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-from moevement_core.errors import ConfigError
+from moevement_core.errors import ConfigError, ProcessGroupError
 from moevement_core.file_modes import FLAG, make_folder, use_file_mode
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
 from moevement_core.launching.limits import check_process_limits
 from moevement_core.launching.logs import LogFolder
 from moevement_core.launching.signals import Signals, Stopped
+from moevement_core.launching.store_process import StoreProcess
 from moevement_core.launching.watch import ReplaceWhoDies, UntilOneFails, Watch
 from moevement_core.launching.worker import Trainer
 from moevement_core.monitoring.endpoint import Endpoint, served_by
@@ -148,16 +147,14 @@ def _run(launch: Launch) -> int:
         signals.check()  # that has imported
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
         children: list[Child] = []
-        store: Any = None
         watch: Watch
+        server = StoreProcess(listener)
         try:
             pages: list[StatusPage] = []
             if launch.spares is None:
                 pages = [StatusPage() for _ in range(launch.nproc)]
                 children = [starter.start(number, {PAGE_ENV: page.path}) for number, page in enumerate(pages)]
-            # After the ranks are forked, so that none of them inherits the store's thread. Those that are started
-            # later do without it.
-            store = SignedStore(_store(listener), token)
+            store = SignedStore(server.connect(), token)
             store.announce()
             with Progress(*followed) as progress:
                 if endpoint is not None:
@@ -174,6 +171,8 @@ def _run(launch: Launch) -> int:
                 folder = LogFolder(logs) if logs is not None else None
                 while watch.is_running():
                     signals.check()
+                    if server.has_ended:
+                        raise ProcessGroupError("the process that served the job's store has ended: nobody can meet")
                     if folder is not None:
                         folder.look({child.label for child in children if child.code is None})
                     if signals.asked_by is not None:
@@ -186,7 +185,7 @@ def _run(launch: Launch) -> int:
         finally:
             end_all(children)
             starter.close()
-            del store
+            server.close()
         return watch.verdict()
 
 
@@ -319,16 +318,6 @@ def gpu_environment(trainer: Trainer) -> dict[str, str]:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
-
-
-def _store(listener: socket.socket) -> Any:
-    import torch
-
-    port = listener.getsockname()[1]
-    return torch.distributed.TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=10),
-        master_listen_fd=listener.detach(), use_libuv=True,
-    )  # fmt: skip
 
 
 def _make_logs(run_dir: Path) -> Path:

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from moevement_cli.main import main
@@ -41,12 +42,30 @@ def start(
     """
     options = ["--trainer", "torch", "--nproc", "2", *(["--spares", str(spares)] if spares is not None else [])]
     given = [*options, str(script), "--iterations", str(ITERATIONS), *words, "--run-dir", str(run_dir)]
+    job: Job
     if not before:
-        return launch(*given, leads_group=True)
-    launcher = [*before, sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *given]
-    return subprocess.Popen(
-        launcher, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
-    )
+        job = launch(*given, leads_group=True)
+    else:
+        launcher = [*before, sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *given]
+        job = subprocess.Popen(
+            launcher, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+        )
+    _started.append(job)
+    return job
+
+
+_started: list[Job] = []
+
+
+@pytest.fixture(autouse=True)
+def _no_job_outlives_its_test() -> Iterator[None]:
+    """A job that runs for ever would take the processors from all tests after one that fails."""
+    yield
+    for job in _started:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    _started.clear()
 
 
 def wait_for(job: Job, holds: Callable[[], bool], timeout_s: float = 240) -> None:
@@ -77,6 +96,15 @@ def check_orderly_end(run_dir: Path, least: int) -> None:
     assert iterations == list(range(1, len(iterations) + 1))
     assert record.summary()["iterations"] == len(iterations) >= least
     assert [event["event"] for event in record.events() if event["event"] in ("start", "restart")] == ["start"]
+
+
+def test_the_launcher_has_no_thread_that_could_hold_a_lock_when_it_forks(tmp_path: Path) -> None:
+    """A spare that was forked while the store's thread printed an address waited for the resolver's lock for ever."""
+    job = start(tmp_path)
+    wait_for(job, lambda: newest(tmp_path) >= 3 and len(processes(tmp_path, "spare")) == 1)
+    assert psutil.Process(job.pid).num_threads() == 1
+    job.send_signal(signal.SIGTERM)
+    assert finished(job)[0] == 0
 
 
 @pytest.mark.parametrize(("times", "spares"), [(1, 1), (2, 1), (1, None)])
