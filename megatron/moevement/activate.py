@@ -192,7 +192,12 @@ def points() -> tuple[Point, ...]:
             lambda evaluate: evaluation.leaving_generators(recorder.record_evaluation(_process)(evaluate)),
             "which set is evaluated; what an evaluation draws must not move what training draws",
         ),
-        Point((training,), "evaluate", recorder.record_evaluated(_process), "held-out losses are printed and dropped"),
+        Point(
+            (training,),
+            "evaluate",
+            lambda original: recorder.record_evaluated(_process)(evaluation.ending_when_asked(_process)(original)),
+            "held-out losses are printed and dropped; a job that is asked to end would evaluate to the end",
+        ),
         Point(
             (training,),
             "build_train_valid_test_datasets",

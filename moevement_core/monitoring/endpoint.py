@@ -109,11 +109,15 @@ class Endpoint:
             report(f"what serves {self.url} ended with {self._process.returncode}; started again")
         self._started_at = time.monotonic()
         descriptor = self._listener.fileno()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "moevement_core.monitoring.exporter", self._served.run_dir, str(descriptor)],
-            pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for the launcher
-            env={**os.environ, PARENT_ENV: str(os.getpid())},
-        )  # fmt: skip
+        self._process = None
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "moevement_core.monitoring.exporter", self._served.run_dir, str(descriptor)],
+                pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for the launcher
+                env={**os.environ, PARENT_ENV: str(os.getpid())},
+            )  # fmt: skip
+        except OSError as error:  # no process or memory is to be had now; the job goes on without figures
+            report(f"what serves {self.url} cannot be started: {error.strerror}; tried again")
 
     def close(self) -> None:
         """End it."""

@@ -7,6 +7,7 @@ dies while it waits interrupts nobody.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
 import os
@@ -37,6 +38,10 @@ from moevement_core.restart.generation import Generation, Regroup, enter_generat
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import Guard, Outcome
 from moevement_core.restart.store import GenerationStore, connect, connect_breakable, endpoints, store_address
+
+DUMP_AFTER = 1 / 3
+"""After which part of the time for a hang a rank that does not stop prints what its threads do: two lease times of the
+three after which the job goes on without it."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,7 @@ class _Restarts:
                 self._member.leave(
                     self._reason, self._training.iteration, had_recovered=had_recovered, suspects=self._suspects
                 )
+                faulthandler.cancel_dump_traceback_later()
                 continue
             self._training.ended()
             if isinstance(ended, SystemExit):
@@ -186,11 +192,17 @@ class _Restarts:
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(now.rank), str(world)
         self._reason, self._suspects = "", ()
         groups_store, its_connections = connect_breakable(self._address)
+
+        def begin_to_abort() -> None:
+            now.abort()
+            # A thread that waits where no abort frees it does not stop, and its process is given up. It says where.
+            faulthandler.dump_traceback_later(watching.hang_s * DUMP_AFTER, exit=False)
+
         guard = Guard(
             now.rank,
             world,
             GenerationStore(connect(self._address), now.roster.generation),
-            AbortAll(self._endpoints, its_connections, now.abort),
+            AbortAll(self._endpoints, its_connections, begin_to_abort),
             watching.hang_s,
             watching.interval_s,
         )

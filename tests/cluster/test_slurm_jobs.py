@@ -65,3 +65,19 @@ def test_a_spare_on_another_node_takes_over_a_rank(cluster: Cluster, baselines: 
     (failure,) = training.events("failure")
     assert failure["failures"][0].startswith("rank 2 ")
     assert training.node_of(2) == "n3"
+
+
+def test_a_signal_to_every_process_of_a_job_ends_it_in_order(
+    cluster: Cluster, baselines: Baselines, tmp_path: Path
+) -> None:
+    """As ``scancel`` sends it: ranks and spares have it as soon as the supervisors that answer it."""
+    its: dict[str, Any] = {"train_iters": 5000}
+    training = train(cluster, tmp_path, **its)
+    training.wait_for_iteration(6)
+    least = training.iteration()
+    training.job.cancel("--signal=TERM")
+    training.wait()
+    at = int(training.record.summary()["iterations"])
+    assert at >= least
+    assert training.events("failure") == []
+    assert_equal_runs(training, baselines.of(**its, exit_interval=at))

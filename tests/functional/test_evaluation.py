@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from moevement_core.run_record import RunRecord
 from tests.failure_free import digest_of, failure_free
 from tests.functional.jobs import BOTH, SPARSE
-from tests.launching import survive
-from tests.training import losses, train
+from tests.launching import finished, launch, logs, survive
+from tests.training import SCRIPT, flags, losses, train
 
 JITTER: dict[str, Any] = {
     "pipeline_model_parallel_size": 2, "moe_input_jitter_eps": 0.1, "train_iters": 14, "eval_iters": 1,
@@ -33,3 +38,32 @@ def test_a_rank_that_died_after_an_evaluation_draws_what_it_would_have_drawn(rec
     assert failure["recovery"]["until"] == 8
     assert survived.digest == digest_of(wanted)
     survived.check_metrics(14)
+
+
+@pytest.mark.slow("evaluations long enough to be asked in")
+def test_a_job_that_is_asked_to_end_leaves_its_evaluation(tmp_path: Path) -> None:
+    """Within an iteration of it; dropout is on again in the iterations that ranks take to agree on their end."""
+    its = SPARSE | {
+        "moevement_replicas": 1, "pipeline_model_parallel_size": 2, "num_layers": 2, "hidden_dropout": 0.1,
+        "train_iters": 8, "eval_interval": 4, "eval_iters": 60,
+    }  # fmt: skip
+    windows: dict[str, Any] = {
+        "moevement_persist_dir": str(tmp_path / "windows"),
+        "moevement_load": str(tmp_path / "windows"),
+    }
+    run_dir = tmp_path / "run"
+    words = flags(**its, **windows)
+    job = launch("--nproc", "2", "--spares", "0", str(SCRIPT), *words, "--run-dir", str(run_dir))
+    record = RunRecord(run_dir)
+    while (record.newest_metric() or {"iteration": 0})["iteration"] < 4:
+        assert job.poll() is None, finished(job)
+        time.sleep(0.01)
+    time.sleep(0.2)  # it evaluates
+    job.send_signal(signal.SIGTERM)
+    code, out, err = finished(job)
+    assert (code, err) == (0, ""), f"{out}\n{logs(run_dir)}"
+    assert 4 <= record.summary()["iterations"] <= 7
+    assert not [event for event in record.events() if event["event"] == "evaluation"]
+    survived = survive(2, 0, run_dir, **its, **windows)
+    survived.check_metrics(8)
+    assert survived.digest == digest_of(failure_free(2, **its)), "validation samples are consumed as ever, too"

@@ -141,6 +141,49 @@ def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: 
     assert re.search(rf"^moevement: .*{named}", err, re.MULTILINE), err
 
 
+@pytest.mark.slow("a rank is given up after three leases")
+def test_a_rank_that_no_abort_frees_says_where_it_is_before_it_is_given_up(tmp_path: Path) -> None:
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK.format(script=str(SCRIPT), marker=str(tmp_path / "stuck")))
+    its = FLAGS | {"train_iters": 10, "num_layers": 2, "moevement_lease_seconds": 1}
+    fault = ("rank=0,iteration=6,phase=forward,signal=EXC",)
+    survived = survive(2, 1, tmp_path / "run", script=script, inject=fault, **its)
+    survived.check_metrics(10)
+    assert survived.digest == digest_of(failure_free(2, **its))
+    text = (tmp_path / "run" / "logs" / "rank_1.err").read_text()
+    assert re.search(r"File .*\bstuck\.py\b.*\bstay\b", text), text
+
+
+STUCK = """
+import os
+import sys
+import time
+
+import torch
+from megatron.training import get_args
+
+sys.argv[0] = {script!r}
+source = open({script!r}).read()
+exec(compile(source.replace('if __name__ == "__main__":', "if False:"), {script!r}, "exec"), globals())
+
+original_forward_step = forward_step
+
+
+def stay():
+    time.sleep(600)
+
+
+def forward_step(data_iterator, model):
+    if get_args().curr_iteration == 5 and torch.distributed.get_rank() == 1 and not os.path.exists({marker!r}):
+        open({marker!r}, "w").close()
+        stay()
+    return original_forward_step(data_iterator, model)
+
+
+main()
+"""
+
+
 def test_a_rank_ignores_what_its_launcher_answers(tmp_path: Path) -> None:
     """A rank that died of a signal to the whole job could not come to the boundary at which the job saves and ends."""
     ready = tmp_path / "ready"

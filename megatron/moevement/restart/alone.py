@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,9 @@ import torch.distributed as dist
 
 from megatron.moevement.patches import replace_for_a_while
 from moevement_core.undo import UndoStack
+
+_DATA = "megatron.core.datasets"
+"""The package whose modules build indices on rank 0 alone."""
 
 
 def building_alone(undo: UndoStack) -> list[str]:
@@ -37,7 +41,14 @@ def building_data_alone(undo: UndoStack, cache: str | None) -> None:
         cache: ``--data-cache-path``, whose indices are built by one process at a time; None: they are beside the data.
     """
     replace_for_a_while(undo, dist, "barrier", lambda *args, **kwargs: None)
-    replace_for_a_while(undo, dist, "get_rank", lambda *args, **kwargs: 0)
+    get_rank = dist.get_rank
+
+    def rank_that_builds(*args: Any, **kwargs: Any) -> int:
+        # Which part of the model, and so which data, a rank has follows from its own rank.
+        is_data = str(sys._getframe(1).f_globals.get("__name__", "")).startswith(_DATA)
+        return 0 if is_data else get_rank(*args, **kwargs)
+
+    replace_for_a_while(undo, dist, "get_rank", rank_that_builds)
     if cache is not None:
         Path(cache).mkdir(parents=True, exist_ok=True)
         lock = open(Path(cache) / ".moevement-building", "a")  # noqa: SIM115 - until ``undo`` is closed

@@ -138,3 +138,21 @@ def test_a_port_that_somebody_has_is_refused() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"--moevement-metrics-port {port}\b.*{os.strerror(errno.EADDRINUSE)}"):
             Endpoint(Served("/run", port))
+
+
+def test_a_server_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "AGAIN_S", 0.0)
+    reported = list[str]()
+    with Endpoint(Served(str(tmp_path), free_port())) as serving:
+        with monkeypatch.context() as none_left:
+            none_left.setattr(endpoints.subprocess, "Popen", _no_process)
+            serving.step(reported.append)
+            serving.step(reported.append)
+        assert len(reported) == 2
+        assert os.strerror(errno.EAGAIN) in reported[0]
+        serving.step(reported.append)
+        assert scraped(serving.url)["moevement_processes/active"] == 0
+
+
+def _no_process(*_: object, **__: object) -> None:
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))

@@ -1,0 +1,247 @@
+"""A job that runs for long while a script does to it what bystanders do, drawn by a seed.
+
+    python -m tests.soak.bystanders                         # thirty minutes
+    python -m tests.soak.bystanders --minutes 5 --seed 7 --folder runs/bystanders
+
+Two ranks and a spare train the example in plain torch. At random moments the script kills ranks and spares, sends them
+signals, removes and fills the launcher's temporary folder, edits script and configuration, and sends signals to the
+process group of the job. A job that was asked to end has to end with 0 and its whole record, and is started again from
+its windows. At the end the record has every iteration once, with the bits of a run to which nothing happened. Then the
+exit code is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from moevement_core.run_record import RunRecord
+from tests.soak.__main__ import ROOT
+
+SCRIPT = ROOT / "examples" / "plain_torch" / "train.py"
+CONFIG = "moevement-window: 4\nseed: 7\n"
+ENDLESS = 10_000_000
+PATIENCE_S = 240.0
+
+
+class Job:
+    """The job, from one start to the next, and what is done to it."""
+
+    def __init__(self, folder: Path, draw: random.Random) -> None:
+        self.record = RunRecord(folder / "run")
+        self.script, self.config = folder / "train.py", folder / "job.yaml"
+        self.windows, self.temporary = folder / "windows", folder / "tmp"
+        self.done: Counter[str] = Counter()
+        self._draw = draw
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._log = folder / "launcher.log"
+        for path in (self.windows, self.temporary):
+            path.mkdir(parents=True)
+        self._is_mounted = not subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=16m", "none", self.temporary], capture_output=True, check=False
+        ).returncode
+
+    def start(self) -> None:
+        """Start the job, from its newest window if there is one, and wait until it trains."""
+        self.script.write_text(SCRIPT.read_text())
+        self.config.write_text(CONFIG)
+        for path in self.temporary.iterdir():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        before = self.iteration
+        with open(self._log, "ab") as log:
+            self._launcher = subprocess.Popen(
+                [
+                    sys.executable, "-m", "moevement_cli.main", "launch", "--trainer", "torch", "--nproc", "2",
+                    "--spares", "1", self.script, "--config", self.config, "--iterations", str(ENDLESS),
+                    "--run-dir", self.record.folder, "--moevement-persist-dir", self.windows,
+                    "--moevement-load", self.windows,
+                ],
+                stdout=log, stderr=log, cwd=ROOT, start_new_session=True,
+                env={**os.environ, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)},
+            )  # fmt: skip
+        self.wait_for(lambda: self.iteration > before and len(self.pids("spare")) == 1, "it trains")
+
+    @property
+    def iteration(self) -> int:
+        """The newest that was committed; 0 before the first."""
+        newest = self.record.newest_metric() if self.record.metrics_path.exists() else None
+        return int(newest["iteration"]) if newest else 0
+
+    def pids(self, role: str) -> list[int]:
+        """Return the processes that have ranks (``active``), or wait for one (``spare``)."""
+        try:
+            return [one["pid"] for one in json.loads(self.record.ranks_path.read_text()) if one["role"] == role]
+        except (OSError, ValueError):
+            return []
+
+    def wait_for(self, holds: Callable[[], bool], what: str) -> None:
+        """Wait until that holds while the job runs.
+
+        Raises:
+            SystemExit: it did not in time, or the job has ended.
+        """
+        assert self._launcher is not None
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            if (code := self._launcher.poll()) is not None:
+                raise SystemExit(f"the job ended with {code} before {what}; see {self._log}")
+            if time.monotonic() > deadline:
+                raise SystemExit(f"not within {PATIENCE_S:g} s: {what}; see {self._log}")
+            time.sleep(0.05)
+
+    def goes_on(self) -> None:
+        """Wait until training has gone on, with two ranks and a spare."""
+        least = self.iteration + 5
+        self.wait_for(
+            lambda: self.iteration >= least and [len(self.pids(role)) for role in ("active", "spare")] == [2, 1],
+            "training goes on",
+        )
+
+    def end(self, number: signal.Signals, *, to_group: bool) -> None:
+        """Ask the job to end, and wait for it.
+
+        Raises:
+            SystemExit: it did not end in order.
+        """
+        assert self._launcher is not None
+        least = self.iteration
+        (os.killpg if to_group else os.kill)(self._launcher.pid, number)
+        code = self._launcher.wait(PATIENCE_S)
+        ended_in_order = number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+        if code != (0 if ended_in_order else 128 + number) or self.iteration < least:
+            raise SystemExit(f"{number.name}: code {code} at iteration {self.iteration}, and {least} before")
+
+    # What bystanders do
+
+    def kill_a_rank(self) -> None:
+        """SIGKILL."""
+        os.kill(self._draw.choice(self.pids("active")), signal.SIGKILL)
+
+    def kill_the_spare(self) -> None:
+        """SIGKILL."""
+        os.kill(self.pids("spare")[0], signal.SIGKILL)
+
+    def kill_a_rank_and_the_spare(self) -> None:
+        """Together: nobody is there to take over at once."""
+        self.kill_the_spare()
+        self.kill_a_rank()
+
+    def signal_ranks(self) -> None:
+        """Signals that ask to end, to a rank and to the spare, and not to their launcher."""
+        for pid in (self._draw.choice(self.pids("active")), *self.pids("spare")):
+            os.kill(pid, self._draw.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT]))
+
+    def remove_temporary_folders(self) -> None:
+        """As a cleaner of temporary folders does; then a spare and a rank are lost."""
+        for path in self.temporary.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        self.kill_a_rank_and_the_spare()
+
+    def fill_the_temporary_folder(self) -> None:
+        """To the last byte; then a rank is lost. It is emptied again when training has gone on."""
+        filler = self.temporary / "filler"
+        if self._is_mounted:
+            with open(filler, "wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+        self.kill_a_rank()
+        self.goes_on()
+        filler.unlink(missing_ok=True)
+
+    def edit_for_the_next_experiment(self) -> None:
+        """Script and configuration; then a rank is lost."""
+        self.config.write_text(self._draw.choice(["seed: 8\n", "moevement-window: [4\n", ""]))
+        self.script.write_text(self._draw.choice(["raise RuntimeError\n", SCRIPT.read_text().replace("1e-3", "1e-2")]))
+        self.kill_a_rank()
+
+    def ask_the_group_to_end(self) -> None:
+        """Then start again."""
+        self.end(self._draw.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]), to_group=True)
+        self.start()
+
+    def end_the_group_at_once(self) -> None:
+        """Then start again, from the newest window."""
+        self.end(self._draw.choice([signal.SIGINT, signal.SIGHUP]), to_group=True)
+        self.start()
+
+    def close(self) -> None:
+        """End what still runs."""
+        if self._launcher is not None and self._launcher.poll() is None:
+            self._launcher.kill()
+            self._launcher.wait()
+        if self._is_mounted:
+            subprocess.run(["umount", "-l", self.temporary], check=False)
+
+
+def run(folder: Path, minutes: float, seed: int) -> int:
+    """Run a job for so long and compare it; returns the exit code."""
+    draw = random.Random(seed)
+    job = Job(folder, draw)
+    actions: list[Callable[[], None]] = [
+        job.kill_a_rank, job.kill_the_spare, job.kill_a_rank_and_the_spare, job.signal_ranks,
+        job.remove_temporary_folders, job.fill_the_temporary_folder, job.edit_for_the_next_experiment,
+        job.ask_the_group_to_end, job.end_the_group_at_once,
+    ]  # fmt: skip
+    deadline = time.monotonic() + 60 * minutes
+    try:
+        job.start()
+        while time.monotonic() < deadline:
+            action = draw.choice(actions)
+            print(f"iteration {job.iteration}: {action.__name__.replace('_', ' ')}", flush=True)
+            action()
+            job.done[action.__name__] += 1
+            job.goes_on()
+            time.sleep(draw.uniform(0, 2))
+        job.end(signal.SIGTERM, to_group=False)
+    finally:
+        job.close()
+    return compare(job, folder)
+
+
+def compare(job: Job, folder: Path) -> int:
+    """Compare the record with that of a run to which nothing happened; returns the exit code."""
+    iterations = [line["iteration"] for line in job.record.metrics()]
+    if iterations != list(range(1, len(iterations) + 1)):
+        print("the record does not have every iteration once")
+        return 1
+    command = [sys.executable, "-m", "moevement_cli.main"]
+    (folder / "job.yaml").write_text(CONFIG)
+    subprocess.run(
+        [
+            *command, "launch", "--trainer", "torch", "--nproc", "2", SCRIPT, "--config", folder / "job.yaml",
+            "--iterations", str(len(iterations)), "--run-dir", folder / "undisturbed",
+        ],
+        cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    print(f"{len(iterations)} iterations, {sum(job.done.values())} times disturbed: {dict(job.done)}")
+    return subprocess.run(
+        [*command, "verify", folder / "undisturbed", folder / "run"], cwd=ROOT, check=False
+    ).returncode
+
+
+def main() -> int:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30.0, metavar="M")
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "bystanders", metavar="DIR", help="must not exist"
+    )
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True)
+    return run(arguments.folder.absolute(), arguments.minutes, arguments.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
