@@ -35,9 +35,23 @@ def test_ranks_whose_own_snapshots_are_dropped_get_them_from_peers(tmp_path: Pat
     assert survived.record.summary()["checkpointing"]["windows_abandoned"] == 0
 
 
+def test_what_does_not_fit_is_refused_with_what_makes_it_fit(tmp_path: Path) -> None:
+    check_refusals(tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.slow("three jobs")
-def test_what_does_not_fit_is_refused_with_what_makes_it_fit_and_then_it_does(tmp_path: Path) -> None:
+def test_what_was_named_makes_a_job_fit(tmp_path: Path) -> None:
     wanted = failure_free_digest(NPROC, **WIDE)
+    tight = check_refusals(tmp_path)
+    survived = survive(NPROC, 2, tmp_path / "recovered", inject=FAULTS, **WIDE, moevement_host_memory_gb=f"{tight:.6f}")
+    recoveries = [failure["recovery"] for failure in survived.failures()]
+    assert all(one["sources"]["memory"] < one["sources"]["peer"] for one in recoveries), "own snapshots are dropped"
+    assert survived.digest == wanted
+
+
+def check_refusals(tmp_path: Path) -> float:
+    """Check what is named where memory is short; return gigabytes that suffice without own copies."""
     needed, change = refused(tmp_path / "a", moevement_host_memory_gb="0.000001", moevement_keep_own="always")
     assert change.startswith("--moevement-host-memory-gb ")
     few = 0.7 * needed  # a third of it is for own snapshots, of which half are in flight
@@ -46,12 +60,7 @@ def test_what_does_not_fit_is_refused_with_what_makes_it_fit_and_then_it_does(tm
     tight = 0.9 * needed
     _, change = refused(tmp_path / "c", moevement_host_memory_gb=f"{tight:.6f}", moevement_keep_own="always")
     assert change == "--moevement-keep-own auto"
-    survived = survive(
-        NPROC, 2, tmp_path / "recovered", inject=FAULTS[:1], **WIDE, moevement_host_memory_gb=f"{tight:.6f}"
-    )
-    recoveries = [failure["recovery"] for failure in survived.failures()]
-    assert all(one["sources"]["memory"] < one["sources"]["peer"] for one in recoveries), "own snapshots are dropped"
-    assert survived.digest == wanted
+    return tight
 
 
 def refused(folder: Path, **overrides: Any) -> tuple[float, str]:

@@ -89,6 +89,7 @@ def test_what_a_killed_rank_had_started_is_ended(tmp_path: Path) -> None:
     assert code == 0, f"{out}\n{err}\n{logs(job.record.folder)}"
 
 
+@pytest.mark.full
 def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(tmp_path: Path) -> None:
     windows: dict[str, Any] = {
         "moevement_persist_dir": str(tmp_path / "windows"),

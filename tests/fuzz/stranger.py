@@ -43,7 +43,7 @@ class Stranger:
     """Attacks a job on this host until it is told to stop.
 
     Args:
-        root: the launcher's process, which holds the store.
+        root: the launcher's process.
         seed: of all that it does.
     """
 
@@ -78,8 +78,10 @@ class Stranger:
                 if time.monotonic() - looked_at > 0.5:
                     looked_at, by_process = time.monotonic(), listeners(self._root)
                     self.seen |= {address for its in by_process.values() for address in its}
-                    ports = sorted(its[1] for its in by_process.get(self._root, ()))
-                    others = sorted(its[1] for pid, all_ in by_process.items() if pid != self._root for its in all_)
+                    # The launcher starts the process that serves the store before all others.
+                    server = min((pid for pid, its in by_process.items() if its), default=self._root)
+                    ports = sorted(its[1] for its in by_process.get(server, ()))
+                    others = sorted(its[1] for pid, all_ in by_process.items() if pid != server for its in all_)
                 if store is None and ports:
                     store = _client(ports[0])
                 if store is None:
