@@ -122,7 +122,7 @@ class _CpuStream:
         """Nothing to wait for: issued work is already done."""
 
     def query(self) -> bool:
-        """Always done."""
+        """Return True: issued work is already done."""
         return True
 
 

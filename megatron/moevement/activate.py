@@ -34,11 +34,11 @@ class Point:
 
 
 _process = Process()
-"""What the replaced functions share. Megatron hands them nothing, so there is one in a process."""
+"""The replaced functions share one object in a process, because Megatron hands them nothing."""
 
 
 def process() -> Process:
-    """What the replaced functions of this process share."""
+    """Return the object that the replaced functions of this process share."""
     return _process
 
 

@@ -25,7 +25,7 @@ class PatchError(ConfigError):
 
 @dataclass(frozen=True)
 class Replaced:
-    """One attribute of another package that this process has replaced."""
+    """Attribute of another package that this process has replaced."""
 
     owner: str
     name: str

@@ -7,7 +7,6 @@ start; with a GPU, or where asked for, each is a fresh interpreter. What happens
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -45,7 +44,7 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Launch:
-    """What to start."""
+    """Description of the ranks and spares that a launcher starts on this machine."""
 
     nproc: int
     argv: list[str]
@@ -236,9 +235,6 @@ class _Starter:
             self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
         self._script = KeptScript(launch.argv[0])
         self._common = {**_environment(launch, store_port), **token.environment, **self._script.environment}
-        # What an earlier job in this process has left in reference cycles has threads; a fork that disposed of it would
-        # crash.
-        gc.collect()
 
     def start(self, number: int, variables: Mapping[str, str] | None = None) -> Child:
         """The first ones are the ranks, those after them spares.

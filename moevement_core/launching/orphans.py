@@ -22,7 +22,10 @@ GRACE_S = 5.0
 
 
 class Orphans:
-    """Of one supervisor; for one thread. What its processes start has their variables in its environment."""
+    """Processes that outlive the rank which started them, found and ended by one supervisor.
+
+    They are known by the variables of its ranks in their environment. One thread calls this.
+    """
 
     def __init__(self) -> None:
         self._look_at = self._until = -float("inf")

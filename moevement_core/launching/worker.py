@@ -52,9 +52,10 @@ class Trainer:
             return Program(command=[sys.executable, "-m", self.module, *argv])
         self.preload()
         packages()  # ranks that are forked from here have it
-        # Their garbage collections pass over what is there by now, and so copy none of its pages.
+        # What an earlier job in this process has left in reference cycles has threads; a fork that disposed of it would
+        # crash.
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # the ranks' collections pass over what is there by now, and so copy none of its pages
         return Program(run_forked, (self.run_rank, argv))
 
 

@@ -67,8 +67,8 @@ def one_line_errors(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def check(args: Namespace) -> None:
     """Raise the first complaint about ``args`` as a :class:`ConfigError`."""
-    for one in CHECKS:
-        refuse(one(args))
+    for complaints in CHECKS:
+        refuse(complaints(args))
 
 
 def refuse(complaints: Iterator[str]) -> None:

@@ -57,18 +57,18 @@ def building_data_alone(undo: UndoStack, cache: str | None) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)
 
 
-def sharing_parameter_keys(undo: UndoStack, record: list[Any], given: Sequence[Any]) -> None:
-    """Megatron's optimizer asks all ranks for the keys of their parameters: keep the answers, or give those of then.
+def sharing_parameter_keys(undo: UndoStack, record: list[Any], kept: Sequence[Any]) -> None:
+    """Megatron's optimizer asks all ranks for the keys of their parameters: record the answers, or give ``kept``.
 
     They are the same on every rank. A rank that is new in a running job would ask alone. What else is asked meanwhile,
     when a dense checkpoint is loaded, is no business of this.
     """
     from megatron.training import training
 
-    original, build, answers = dist.all_gather_object, training.get_megatron_optimizer, iter(given)
+    original, build, answers = dist.all_gather_object, training.get_megatron_optimizer, iter(kept)
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
-        if given:
+        if kept:
             object_list[:] = next(answers)
         else:
             original(object_list, obj, group)

@@ -268,6 +268,9 @@ def _do_what_is_due(job: Job, iteration: int, train: inspect.BoundArguments) -> 
 def _leave() -> None:
     """End this rank as Megatron's loop does where an exit is due.
 
+    The steps are those at the end of its ``train``, which has no function for them. Every rank calls this, after the
+    same iteration.
+
     Raises:
         SystemExit: with code 0.
     """
