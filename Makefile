@@ -44,7 +44,7 @@ test: setup ## the tests that CI runs: one representative of each kind
 	@$(PYTEST) -n $(WORKERS) --dist worksteal --junitxml=$(REPORTS)/tests.xml
 
 test-packaging: setup ## what builds (kernels, wheel, the container's environment, site), and what starts many fresh interpreters
-	@$(PYTEST) -m "builds and not full"
+	@$(PYTEST) -n $(WORKERS) --dist loadfile -m "builds and not full" --durations=12
 
 durations: test ## run the tests and write tests/durations.md
 	@$(PYTHON_BIN) -m tests.durations table $(REPORTS)/tests.xml
@@ -52,12 +52,13 @@ durations: test ## run the tests and write tests/durations.md
 check-durations: ## after make test: fail if a test takes more than 20 seconds and gives no reason
 	@$(PYTHON_BIN) -m tests.durations check $(REPORTS)/tests.xml
 
-test-cluster: setup ## training under real Slurm on a cluster made of namespaces; needs root, slurm-wlm, munge, iproute2
-	@$(PYTEST) tests/cluster -rs
+# A job that waits for a lease or for Slurm leaves both cores idle: each worker has a cluster of its own.
+test-cluster: setup ## training under real Slurm on clusters made of namespaces; needs root, slurm-wlm, munge, iproute2
+	@$(PYTEST) tests/cluster -rs -n $(WORKERS) --dist worksteal --durations=30
 
 test-full: setup ## the exhaustive matrix too, that of the cluster with it
 	@$(PYTEST) -m ""
-	@$(PYTEST) -m "" tests/cluster -rs
+	@$(PYTEST) -m "" tests/cluster -rs -n $(WORKERS) --dist worksteal
 
 lint: setup ## ruff and mypy
 	@$(PYTHON_BIN) -m ruff check . && $(PYTHON_BIN) -m ruff format --check . && $(PYTHON_BIN) -m mypy

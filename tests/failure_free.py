@@ -2,26 +2,38 @@
 
 The comparison is with training that saves nothing: whatever a checkpointing strategy does, the bits have to be those of
 Megatron alone. So flags of this project that do not change what is computed are left out, and jobs that differ in
-those alone share one run.
+those alone share one run. Where tests end their jobs at an iteration that nobody knows before, one run that takes the
+digest of its state in every iteration serves them all (:func:`failure_free_until`).
 """
 
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
+import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron.moevement import worker
 from moevement_core.run_record import RunRecord
-from tests.training import train
+from tests.harness import run_ranks
+from tests.training import SCRIPT, train
+from tests.training import flags as words
 
 FOLDER_ENV = "MOEVEMENT_TEST_FAILURE_FREE"
 """Environment variable with the folder of the runs; the workers of one test session share it."""
 
 _COMPUTES_OTHERWISE = ("moevement_frozen_kernels", "moevement_expert_slots")
 """Flags of this project that change the order of sums, and so the bits."""
+
+
+LEAST_ITERATIONS = 100
+"""The shortest run that takes a digest in every iteration: most of its cost is its start."""
 
 
 def failure_free(nproc: int, **flags: Any) -> RunRecord:
@@ -31,16 +43,43 @@ def failure_free(nproc: int, **flags: Any) -> RunRecord:
         nproc: number of ranks.
         flags: as for :func:`tests.training.train`. Paths among them must exist as long as the test session.
     """
-    flags = {name: its for name, its in flags.items() if _changes_training(name)}
-    key = hashlib.sha256(repr((nproc, sorted(flags.items()))).encode()).hexdigest()[:16]
-    folder = Path(os.environ[FOLDER_ENV]) / key
-    with open(folder.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    flags = {name: value for name, value in flags.items() if _changes_training(name)}
+    with _locked(nproc, flags) as folder:
         if not folder.exists():
             unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
             train(nproc, unfinished, **flags)
             unfinished.rename(folder)
     return RunRecord(folder)
+
+
+def failure_free_until(iteration: int, nproc: int, **flags: Any) -> RunRecord:
+    """Return the record that a failure-free run of these flags has if it ends after ``iteration``.
+
+    One run serves all iterations up to its own end; a longer one replaces it when it is asked for.
+
+    Args:
+        iteration: the last one, from 1 on; at most ``train_iters``.
+        nproc: number of ranks.
+        flags: as for :func:`tests.training.train`.
+    """
+    flags = {name: value for name, value in flags.items() if _changes_training(name)}
+    with _locked(nproc, flags | {"each": "iteration"}) as folder:
+        runs = sorted(folder.glob("*"), key=lambda path: int(path.name))
+        if not runs or int(runs[-1].name) < iteration:
+            folder.mkdir(exist_ok=True)
+            last = min(max(LEAST_ITERATIONS, iteration + 50), flags["train_iters"])
+            unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
+            argv = [str(SCRIPT), *words(**flags, exit_interval=last), "--run-dir", str(unfinished)]
+            run_ranks(_run_with_digests, nproc, argv, timeout_s=200 + last, init_process_group=False)
+            runs.append(unfinished.rename(folder / str(last)))
+        whole = RunRecord(runs[-1])
+        part = RunRecord(Path(tempfile.mkdtemp(dir=folder.parent)))
+    lines = whole.metrics_path.read_text().splitlines(keepends=True)
+    part.metrics_path.write_text("".join(lines[:iteration]))
+    digests = json.loads((whole.folder / _DIGESTS).read_text())
+    assert digests[-1] == whole.summary()["state_digest"], "after an iteration and at the end of the run"
+    part.write_summary({**whole.summary(), "iterations": iteration, "state_digest": digests[iteration - 1]})
+    return part
 
 
 def failure_free_digest(nproc: int, **flags: Any) -> str:
@@ -51,6 +90,43 @@ def failure_free_digest(nproc: int, **flags: Any) -> str:
 def digest_of(record: RunRecord) -> str:
     """Return the digest of the final state of a run."""
     return str(record.summary()["state_digest"]["all"])
+
+
+_DIGESTS = "digests.json"
+
+
+def _run_with_digests(argv: list[str]) -> None:
+    """Train as one rank, and let the last rank write the job's digest after each iteration to the run directory."""
+    from megatron.training import training
+
+    from megatron.moevement import activate
+    from megatron.moevement.state_digest import job_digest
+
+    process, digests = activate.process(), list[dict[str, Any]]()
+    original = training.training_log
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        answer = original(*args, **kwargs)
+        digests.append(job_digest(process.job.live))
+        return answer
+
+    training.training_log = training_log
+    try:
+        worker.run_rank(argv)
+    finally:
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            (Path(argv[-1]) / _DIGESTS).write_text(json.dumps(digests))
+
+
+@contextmanager
+def _locked(nproc: int, flags: dict[str, Any]) -> Iterator[Path]:
+    """The path of what these flags have made; nobody else makes it meanwhile."""
+    key = hashlib.sha256(repr((nproc, sorted(flags.items()))).encode()).hexdigest()[:16]
+    folder = Path(os.environ[FOLDER_ENV]) / key
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
 
 
 def _changes_training(name: str) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.cluster import Cluster, why_not
-from tests.cluster.training import Baselines
 
 
 @pytest.fixture(scope="session")
@@ -32,9 +31,3 @@ def six_nodes() -> Iterator[Cluster]:
         pytest.skip(reason)
     with Cluster(nodes=6) as cluster:
         yield cluster
-
-
-@pytest.fixture(scope="session")
-def baselines(tmp_path_factory: pytest.TempPathFactory) -> Baselines:
-    """Failure-free runs, to compare with."""
-    return Baselines(tmp_path_factory.mktemp("baselines"))

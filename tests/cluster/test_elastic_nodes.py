@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from tests.cluster.cluster import Cluster
-from tests.cluster.training import PP2_EP2, Baselines, Training, train
-from tests.functional.elastic import without
+from tests.cluster.training import PP2_EP2, Training, failure_free, train
 
 LEASE_S = 5.0
 FLAGS: dict[str, Any] = dict.fromkeys(PP2_EP2, False) | {
     "pipeline_model_parallel_size": 1, "expert_model_parallel_size": 1, "use_distributed_optimizer": False,
     "bf16": False, "global_batch_size": 12, "micro_batch_size": 2, "train_iters": 5000,
-    "moevement_lease_seconds": LEASE_S, "moevement_elastic": True, "moevement_join_wait": 2, "log_interval": 1,
+    "moevement_lease_seconds": LEASE_S, "moevement_elastic": True, "moevement_join_wait": 2,
     "lr": 1e-4,
 }  # fmt: skip
 """Sums over another number of ranks are rounded differently, and a large learning rate amplifies that with every
@@ -37,7 +36,7 @@ def _after(training: Training, at: float, count: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nodes_go_and_come_back(kind: str, cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+def test_nodes_go_and_come_back(kind: str, cluster: Cluster, tmp_path: Path) -> None:
     """One is killed, one loses power; one is added by hand, one comes back by itself: nothing is lost by it."""
     its = FLAGS | KINDS[kind]
     training = train(cluster, tmp_path, tasks_per_node=1, spares=0, **its)
@@ -59,7 +58,7 @@ def test_nodes_go_and_come_back(kind: str, cluster: Cluster, baselines: Baseline
     assert training.events("restart") == []
     iterations = [line["iteration"] for line in training.record.metrics()]
     assert iterations == list(range(1, at + 1))
-    static = baselines.of(ranks=3, **without(its) | {"train_iters": 5000, "exit_interval": at})
+    static = failure_free(at, ranks=3, **FLAGS)
     losses = {line["iteration"]: line["loss"] for line in static.metrics()}
     for line in training.record.metrics():
         assert line["loss"] == pytest.approx(losses[line["iteration"]], rel=5e-3), f"iteration {line['iteration']}"

@@ -17,10 +17,10 @@ import pytest
 from moevement_core.persistence.manifest import manifests
 from tests.cluster.cluster import Cluster
 from tests.cluster.machine import wait_until
-from tests.cluster.training import PP4, Baselines, Training, assert_equal_runs, train
+from tests.cluster.training import PP4, Training, assert_undisturbed, train
 
 LEASE_S = 5.0
-FLAGS: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": LEASE_S, "log_interval": 1}
+FLAGS: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": LEASE_S}
 
 
 def _lose(training: Training, how: str, node: str) -> dict[str, object]:
@@ -42,7 +42,7 @@ def _assert_only_lost_ranks_replayed(failure: dict[str, object]) -> None:
     assert {stage for stage, count in recovery["replayed_by_stage"].items() if count} == {"1"}, failure["scope"]
 
 
-def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, tmp_path: Path) -> None:
     training = train(cluster, tmp_path, **FLAGS)
     training.wait_for_iteration(12)
     loud = _lose(training, "killed", "n2")
@@ -57,14 +57,13 @@ def test_a_node_killed_and_another_that_loses_power(cluster: Cluster, baselines:
     _assert_only_lost_ranks_replayed(silent)
     assert training.ranks_on("n2") == [2, 3]
     cluster.take_down("n3")  # else Slurm waits for its answer at the end of the job, until its own timeout
-    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
+    training.end()
+    assert_undisturbed(training, **FLAGS)
     assert len(training.events("failure")) == 2
     assert "Traceback" not in training.job.text()
 
 
-def test_a_node_that_is_booted_again_before_slurm_has_missed_it(
-    cluster: Cluster, baselines: Baselines, tmp_path: Path
-) -> None:
+def test_a_node_that_is_booted_again_before_slurm_has_missed_it(cluster: Cluster, tmp_path: Path) -> None:
     """Only its own step breaks, and it comes back as spares by itself. Each task has two ranks."""
     training = train(cluster, tmp_path, environment={"NPROC": "2"}, tasks_per_node=1, **FLAGS)
     training.wait_for_iteration(6)
@@ -75,11 +74,12 @@ def test_a_node_that_is_booted_again_before_slurm_has_missed_it(
     _lose(training, "killed", "n3")
     assert training.ranks_on("n2") == [2, 3]
     cluster.take_down("n3")
-    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
+    training.end()
+    assert_undisturbed(training, **FLAGS)
     assert len(training.events("failure")) == 2
 
 
-def test_a_node_that_is_cut_off_and_back(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+def test_a_node_that_is_cut_off_and_back(cluster: Cluster, tmp_path: Path) -> None:
     """For less than the lease nothing happens; for more it is replaced, stops itself, and comes back as a spare."""
     training = train(
         cluster, tmp_path, moevement_persist_dir=str(tmp_path / "windows"), moevement_load=str(tmp_path / "windows"),
@@ -106,15 +106,14 @@ def test_a_node_that_is_cut_off_and_back(cluster: Cluster, baselines: Baselines,
     assert training.ranks_on("n2") == [2, 3]
     cluster.thaw_node("n3")
     training.wait_for_spares(2)
-    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
+    training.end()
+    assert_undisturbed(training, **FLAGS)
     assert len(training.events("failure")) == 2
     jobs = {path.stem.rsplit("_", 1)[1] for path in (tmp_path / "windows").glob("window_*.json")}
     assert len(jobs) == 1, "one writer of windows, whoever was cut off"
 
 
-def test_spares_that_are_lost_and_a_slow_link_stop_nobody(
-    cluster: Cluster, baselines: Baselines, tmp_path: Path
-) -> None:
+def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_path: Path) -> None:
     """Snapshots that the link cannot carry are not sent, which is said, and are sent again when it can."""
     its = FLAGS | {"moe_ffn_hidden_size": 384}  # much to snapshot, little to train with
     training = train(cluster, tmp_path, **its)
@@ -143,15 +142,13 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(
     training.wait_for_iteration(training.iteration() + 12)
     assert newest("windows_abandoned") == abandoned
     cluster.take_down("n3")
-    at = training.end()
+    training.end()
     assert training.events("failure") == []
-    assert_equal_runs(training, baselines.of(**its, exit_interval=at))
+    assert_undisturbed(training, **its)
     assert re.search(r"\bspare \(pid \d+\)", training.job.text())
 
 
-def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(
-    six_nodes: Cluster, baselines: Baselines, tmp_path: Path
-) -> None:
+def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(six_nodes: Cluster, tmp_path: Path) -> None:
     """Ranks 0 to 3 on a node each, which are the stages; the copies of a rank are on the node of the next one."""
     windows = str(tmp_path / "windows")
     its = FLAGS | PP4
@@ -169,12 +166,13 @@ def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(
     assert re.search(rf"\b{fallback['until']}\b.*\b{fallback['window']}\b", fallback["text"])
     assert re.findall(r"\d+", second["scope"]) == ["1", "2", "4"]
     assert second["recovery"]["ranks"] == [0, 1, 2, 3], "all stages roll back"
-    assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
+    training.end()
+    assert_undisturbed(training, **its)
     assert fallback["text"] in training.record.summary()["checkpointing"]["warnings"]
     assert len(training.events("failure")) == 2
 
 
-def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, tmp_path: Path) -> None:
     """The second is lost in the recovery from the first; the other spare takes over."""
     its = FLAGS | PP4
     training = train(six_nodes, tmp_path, **its, nodes=6, tasks_per_node=1)
@@ -195,7 +193,8 @@ def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, baseli
     assert [found and found[1] for found in lost] == ["3", "3"]
     for node in (first, second):
         six_nodes.take_down(node)
-    assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
+    training.end()
+    assert_undisturbed(training, **its)
 
 
 def _lose_both(training: Training, *ranks: int) -> dict[str, Any]:
@@ -211,9 +210,7 @@ def _lose_both(training: Training, *ranks: int) -> dict[str, Any]:
     return failure
 
 
-def test_a_node_lost_while_a_window_is_written_and_another_in_a_dense_save(
-    cluster: Cluster, baselines: Baselines, tmp_path: Path
-) -> None:
+def test_a_node_lost_while_a_window_is_written_and_another_in_a_dense_save(cluster: Cluster, tmp_path: Path) -> None:
     windows, saves = tmp_path / "windows", tmp_path / "dense"
     training = train(
         cluster, tmp_path, **FLAGS, moevement_persist_dir=str(windows), moevement_load=str(windows), save=str(saves),
@@ -244,19 +241,20 @@ def test_a_node_lost_while_a_window_is_written_and_another_in_a_dense_save(
     training.wait_for_iteration(int(newest.removeprefix("iter_")) + 12)
     assert int(tracker.read_text()) >= int(newest.removeprefix("iter_"))
     cluster.take_down("n3")
-    assert_equal_runs(training, baselines.of(**FLAGS, exit_interval=training.end()))
+    training.end()
+    assert_undisturbed(training, **FLAGS)
     left = {path.name for path in windows.glob("window_*") if path.is_dir()}
     assert torn not in left, "what a lost node left of a window is deleted with the next ones"
     assert left == {manifest.name for manifest in manifests(windows)}
 
 
 @pytest.mark.full
-def test_a_node_lost_during_the_recovery_from_another(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+def test_a_node_lost_during_the_recovery_from_another(cluster: Cluster, tmp_path: Path) -> None:
     training = train(
         cluster, tmp_path, **FLAGS, moevement_window=6, words=("--moevement-inject", "rank=2,phase=replay")
     )
     training.wait_for_iteration(12)
     _lose(training, "killed", "n2")
     cluster.take_down("n2")
-    at = training.end()
-    assert_equal_runs(training, baselines.of(**FLAGS, moevement_window=6, exit_interval=at))
+    training.end()
+    assert_undisturbed(training, **FLAGS)

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
-from tests.cluster.training import START_S, Baselines, Training, assert_equal_runs, train
+from tests.cluster.training import START_S, Training, assert_undisturbed, train
 
 
-def test_a_training_on_three_nodes_is_that_of_one_host(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
-    wanted = baselines.of()
+def test_a_training_on_three_nodes_is_that_of_one_host(cluster: Cluster, tmp_path: Path) -> None:
     training = train(cluster, tmp_path)
     training.wait_for_iteration(1)
     assert [training.ranks_on(name) for name in ("n1", "n2", "n3")] == [[0, 1], [2, 3], []]
     training.wait()
-    assert_equal_runs(training, wanted)
+    assert_undisturbed(training)
 
 
 def _last_line(training: Training) -> str:
@@ -38,7 +37,7 @@ def test_where_moevement_is_not_found_the_job_fails_at_once_and_says_so(cluster:
 
 
 def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itself(
-    cluster: Cluster, baselines: Baselines, tmp_path: Path
+    cluster: Cluster, tmp_path: Path
 ) -> None:
     """With the node of the batch script the store is gone: a task on another node asks Slurm to queue the job again."""
     windows = str(tmp_path / "windows")
@@ -52,24 +51,23 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
     training.wait_for_event("start", 2, timeout_s=START_S)
     assert training.events("start")[-1]["iteration"] > 0, "from a window, and not from fresh weights"
     training.wait_for_iteration(training.events("start")[-1]["iteration"] + 10)
-    assert_equal_runs(training, baselines.of(**its, exit_interval=training.end()))
+    training.end()
+    assert_undisturbed(training, **its)
 
 
-def test_a_spare_on_another_node_takes_over_a_rank(cluster: Cluster, baselines: Baselines, tmp_path: Path) -> None:
+def test_a_spare_on_another_node_takes_over_a_rank(cluster: Cluster, tmp_path: Path) -> None:
     training = train(cluster, tmp_path)
     training.wait_for_iteration(5)
     at = training.kill_rank(2)
     training.wait()
     print(f"training stood still for {training.outage(at):.1f} s")
-    assert_equal_runs(training, baselines.of())
+    assert_undisturbed(training)
     (failure,) = training.events("failure")
     assert failure["failures"][0].startswith("rank 2 ")
     assert training.node_of(2) == "n3"
 
 
-def test_a_signal_to_every_process_of_a_job_ends_it_in_order(
-    cluster: Cluster, baselines: Baselines, tmp_path: Path
-) -> None:
+def test_a_signal_to_every_process_of_a_job_ends_it_in_order(cluster: Cluster, tmp_path: Path) -> None:
     """As ``scancel`` sends it: ranks and spares have it as soon as the supervisors that answer it."""
     its: dict[str, Any] = {"train_iters": 5000}
     training = train(cluster, tmp_path, **its)
@@ -80,4 +78,4 @@ def test_a_signal_to_every_process_of_a_job_ends_it_in_order(
     at = int(training.record.summary()["iterations"])
     assert at >= least
     assert training.events("failure") == []
-    assert_equal_runs(training, baselines.of(**its, exit_interval=at))
+    assert_undisturbed(training, **its)

@@ -16,7 +16,8 @@ from moevement_core.verify import compare
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
 from tests.cluster.machine import wait_until
 from tests.cluster.slurm import Job
-from tests.launching import command, finished, logs
+from tests.failure_free import failure_free_until
+from tests.launching import logs
 from tests.training import ROOT, SCRIPT, flags
 
 SBATCH = ROOT / "examples" / "pretrain_moe" / "slurm" / "pretrain.sbatch"
@@ -91,10 +92,7 @@ class Training:
         assert self.job.state() == "COMPLETED", f"job {self.job.state()}\n{self.everything()}"
 
     def end(self, timeout_s: float = 240) -> int:
-        """Ask the batch script to end the job in order, as Slurm does before it takes nodes away; returns where.
-
-        Compare with a baseline that exits there (``exit_interval``): the data depend on ``train_iters``.
-        """
+        """Ask the batch script to end the job in order, as Slurm does before it takes nodes away; returns where."""
         self.job.cancel("--signal=USR1", "--batch")
         self.wait(timeout_s)
         return int(self.record.summary()["iterations"])
@@ -234,31 +232,18 @@ def _later(training: Training, at: float) -> bool:
     return any(failure["time"] > at for failure in training.events("failure"))
 
 
-class Baselines:
-    """Runs of the same layout on this host, failure-free; one for each set of flags."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._made = folder, dict[str, RunRecord]()
-
-    def of(self, *, timeout_s: float = 280, ranks: int = RANKS, **overrides: Any) -> RunRecord:
-        """The run with these flags; it is made when it is asked for the first time."""
-        key = repr((ranks, sorted(overrides.items())))
-        if key not in self._made:
-            run_dir = self._folder / str(len(self._made))
-            nodes = {"moevement_ranks_per_node": TASKS_PER_NODE}
-            words = flags(**(SPARSE | PP2_EP2 | nodes | overrides))
-            words += ["--run-dir", str(run_dir)]
-            code, out, err = finished(
-                command("--nproc", str(ranks), str(SCRIPT), *words, env={**os.environ, **_THREADS}), timeout_s
-            )
-            assert code == 0, f"{out}\n{err}\n{logs(run_dir)}"
-            self._made[key] = RunRecord(run_dir)
-        return self._made[key]
+def failure_free(last: int, *, ranks: int = RANKS, **overrides: Any) -> RunRecord:
+    """Return the record of a failure-free run of the same layout on this host that ends after iteration ``last``."""
+    return failure_free_until(last, ranks, **(SPARSE | PP2_EP2 | overrides))
 
 
-def assert_equal_runs(training: Training, baseline: RunRecord) -> None:
-    """As ``moevement verify`` has it, and each iteration was committed once."""
-    verdict = compare(baseline, training.record)
+def assert_undisturbed(training: Training, **overrides: Any) -> None:
+    """Assert that a job that has ended has the bits of one to which nothing happened, and each iteration once.
+
+    Args:
+        overrides: as for :func:`train`; those that change what is computed matter.
+    """
+    verdict = compare(failure_free(int(training.record.summary()["iterations"]), **overrides), training.record)
     assert verdict.equal, f"{verdict.first_difference}\n{training.everything()}"
     iterations = [line["iteration"] for line in training.record.metrics()]
     assert iterations == sorted(set(iterations))

@@ -239,6 +239,9 @@ def main() -> int:
         "--folder", type=Path, default=ROOT / "runs" / "bystanders", metavar="DIR", help="must not exist"
     )
     arguments = parser.parse_args()
+    # Whoever is started in the background ignores these, and so does a job that it starts: it would not end by them.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
     arguments.folder.mkdir(parents=True)
     return run(arguments.folder.absolute(), arguments.minutes, arguments.seed)
 
