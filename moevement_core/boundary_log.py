@@ -12,7 +12,6 @@ it is fed, and what a replay sends again can be compared with what was sent.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 import xxhash
 
 from moevement_core.device import Device, Event
+from moevement_core.log_buffers import LogBuffers
 from moevement_core.snapshot.snapshot import as_bytes, digest_of
 
 
@@ -105,14 +105,13 @@ class BoundaryLog:
         self._logged: dict[int, dict[Direction, list[Logged]]] = {}
         self._iteration: int | None = None
         self._digests = _Digests(device)
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)
-        self._nbytes = 0
+        self._buffers = LogBuffers(device)
         self._told = False
 
     @property
     def memory_bytes(self) -> int:
         """Host memory that is set aside, in use or not."""
-        return self._nbytes
+        return self._buffers.nbytes
 
     @property
     def iterations(self) -> list[int]:
@@ -124,6 +123,7 @@ class BoundaryLog:
         self._iteration = iteration  # first: an exception before the rest leaves no iteration that seems whole
         self._drop(iteration)
         self._logged[iteration] = {direction: [] for direction in Direction}
+        self._buffers.begin_iteration()
 
     def begin_again(self) -> None:
         """Drop what the iteration under way has sent so far: it is computed again from its beginning."""
@@ -143,6 +143,7 @@ class BoundaryLog:
         if self._iteration is not None:
             sent = self._logged[self._iteration]
             self.bytes_of_last = sum(one.buffer.numel() for its in sent.values() for one in its)
+            self._buffers.end_iteration()
             self._iteration = None
 
     def note(self, direction: Direction, tensor: torch.Tensor) -> None:
@@ -150,7 +151,7 @@ class BoundaryLog:
         if self._iteration is None:
             return
         source = as_bytes(tensor.detach().contiguous())
-        buffer = self._buffer(source.numel())
+        buffer = self._buffer(source.numel(), tensor.element_size())
         copied = self._device.event()
         self._stream.wait_stream(self._device.current_stream())
         with self._device.use_stream(self._stream):
@@ -201,21 +202,17 @@ class BoundaryLog:
             "stage cannot be recovered from before what is left"
         )
         self._told = True
-        self._trim()
-        while self._nbytes > to_bytes and (old := self._oldest()) is not None:
+        self._buffers.trim()
+        while self._buffers.nbytes > to_bytes and (old := self._oldest()) is not None:
             self._drop(old)
-            self._trim()
+            self._buffers.trim()
 
     def interrupted(self) -> None:
-        """An exception from outside came at any moment: the iteration under way is not to be had, and buffers that
-        were on their way between it and the free ones are forgotten.
-        """
+        """Drop the iteration under way, after an exception from outside that came at any moment."""
         if (unfinished := self._iteration) is not None:
             self._iteration = None
             self._drop(unfinished)
-        held = (logged for iteration in self._logged for logged in self._tensors_of(iteration))
-        self._nbytes = sum(logged.buffer.numel() for logged in held)
-        self._nbytes += sum(size * len(buffers) for size, buffers in self._free.items())
+        self._buffers.reclaim(logged.buffer for iteration in self._logged for logged in self._tensors_of(iteration))
 
     def _drop(self, iteration: int) -> None:
         # Out of the log first: an exception between the two must not leave a buffer in both, to be written over.
@@ -223,17 +220,18 @@ class BoundaryLog:
         self._logged.pop(iteration, None)
         for logged in dropped:
             logged.copied.synchronize()
-            self._free[logged.buffer.numel()].append(logged.buffer)
+            self._buffers.give_back(logged.buffer, getattr(torch, logged.dtype).itemsize)
 
     def _tensors_of(self, iteration: int) -> Iterator[Logged]:
         for its in self._logged.get(iteration, {}).values():
             yield from its
 
-    def _buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory of exactly this size, used again where some is free: an iteration sends the same sizes again."""
-        if self._free[nbytes]:
-            return self._free[nbytes].pop()
-        while self._nbytes + nbytes > self._cap_bytes() and (old := self._oldest()) is not None:
+    def _buffer(self, nbytes: int, element_bytes: int) -> torch.Tensor:
+        """Return host memory of exactly this size; at the cap the oldest iterations make room for it."""
+        while (buffer := self._buffers.take(nbytes, element_bytes, self._cap_bytes())) is None:
+            if (old := self._oldest()) is None:  # the iteration under way is kept, whatever it takes
+                buffer = self._buffers.take(nbytes, element_bytes, self._buffers.nbytes + nbytes)
+                break
             self._drop(old)
             if not self._told:
                 self._told = True
@@ -241,18 +239,8 @@ class BoundaryLog:
                     f"the log of what crosses stage boundaries is at its cap of {self._cap_bytes() / 1e9:g} GB: the "
                     f"oldest iterations go, {old} first; a single stage cannot be recovered before the next window"
                 )
-            if self._free[nbytes]:
-                return self._free[nbytes].pop()
-            self._trim()
-        self._nbytes += nbytes
-        buffer = self._device.host_empty(nbytes)
+        assert buffer is not None
         return buffer
 
     def _oldest(self) -> int | None:
         return min((one for one in self._logged if one != self._iteration), default=None)
-
-    def _trim(self) -> None:
-        """Give free buffers of other sizes back."""
-        for size, buffers in self._free.items():
-            self._nbytes -= size * len(buffers)
-        self._free.clear()

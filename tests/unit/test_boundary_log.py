@@ -119,6 +119,40 @@ def test_memory_is_used_again() -> None:
     assert log.memory_bytes == 4 * 8 * 12, "three iterations and the one under way"
 
 
+def test_memory_is_allocated_for_an_iteration_at_a_time_and_no_more_than_it_sends() -> None:
+    log, _ = log_of()
+    allocated = list[int]()
+    original = log._buffers._device.host_empty
+
+    def host_empty(nbytes: int) -> torch.Tensor:
+        allocated.append(nbytes)
+        return original(nbytes)
+
+    log._buffers._device.host_empty = host_empty  # type: ignore[method-assign]
+    fill(log, range(1, 5))
+    assert allocated == [12] * 8 + [8 * 12] * 3, "the first one by one: nobody knows yet how many there will be"
+    assert log.memory_bytes == sum(allocated)
+    fill(log, range(5, 6), count=6)
+    assert log.memory_bytes == 4 * 8 * 12 + 12 * 12
+
+
+def test_two_types_of_one_size_do_not_share_a_buffer() -> None:
+    """A view of wider elements may not begin in the middle of one."""
+    log, _ = log_of()
+    for iteration in range(1, 4):
+        log.begin(iteration)
+        for _ in range(3):
+            log.note(FORWARD, torch.full((6,), iteration, dtype=torch.bfloat16))
+            log.note(FORWARD, torch.full((3,), iteration, dtype=torch.float32))
+        log.note(FORWARD, torch.empty(0))
+        log.end()
+    for iteration in range(1, 4):
+        sent = [one.tensor for one in log.sent(iteration, FORWARD) or ()]
+        assert [one.dtype for one in sent[:2]] == [torch.bfloat16, torch.float32]
+        assert all((one == iteration).all() for one in sent)
+        assert sent[-1].numel() == 0
+
+
 def test_at_its_cap_the_oldest_go_and_that_is_reported_once() -> None:
     log, reports = log_of(cap_bytes=2.5 * 8 * 12)
     fill(log, range(1, 8))
