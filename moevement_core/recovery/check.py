@@ -23,6 +23,31 @@ from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Entry, Snapshot, as_bytes, digest_of
 
 MOST_TOLD = 20
+_PIECE = 1 << 24
+"""Elements that are subtracted at a time: the device may be full."""
+
+
+def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest difference of two flat tensors, relative to the largest magnitude in either.
+
+    From 0 (equal) to 2 (opposite), and 2 where one has a value that is not finite and the other has not the same.
+
+    Args:
+        found: of a floating type, on any device.
+        wanted: of the same length, on any device.
+    """
+    difference = scale = 0.0
+    for start in range(0, found.numel(), _PIECE):
+        here = found[start : start + _PIECE].to(torch.float32)
+        there = wanted[start : start + _PIECE].to(found.device).to(torch.float32)
+        differs = (here != there) & ~(here.isnan() & there.isnan())
+        if not (here[differs].isfinite() & there[differs].isfinite()).all():
+            return 2.0
+        if differs.any():
+            difference = max(difference, float((here[differs].double() - there[differs].double()).abs().max()))
+        finite = torch.cat([here[here.isfinite()], there[there.isfinite()]])
+        scale = max(scale, float(finite.abs().max()) if finite.numel() else 0.0)
+    return difference / scale if difference else 0.0
 
 
 class StateCheck:
@@ -42,6 +67,9 @@ class StateCheck:
         self.differ_as_loaded = False
         """Whether one of them is of an operator that had not been updated since it was loaded: no other arithmetic of
         another processor explains that."""
+        self.largest_difference = 0.0
+        """The largest :func:`relative_difference` of a recomputed tensor or loss from the one that was lost; 0 as long
+        as all that was compared by its values is the same."""
         self.known: dict[str, int] = {}
         """Of operators with state here: the newest iteration at which all of it was compared and was the same."""
         self.recomputed: set[str] = set()
@@ -78,7 +106,7 @@ class StateCheck:
         """Compare ``active`` operators, whose live state should be that of ``snapshot``'s iteration.
 
         Args:
-            snapshot: whose digests are compared with; its payload is not looked at.
+            snapshot: whose digests are compared with; its payload is read only where they differ.
             active: operators whose whole state is live.
             updated: those that were updated at least once since their state was loaded.
         """
@@ -86,7 +114,7 @@ class StateCheck:
             return
         state = snapshot.header.state
         for operator, entries in self._entries(snapshot, active).items():
-            same = all([self._is_same(entry, state) for entry in entries])
+            same = all([self._is_same(entry, snapshot) for entry in entries])
             self.differ_as_loaded |= not same and operator not in updated
             if same and entries[0].saved is Saved.FULL:
                 self._is_known(operator, state, updated)
@@ -114,6 +142,7 @@ class StateCheck:
             again = torch.as_tensor(losses.get(name, torch.nan)).detach().cpu()
             if again.dtype != value.dtype or not torch.equal(as_bytes(again.clone()), as_bytes(value.clone())):
                 self._differs(f"{name} of iteration {iteration}: {float(value):.9g}, replayed {float(again):.9g}")
+                self._note_difference(again.reshape(-1), value.reshape(-1))
                 return
         self.losses_until = iteration
 
@@ -136,12 +165,18 @@ class StateCheck:
                 entries[entry.operator].append(entry)
         return entries
 
-    def _is_same(self, entry: Entry, state: int) -> bool:
+    def _is_same(self, entry: Entry, snapshot: Snapshot) -> bool:
         live = self._live.get((entry.operator, entry.saved, entry.key))
         if live is not None and digest_of(live.detach().cpu()) == entry.digest:
             return True
-        self._differs(f"{entry.key} of {entry.operator} at iteration {state}")
+        self._differs(f"{entry.key} of {entry.operator} at iteration {snapshot.header.state}")
+        if live is not None and live.is_floating_point():
+            self._note_difference(live.detach().reshape(-1), snapshot.bytes_of(entry).view(live.dtype))
         return False
+
+    def _note_difference(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        if found.dtype.is_floating_point and found.numel() == wanted.numel():
+            self.largest_difference = max(self.largest_difference, relative_difference(found, wanted))
 
     def _differs(self, what: str) -> None:
         if len(self.differences) < MOST_TOLD:

@@ -26,6 +26,9 @@ class Recovery:
     """Operators that were compared after at least one update; each rank counts those it has state of."""
     restored: int
     """Operators that were compared only as they had been loaded, from bytes whose digests were checked."""
+    largest_difference: float
+    """The largest difference of a recomputed tensor or loss from the one that was lost, relative to the largest
+    magnitude in either, on any rank: 0 unless bits may differ. What is compared by digests alone has no part in it."""
     losses_until: int | None
     """Up to where recomputed losses were compared with the recorded ones."""
     sends: int
@@ -94,6 +97,8 @@ class Recovery:
             f"{self.recomputed} operators recomputed and compared, {self.restored} restored from checked bytes; what "
             f"{self.sends} iterations sent to other stages"
         )
+        if self.largest_difference:
+            parts += f"; the largest relative difference is {self.largest_difference:.1e}"
         if self.verified_until is not None:
             return f"up to iteration {self.verified_until} ({parts})"
         return f"not verified ({parts})"

@@ -41,6 +41,13 @@ class Report:
     """Parity that it has."""
     stands_for: Mapping[int, int] = field(default_factory=dict)
     """Ranks whose state is live here, too: by rank, the operators of their stage."""
+    arithmetic: str = ""
+    """What bits depend on in this process, in words (:mod:`moevement_core.arithmetic`)."""
+    is_repeatable: bool = True
+    """Whether this process comes to the same bits when it repeats a computation."""
+    placed_since: int | None = None
+    """The iteration after which all were computed with every rank on the node and device of now, as far as this rank
+    has seen; None: it has seen no iteration."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moevement_core.arithmetic import arithmetic
 from moevement_core.operators import EMBEDDING
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.recovery.check import StateCheck
@@ -67,14 +66,14 @@ def carry_out(
     replayed, redone = (mine.replayed, mine.redone) if mine is not None else (0, 0)
     recovery = Recovery(
         first, until, replayed, known_until, known_until, len(check.recomputed), len(check.restored),
-        check.losses_until, len(check.sends),
+        check.largest_difference, check.losses_until, len(check.sends),
         _sum_sources(prepared.plans), {str(parts.topology.stage): replayed},
         redone, lost.by_expert, lost.proportion,
         sorted(rank for one in prepared.plans for rank in one.ranks),
         sum(feeder.fed_bytes for feeder in feeders),
         prepared.fetch_s, time.perf_counter() - began, time.process_time() - began_cpu,
     )  # fmt: skip
-    part = Part(recovery, lost, check.differences, check.differ_as_loaded, parts.binding.replicas(), arithmetic())
+    part = Part(recovery, lost, check.differences, check.differ_as_loaded, parts.binding.replicas())
     return agree(part, prepared.other_arithmetic, prepared.other_data), came_of
 
 

@@ -18,6 +18,7 @@ from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
 from moevement_core.session import flips
 from moevement_core.session.codec import Plain
+from moevement_core.session.equal_bits import why_replay_may_differ
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.sources import SnapshotSource
 from moevement_core.snapshot.snapshot import Snapshot
@@ -41,8 +42,8 @@ class Prepared:
     """Whether what is recovered has the bits that were lost. Not where ranks of another number run iterations again:
     their sums have another order."""
     other_arithmetic: str = ""
-    """Why the last bits may be others than those that were lost, in words: a window was written on other processors.
-    Then what differs is said, and the snapshots are not kept."""
+    """Why the last bits may be others than those that were lost, in words; empty if they may not. Then a difference is
+    reported and is no error, and snapshots of the lost history are not kept beside the replayed one."""
     other_data: Sequence[str] = ()
     """Flags of the data that are others than those of the job that wrote a window, in words."""
 
@@ -108,7 +109,10 @@ def prepare(
         failed = {one for its in all_gather_objects(missing, list[Fetch]) for one in its}
         if not failed:
             mine = next((plan for plan in plans if report.rank in plan.ranks), None)
-            return Prepared(plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began)
+            return Prepared(
+                plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began,
+                other_arithmetic=why_replay_may_differ(reports, plans),
+            )  # fmt: skip
         if report.rank == 0:
             log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")
         asked_again += 1

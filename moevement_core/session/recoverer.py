@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from moevement_core import damage
+from moevement_core.arithmetic import arithmetic, is_repeatable
 from moevement_core.errors import RecoveryError
 from moevement_core.events import RecoveredFromDisk
 from moevement_core.policy.partial_experts import LostTokens
@@ -16,6 +17,7 @@ from moevement_core.recovery.plan import Report
 from moevement_core.session import flips
 from moevement_core.session.carry_out import carry_out
 from moevement_core.session.commit import Mark
+from moevement_core.session.equal_bits import PlacementHistory, placement
 from moevement_core.session.kept import Kept, check_kept
 from moevement_core.session.parts import Parts
 from moevement_core.session.prepare import Prepared, Scope, prepare
@@ -37,6 +39,7 @@ class Recoverer:
     def __init__(self, saving: Saving, records: StepRecords) -> None:
         self.done: list[Recovery] = []
         """Every recovery of this process."""
+        self.placements = PlacementHistory()
         self._memory: MemorySource | None = None
         """Of a recovery that is under way."""
         self._saving, self._records = saving, records
@@ -80,6 +83,8 @@ class Recoverer:
             topology.rank, topology.stage, (), logged=self._logged(parts, scope),
             outcomes=self._records.known(until), replica=topology.replica,
             stands_for=twins.stands_for(until, lost_ranks) if self._may_take_over(topology) else {},
+            arithmetic=arithmetic(), is_repeatable=is_repeatable(),
+            placed_since=self.placements.unchanged_since(placement()),
         )  # fmt: skip
         parts.checkpointer.capturer.settle()
         if self._windows.strategy.to_disk_alone:
@@ -90,6 +95,10 @@ class Recoverer:
             return self._alike(prepare(report, sources, until, transport, scope, lost_ranks, may_redo=may_redo))
         except RecoveryError as gone:  # on every rank alike
             return self._prepare_from_disk(parts, report, sources, until, gone)
+
+    def note_placement(self, iteration: int) -> None:
+        """Note that iterations after ``iteration`` are computed where the ranks are now."""
+        self.placements.note(iteration, placement())
 
     def _release(self) -> None:
         if self._memory is not None:

@@ -102,6 +102,7 @@ class Session:
             self._prepared = None  # its host memory is free again
             self.saving.windows.forget(self.binding.iteration)
         self.commit.mark = Mark(self.binding.iteration, self.binding.boundary_copy(), {})
+        self.recoverer.note_placement(self.binding.iteration)
 
     def begin_iteration(self, committed: int) -> None:
         """Before an iteration: ``state@committed`` is live and nothing of the next iteration has happened."""
@@ -144,6 +145,7 @@ class Session:
 
     def _forget_before(self, iteration: int) -> None:
         self.records.forget_before(iteration)
+        self.recoverer.placements.forget_before(iteration)
         if self.binding.boundary_log is not None:
             self.binding.boundary_log.free_before(iteration)
 
@@ -220,6 +222,7 @@ class Session:
         """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget(committed)
+        self.recoverer.note_placement(committed)
 
     # The end
 

@@ -29,14 +29,19 @@ class Part:
     """Whether one of them is of what was only loaded."""
     replicas: list[Replicas]
     """Whether what ranks bring to each other is the same on all, on those too that kept their state."""
-    arithmetic: str
 
 
 def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:
-    """The recovery as all ranks together have it.
+    """Return the recovery as all ranks together have it; every rank calls it.
 
-    Each rank that replayed has compared the part of the state that it saves. Where ranks, or a window from disk, are of
-    different processors, what was run again may have other last bits than what was lost: that is said, and is no error.
+    Each rank that replayed has compared the part of the state that it saves. Where ``other_arithmetic`` says why last
+    bits may be others than those that were lost, a difference is reported and is no error; what was only loaded, and
+    replicas, have to be equal all the same.
+
+    Args:
+        mine: this rank's part.
+        other_arithmetic: as in :class:`~moevement_core.session.prepare.Prepared`, like ``other_data``.
+        other_data: likewise.
 
     Raises:
         RecoveryError: any of them found a difference that nothing explains.
@@ -44,14 +49,12 @@ def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> 
     everyones = all_gather_objects(mine, Part)
     found = [f"rank {rank}: {what}" for rank, its in enumerate(everyones) for what in its.differences]
     unequal = unequal_replicas([its.replicas for its in everyones])
-    kinds = sorted({its.arithmetic for its in everyones})
-    if len(kinds) > 1 and not other_arithmetic:
-        other_arithmetic = f"ranks are of different kinds: {' and '.join(kinds)}"
     is_explained = other_arithmetic and not any(its.differ_as_loaded for its in everyones)
     if found and is_explained and not unequal:
         if dist.get_rank() == 0:
             log.warning(
-                f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(found)}). "
+                f"{other_arithmetic}: what was replayed does not have the bits that were lost ({_some(found)}; the "
+                f"largest relative difference is {max(its.recovery.largest_difference for its in everyones):.1e}). "
                 "Training goes on from it, as from a checkpoint that is loaded elsewhere"
             )
     elif found or unequal:
@@ -86,6 +89,7 @@ def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> 
         restored_until=None if known == NONE else known,
         recomputed=recomputed,
         restored=sum(one.restored for one in recoveries),
+        largest_difference=max(one.largest_difference for one in recoveries),
         losses_until=None if losses == NONE else losses,
         sends=max(one.sends for one in recoveries),
         fetch_s=max(one.fetch_s for one in recoveries),

@@ -11,13 +11,13 @@ from typing import Any
 import torch.distributed as dist
 
 from moevement_core import damage, log
-from moevement_core.arithmetic import arithmetic
 from moevement_core.errors import ConfigError, RecoveryError, SnapshotError
 from moevement_core.persistence.files import file_name, owner_and_iteration, read_header, read_snapshot
 from moevement_core.persistence.manifest import Manifest, manifests_and_refused, reach_of
 from moevement_core.recovery.places import Holding, Source
 from moevement_core.recovery.plan import Report
 from moevement_core.replication.transport import Transport
+from moevement_core.session.equal_bits import arithmetic_of_all, why_window_may_differ
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.folder import SharedFolder
 from moevement_core.session.prepare import Prepared, prepare
@@ -173,7 +173,9 @@ def load_newest(
                 report = Report(dist.get_rank(), stage, ())
                 prepared = prepare(report, {Source.FILE: files}, manifest.reaches, transport)
             prepared = replace(
-                prepared, other_arithmetic=_other_arithmetic(manifest, here), other_data=manifest.other_data(settings)
+                prepared,
+                other_arithmetic=why_window_may_differ(manifest, here),
+                other_data=manifest.other_data(settings),
             )
             return Loaded(prepared, manifest, place.path)
         except RecoveryError as error:
@@ -184,24 +186,6 @@ def load_newest(
     if refused:
         raise RecoveryError(f"no window in {place.path} is whole. {refused[0]}")
     return None
-
-
-def arithmetic_of_all() -> tuple[str, ...]:
-    """That of each rank of now, or one for all where they have the same; every rank calls it."""
-    everyones = all_gather_objects(arithmetic(), str)
-    return tuple(everyones if len(set(everyones)) > 1 else everyones[:1])
-
-
-def _other_arithmetic(manifest: Manifest, here: tuple[str, ...]) -> str:
-    """In words, why a replay here may come to other bits than those that were lost; empty if it may not."""
-    if not manifest.arithmetic:
-        return f"{manifest.name} does not say on what processors it was written"
-    if manifest.arithmetic == here:
-        return ""
-    then, now = (" and ".join(sorted(set(kinds))) for kinds in (manifest.arithmetic, here))
-    if then == now:
-        return f"{manifest.name} was written by ranks on {then}, which other ranks are on now"
-    return f"{manifest.name} was written on {then}, and these ranks are on {now}"
 
 
 def windows_of_all(place: SharedFolder) -> list[Manifest]:

@@ -15,6 +15,7 @@ from moevement_core.persistence.lock import FolderLock, other_holder
 from moevement_core.persistence.writer import Folder, WindowWriter
 from moevement_core.session.binding import Binding
 from moevement_core.session.config import SessionConfig
+from moevement_core.session.equal_bits import arithmetic_of_all
 from moevement_core.session.exchange import all_gather_objects, from_rank_zero
 from moevement_core.session.folder import (
     RECOVERY_PATIENCE_S,
@@ -27,7 +28,7 @@ from moevement_core.session.folder import (
 from moevement_core.session.identity import JobNames
 from moevement_core.session.reports import Reports
 from moevement_core.session.topology import Topology
-from moevement_core.session.window_files import JobWindows, arithmetic_of_all, windows_of_all
+from moevement_core.session.window_files import JobWindows, windows_of_all
 from moevement_core.snapshot.agreement import NONE, Writing
 
 TIMEOUT_S = 600.0

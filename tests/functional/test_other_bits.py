@@ -1,0 +1,80 @@
+"""Replays that come to other last bits, as on a GPU without deterministic kernels: reported, and training goes on."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.failure_free import failure_free, failure_free_digest
+from tests.functional.jobs import LAYOUTS, SPARSE
+from tests.launching import Survived, survive
+from tests.training import SCRIPT, losses
+
+NPROC, LAYOUT = LAYOUTS["PP2"]
+JOB: dict[str, Any] = {**SPARSE, **LAYOUT, "bf16": False, "use_distributed_optimizer": False, "lr": 1e-3}
+KILLS = ("rank=1,iteration=8,phase=backward", "rank=0,iteration=14,phase=forward")
+
+GPU = """
+import os
+import sys
+
+import torch
+
+from moevement_core.session import equal_bits, recoverer
+
+sys.argv[0] = {script!r}
+source = open({script!r}).read()
+exec(compile(source.replace('if __name__ == "__main__":', "if False:"), {script!r}, "exec"), globals())
+
+equal_bits.is_repeatable = recoverer.is_repeatable = lambda: {repeatable}
+equal_bits.sums_follow_places = lambda: {follow}
+noise = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "big"))
+original_forward_step = forward_step
+
+
+def forward_step(data_iterator, model):
+    output, loss = original_forward_step(data_iterator, model)
+    return output * (1 + {noise} * torch.randn(output.shape, generator=noise)), loss
+
+
+main()
+"""
+
+
+def train_as_on_a_gpu(folder: Path, *, repeatable: bool, follow: bool = True, noise: float = 0.0) -> Survived:
+    """Train with two ranks lost, one after the other.
+
+    Args:
+        folder: of the test.
+        repeatable: whether a rank says that it comes to the same bits when it repeats a computation.
+        follow: whether a rank says that sums follow the places of ranks.
+        noise: by how much what a stage computes is another value each time, relative to it.
+    """
+    script = folder / "gpu.py"
+    script.write_text(GPU.format(script=str(SCRIPT), repeatable=repeatable, follow=follow, noise=noise))
+    return survive(NPROC, 1, folder / "run", inject=KILLS, script=script, **JOB)
+
+
+def recoveries(survived: Survived) -> list[dict[str, Any]]:
+    return [failure["recovery"] for failure in survived.failures()]
+
+
+def test_kernels_that_add_in_no_fixed_order_end_no_recovery(tmp_path: Path) -> None:
+    survived = train_as_on_a_gpu(tmp_path, repeatable=False, noise=1e-6)
+    done = recoveries(survived)
+    assert [recovery["replayed"] > 0 for recovery in done] == [True, True]
+    assert all(0 < recovery["largest_difference"] < 1e-2 for recovery in done), done
+    mine, undisturbed = losses(survived.record), losses(failure_free(NPROC, **JOB))
+    assert mine.keys() == undisturbed.keys()
+    assert all(math.isclose(mine[iteration], undisturbed[iteration], rel_tol=0.02) for iteration in mine)
+
+
+@pytest.mark.parametrize("repeatable", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_where_bits_may_differ_and_do_not_all_is_as_it_would_be(repeatable: bool, tmp_path: Path) -> None:
+    survived = train_as_on_a_gpu(tmp_path, repeatable=repeatable)
+    assert survived.digest == failure_free_digest(NPROC, **JOB)
+    assert [recovery["largest_difference"] for recovery in recoveries(survived)] == [0, 0]
+    assert all(recovery["verified_until"] is not None for recovery in recoveries(survived))
