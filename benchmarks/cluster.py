@@ -24,6 +24,7 @@ from benchmarks.environment import measured_on
 from tests.cluster.cluster import Cluster, why_not
 from tests.cluster.training import PP4, Training, assert_undisturbed, train
 from tests.failure_free import FOLDER_ENV
+from tests.training import SCRIPT
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xEP2": {},
@@ -60,7 +61,7 @@ def _run(cluster: Cluster, folder: Path, arguments: argparse.Namespace) -> int:
     flags = {"train_iters": 1_000_000, "moevement_lease_seconds": arguments.lease, **LAYOUTS[arguments.layout]}
     training = train(
         cluster, folder / "job", nodes=2 + arguments.spare_nodes, spares=2 * arguments.spare_nodes,
-        tasks_per_node=1, environment={"NPROC": "2"}, **flags,
+        environment={"SCRIPT": str(SCRIPT)}, **flags,
     )  # fmt: skip
     training.wait_for_iteration(8)
     losses: list[tuple[str, float, dict[str, float]]] = []

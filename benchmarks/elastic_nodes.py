@@ -26,6 +26,7 @@ from benchmarks.papers.common import table
 from moevement_core.simulator.availability import Change, changes, segment
 from tests.cluster.cluster import Cluster, why_not
 from tests.cluster.training import Training, train
+from tests.training import SCRIPT
 
 OUTPUT = Path(__file__).with_suffix(".md")
 PLOT = OUTPUT.with_suffix(".png")
@@ -117,7 +118,13 @@ def _elastic(
     cluster: Cluster, folder: Path, flags: dict[str, Any], events: Sequence[tuple[float, list[str]]], length_s: float
 ) -> Played:
     training = train(
-        cluster, folder, nodes=NODES, tasks_per_node=1, spares=0, environment={"NPROC": "1"}, **MODEL | flags
+        cluster,
+        folder,
+        nodes=NODES,
+        processes_per_node=1,
+        spares=0,
+        environment={"SCRIPT": str(SCRIPT)},
+        **MODEL | flags,
     )
     training.wait_for_iteration(12)
     played, began_at = Played(), time.time()
@@ -159,7 +166,8 @@ def _restarting(
         run += 1
         again = {"load": str(saved)} if (saved / "latest_checkpointed_iteration.txt").exists() else {}
         return train(
-            cluster, folder / f"run{run}", nodes=nodes, tasks_per_node=1, spares="none", environment={"NPROC": "1"},
+            cluster, folder / f"run{run}", nodes=nodes, processes_per_node=1, spares="none",
+            environment={"SCRIPT": str(SCRIPT)},
             **MODEL | flags | {"save": str(saved)} | again,
         )  # fmt: skip
 

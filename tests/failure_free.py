@@ -32,7 +32,7 @@ _COMPUTES_OTHERWISE = ("moevement_frozen_kernels", "moevement_expert_slots")
 """Flags of this project that change the order of sums, and so the bits."""
 
 
-LEAST_ITERATIONS = 100
+LEAST_ITERATIONS = 80
 """The shortest run that takes a digest in every iteration: most of its cost is its start."""
 
 

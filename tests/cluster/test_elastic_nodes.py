@@ -39,7 +39,7 @@ def _after(training: Training, at: float, count: int) -> dict[str, Any]:
 def test_nodes_go_and_come_back(kind: str, cluster: Cluster, tmp_path: Path) -> None:
     """One is killed, one loses power; one is added by hand, one comes back by itself: nothing is lost by it."""
     its = FLAGS | KINDS[kind]
-    training = train(cluster, tmp_path, tasks_per_node=1, spares=0, **its)
+    training = train(cluster, tmp_path, processes_per_node=1, spares=0, **its)
     training.wait_for_iteration(12)
     changes = []
     for count, (fail, node) in enumerate([(cluster.kill_node, "n2"), (cluster.lose_power, "n3")], start=1):
@@ -48,7 +48,7 @@ def test_nodes_go_and_come_back(kind: str, cluster: Cluster, tmp_path: Path) -> 
         assert changes[-1]["iteration"] >= before - (kind == "sharded")
     cluster.take_down("n2")  # Slurm takes it from the job, which otherwise starts its tasks again by itself
     cluster.restart_node("n2")
-    training.add_node("n2", 1)
+    training.add_node("n2")
     changes.append(_after(training, time.time(), 3))
     cluster.restart_node("n3")
     changes.append(_after(training, time.time(), 4))

@@ -25,7 +25,7 @@ def test_losses_drawn_by_a_seed(cluster: Cluster, tmp_path: Path, layout: str, s
     windows = str(tmp_path / "windows")
     training = train(
         cluster, tmp_path, **flags, moevement_persist_dir=windows, moevement_load=windows,
-        environment={"NPROC": "2"} if seed % 2 else None, tasks_per_node=1 if seed % 2 else 2,
+        tasks_per_node=1 if seed % 2 else 2,
     )  # fmt: skip
     training.wait_for_iteration(8)
     ways = {

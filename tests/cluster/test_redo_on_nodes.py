@@ -10,6 +10,7 @@ import pytest
 from tests.cluster.cluster import Cluster
 from tests.cluster.machine import wait_until
 from tests.cluster.training import assert_undisturbed, train
+from tests.training import SCRIPT
 
 LEASE_S = 5.0
 FLAGS: dict[str, Any] = {"train_iters": 5000, "moevement_lease_seconds": LEASE_S}
@@ -33,7 +34,7 @@ def test_a_node_is_lost_and_its_ranks_alone_are_restored(cluster: Cluster, tmp_p
 def test_gradients_that_the_link_cannot_carry(cluster: Cluster, tmp_path: Path) -> None:
     """Peers are several iterations behind, or windows behind, when a rank is lost: what they have not is run again."""
     its = FLAGS | {"moe_ffn_hidden_size": 384}
-    training = train(cluster, tmp_path, **its | REDO)
+    training = train(cluster, tmp_path, environment={"SCRIPT": str(SCRIPT)}, **its | REDO)
     training.wait_for_iteration(6)
     cluster.slow_link("n2", 8.0)
 

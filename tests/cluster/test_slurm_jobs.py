@@ -8,10 +8,11 @@ from typing import Any
 
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
 from tests.cluster.training import START_S, Training, assert_undisturbed, train
+from tests.training import SCRIPT
 
 
 def test_a_training_on_three_nodes_is_that_of_one_host(cluster: Cluster, tmp_path: Path) -> None:
-    training = train(cluster, tmp_path)
+    training = train(cluster, tmp_path, environment={"SCRIPT": str(SCRIPT)}, tasks_per_node=2)
     training.wait_for_iteration(1)
     assert [training.ranks_on(name) for name in ("n1", "n2", "n3")] == [[0, 1], [2, 3], []]
     training.wait()
@@ -56,7 +57,7 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
 
 
 def test_a_spare_on_another_node_takes_over_a_rank(cluster: Cluster, tmp_path: Path) -> None:
-    training = train(cluster, tmp_path)
+    training = train(cluster, tmp_path, tasks_per_node=2)
     training.wait_for_iteration(5)
     at = training.kill_rank(2)
     training.wait()

@@ -18,10 +18,11 @@ from tests.cluster.machine import wait_until
 from tests.cluster.slurm import Job
 from tests.failure_free import failure_free_until
 from tests.launching import logs
-from tests.training import ROOT, SCRIPT, flags
+from tests.training import ROOT, flags
 
 SBATCH = ROOT / "examples" / "pretrain_moe" / "slurm" / "pretrain.sbatch"
-RANKS, TASKS_PER_NODE, SPARES = 4, 2, 2
+RANKS, PROCESSES_PER_NODE, SPARES = 4, 2, 2
+PACED = Path(__file__).with_name("paced.py")
 START_S = 240.0
 """How long six fresh interpreters may take to the first iteration: two cores that others use too."""
 
@@ -33,7 +34,7 @@ PP4: dict[str, Any] = {
     "pipeline_model_parallel_size": 4, "expert_model_parallel_size": 1, "use_distributed_optimizer": False,
     "bf16": False,
 }  # fmt: skip
-"""Each node has two neighbouring stages, or, with a task for each node, one."""
+"""Each node has two neighbouring stages, or, with a process for each node, one."""
 SPARSE: dict[str, Any] = {
     "moevement_sparse_ckpt": True, "moevement_window": 3, "moevement_replicas": 1, "train_iters": 20,
 }  # fmt: skip
@@ -52,11 +53,11 @@ class Training:
         run_dir: Path,
         arguments: list[str],
         environment: dict[str, str],
-        tasks: int,
+        tasks_per_node: int,
         spares: int | str,
     ) -> None:
         self.cluster, self.job, self.record = cluster, job, RunRecord(run_dir)
-        self._tasks, self._spares = tasks, spares
+        self._tasks_per_node, self._spares = tasks_per_node, spares
         self._arguments, self._environment = arguments, environment
         self._joined = 0
 
@@ -123,20 +124,20 @@ class Training:
         process = self._process(rank)
         return self.cluster.kill_process(process["host"], process["pid"], number)
 
-    def add_node(self, node: str, tasks: int = TASKS_PER_NODE) -> None:
+    def add_node(self, node: str) -> None:
         """Start tasks on a node that was repaired, by the command that the first ones were started with."""
-        for number in range(tasks):
+        for number in range(self._tasks_per_node):
             self._joined += 1
             port = 20000 + self.job.number % 20000
             environment = {
                 **self._environment, "MOEVEMENT_STORE": f"n1:{port}", "HOME": str(Path.home()),
-                "SLURM_PROCID": str(number), "SLURM_NTASKS": str(self._tasks), "SLURM_LOCALID": str(number),
+                "SLURM_PROCID": str(number), "SLURM_NTASKS": str(self._tasks_per_node), "SLURM_LOCALID": str(number),
             }  # fmt: skip
             log = self.run_dir.parent / f"added_{self._joined}.log"
             moevement = Path(sys.executable).with_name("moevement")
             self.cluster.machines[node].start(
-                moevement, "launch", "--spares", str(self._spares), SCRIPT, *self._arguments, "--run-dir", self.run_dir,
-                log=log, environment=environment,
+                moevement, "launch", "--nproc", environment["NPROC"], "--spares", str(self._spares),
+                environment["SCRIPT"], *self._arguments, "--run-dir", self.run_dir, log=log, environment=environment,
             )  # fmt: skip
 
     def wait_for_spares(self, count: int, timeout_s: float = START_S) -> None:
@@ -199,7 +200,8 @@ def train(
     *sbatch_flags: str,
     environment: dict[str, str] | None = None,
     nodes: int = 3,
-    tasks_per_node: int = TASKS_PER_NODE,
+    processes_per_node: int = PROCESSES_PER_NODE,
+    tasks_per_node: int = 1,
     spares: int | str = SPARES,
     words: tuple[str, ...] = (),
     **overrides: Any,
@@ -209,7 +211,10 @@ def train(
     Args:
         sbatch_flags: like ``--requeue``.
         environment: of the shell that submits, beyond what every training here has.
-        spares: how many of the tasks; ``none`` for a job that ends with its first failure.
+        nodes: how many the job has.
+        processes_per_node: ranks and spares on each.
+        tasks_per_node: tasks that start them; one that starts several imports everything once and forks them.
+        spares: how many of the processes; ``none`` for a job that ends with its first failure.
         words: further flags of the training.
         overrides: of :data:`tests.training.TINY`, :data:`SPARSE` and :data:`PP2_EP2`.
     """
@@ -217,7 +222,7 @@ def train(
     arguments = [*flags(**(SPARSE | PP2_EP2 | overrides)), *words]
     shell = {
         "PATH": f"{Path(sys.executable).parent}:{SYSTEM_PATH}", "RUN_DIR": str(folder / "run"), "SPARES": str(spares),
-        **Token.new().environment,
+        "NPROC": str(processes_per_node // tasks_per_node), "SCRIPT": str(PACED), **Token.new().environment,
         "GLOO_SOCKET_IFNAME": "eth0", "TMPDIR": str(cluster.local), **_THREADS, **(environment or {}),
         **{name: os.environ[name] for name in ("MOEVEMENT_CACHE", "MOEVEMENT_PLATFORM")},
     }  # fmt: skip
@@ -225,7 +230,7 @@ def train(
         SBATCH, arguments, shell, *sbatch_flags, nodes=nodes, tasks_per_node=tasks_per_node, output=folder / "job.out",
         folder=ROOT,
     )  # fmt: skip
-    return Training(cluster, job, folder / "run", arguments, shell, nodes * tasks_per_node, spares)
+    return Training(cluster, job, folder / "run", arguments, shell, tasks_per_node, spares)
 
 
 def _later(training: Training, at: float) -> bool:
