@@ -28,7 +28,7 @@ from tests.training import flags as words
 FOLDER_ENV = "MOEVEMENT_TEST_FAILURE_FREE"
 """Environment variable with the folder of the runs; the workers of one test session share it."""
 
-_COMPUTES_OTHERWISE = ("moevement_frozen_kernels", "moevement_expert_slots")
+_COMPUTES_OTHERWISE = ("moevement_frozen_kernels", "moevement_expert_slots", "moevement_sums_in_rank_order")
 """Flags of this project that change the order of sums, and so the bits."""
 
 

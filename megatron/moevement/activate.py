@@ -59,7 +59,7 @@ def activate() -> None:
 
 def points() -> tuple[Point, ...]:
     """Every replaced function. Imports Megatron's trainer."""
-    from megatron.moevement import arguments, preflight
+    from megatron.moevement import arguments, preflight, rank_order
     from megatron.moevement.data import loaders
     from megatron.moevement.elastic import replicas
     from megatron.moevement.pipeline_parallel import communicator
@@ -184,6 +184,12 @@ def points() -> tuple[Point, ...]:
             "MoELayer",
             elastic_moe.layer_with_slots,
             "the helper that makes specs names the layer itself, and its experts are not elastic",
+        ),
+        Point(
+            ("torch.distributed",),
+            "all_reduce",
+            rank_order.summing_in_rank_order,
+            "NCCL's order of a sum follows the places of ranks (--moevement-sums-in-rank-order)",
         ),
         Point((training,), "training_log", recorder.record_iteration(_process), "a metrics line for each iteration"),
         Point(

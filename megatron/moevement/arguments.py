@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.moevement import platform
+from megatron.moevement.rank_order import arithmetic_of
 from megatron.moevement.transformer.kernel_choice import FrozenKernels
 from moevement_core.elastic.config import ElasticConfig
 from moevement_core.errors import ConfigError
 from moevement_core.file_modes import use_file_mode
 from moevement_core.flags import add_flags
+from moevement_core.guarantees import Restored, of_job
 from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.restart.environment import MEMBER_ENV
 from moevement_core.session.config import SessionConfig, add_session_flags
-from moevement_core.strategies.config import NO_STRATEGY
+from moevement_core.strategies.config import NO_STRATEGY, Recovery
+from moevement_core.strategies.moevement import MoEvement
 
 Parser = argparse.ArgumentParser
 
@@ -72,6 +75,13 @@ def add_arguments(parser: Parser) -> Parser:
         help="kernels that run the experts, with a backward pass for frozen and mixed ones that has the bits of that "
         "for active ones. auto: triton where a GPU is and the experts allow it; cuda: with the input gradient in "
         "CUDA C++ (compute capability 9.0); off: Megatron's own (default: off, until they have run on a GPU)",
+    )
+    group.add_argument(
+        "--moevement-sums-in-rank-order",
+        action="store_true",
+        help="add small sums over ranks (the gradient norm, gradients of norms and routers, losses) in the order of "
+        "ranks, so that a replacement on another node does not change their last bits on GPUs; each rank receives N "
+        "values for them (docs/guarantees.md)",
     )
     add_session_flags(group, has_switch=True)
     add_flags(group, ElasticConfig)
@@ -138,6 +148,8 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
             parser = add_arguments(parser)
             if platform.is_cpu():
                 parser.set_defaults(**{default.dest: default.value for default in cpu_defaults()})
+            else:
+                parser.set_defaults(moevement_recovery=None)
             if MEMBER_ENV in os.environ:
                 parser.set_defaults(**RESTART_DEFAULTS)
             parser.formatter_class = _HelpWithPercentSigns
@@ -147,12 +159,24 @@ def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callabl
         args = original(provider, ignore_unknown_args)
         if args.inprocess_soft_timeout is None:
             args.inprocess_soft_timeout = LEASES_TO_HANG * args.moevement_lease_seconds
+        if args.moevement_recovery is None:
+            args.moevement_recovery = str(recovery_on_gpus(args))
         _fill_data(args)
         if args.run_dir and not args.tensorboard_dir:
             args.tensorboard_dir = os.path.join(args.run_dir, "tensorboard")
         return args
 
     return parse_args
+
+
+def recovery_on_gpus(args: argparse.Namespace) -> Recovery:
+    """Return how lost state is brought back on GPUs if the flags do not say: without replays, where that can be.
+
+    Updates that are made again are elementwise and so exact on any device; what a replay sums is not
+    (:mod:`moevement_core.guarantees`). Muon's updates are of whole matrices, which no rank has the gradients of.
+    """
+    can_redo = args.moevement_strategy == MoEvement.name and args.optimizer == "adam"
+    return Recovery.AUTO if can_redo else Recovery.REPLAY
 
 
 def remember_field_docstrings(original: Callable[..., dict[str, str]]) -> Callable[..., dict[str, str]]:
@@ -245,17 +269,9 @@ def describe_filled_in(args: argparse.Namespace) -> list[str]:
         lines.append("no GPU: running on the CPU with " + " ".join(filled))
     if args.data_path and Path(args.data_path[-1]) == embedded.corpus_path():
         lines.append("no --data-path: training on the embedded corpus, the text of Python's standard library")
-    if args.moevement_sparse_ckpt and not platform.is_cpu() and not args.deterministic_mode:
-        lines.append(
-            "without --deterministic-mode some kernels add in no fixed order: a replay may differ in the last bits "
-            "from what was lost, and then ends with an error where it is verified"
-        )
-    in_rank_order = args.ddp_reduce_scatter_with_fp32_accumulation or not args.use_distributed_optimizer
-    if args.moevement_sparse_ckpt and MEMBER_ENV in os.environ and not platform.is_cpu() and not in_rank_order:
-        lines.append(
-            "without --ddp-reduce-scatter-with-fp32-accumulation NCCL sums gradients by its rings, which a "
-            "spare on another node may change: later iterations may differ in the last bits from a failure-free run"
-        )
+    if args.moevement_sparse_ckpt and not platform.is_cpu():
+        replays = args.moevement_recovery == Recovery.REPLAY
+        lines += of_job(arithmetic_of(args), Restored.REPLAY if replays else Restored.REDO)
     if args.load and args.ckpt_step is None and not (Path(args.load) / "latest_checkpointed_iteration.txt").exists():
         lines.append(f"no checkpoint in --load {args.load}: starting from fresh weights")
     return lines

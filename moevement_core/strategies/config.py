@@ -120,7 +120,7 @@ class StrategyConfig:
         check=lambda name, value: Recovery(value),
         help="how lost state is brought back. replay: iterations are run again by the stages that lost it; redo: "
         "reduced gradients are logged at peers, too, and the lost rank alone makes its updates again; auto: redo where "
-        "what is measured carries it (default: replay)",
+        "what is measured carries it (default: replay; with Adam on GPUs auto)",
     )  # fmt: skip
     order: str | None = flag(
         "--moevement-order", choices=[str(order) for order in Ordering if order is not Ordering.CAPACITY],

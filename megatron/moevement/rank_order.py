@@ -1,0 +1,74 @@
+"""Sums over ranks in an order that does not follow their places, and which sums of a job have none.
+
+NCCL adds along rings and trees that it lays over nodes and devices, so a replacement elsewhere changes last bits of
+every sum of more than two ranks. With ``--moevement-sums-in-rank-order`` small sums (the gradient norm, gradients of
+norms and routers, losses) are gathered and added by every rank alike. Megatron's own
+``--ddp-reduce-scatter-with-fp32-accumulation`` does that to gradients over data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.moevement import platform
+from moevement_core.guarantees import MOST_GATHERED_BYTES, SAFE_SUM, Arithmetic
+
+_SUMS = (torch.distributed.ReduceOp.SUM, torch.distributed.ReduceOp.AVG)
+
+
+def summing_in_rank_order(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.distributed.all_reduce`` that gathers small sums, if the job asks for it, and adds them by rank."""
+
+    @functools.wraps(original)
+    def all_reduce(
+        tensor: torch.Tensor, op: Any = torch.distributed.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op or not _is_asked_for() or not _is_gathered(tensor, op, group):
+            return original(tensor, op, group, async_op)
+        ranks = torch.distributed.get_world_size(group)
+        gathered = tensor.new_empty((ranks, tensor.numel()))
+        torch.distributed.all_gather_into_tensor(gathered, tensor.detach().contiguous().reshape(1, -1), group=group)
+        total = gathered.sum(dim=0) if op == torch.distributed.ReduceOp.SUM else gathered.mean(dim=0)
+        tensor.detach().copy_(total.view_as(tensor))
+        return None
+
+    return all_reduce
+
+
+def _is_gathered(tensor: torch.Tensor, op: Any, group: Any) -> bool:
+    """Return whether the order of this sum matters, and gathering it costs little."""
+    if op not in _SUMS or not tensor.is_floating_point() or torch.distributed.get_rank(group) < 0:
+        return False
+    ranks = torch.distributed.get_world_size(group)
+    return ranks > SAFE_SUM and ranks * tensor.nbytes <= MOST_GATHERED_BYTES
+
+
+def _is_asked_for() -> bool:
+    from megatron.training import global_vars
+
+    return bool(getattr(global_vars._GLOBAL_ARGS, "moevement_sums_in_rank_order", False))
+
+
+def arithmetic_of(args: Namespace) -> Arithmetic:
+    """Return what the bits of a job depend on."""
+    if platform.is_cpu():
+        return Arithmetic(uses_gpus=False)
+    return Arithmetic(uses_gpus=True, is_deterministic=bool(args.deterministic_mode), widest_sum=widest_sum(args))
+
+
+def widest_sum(args: Namespace) -> int:
+    """Return the ranks of the largest group that sums in an order of NCCL's; :data:`SAFE_SUM` if there is none."""
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    stages, expert_tensor = args.pipeline_model_parallel_size, args.expert_tensor_parallel_size or tensor
+    widths = [tensor, context, expert_tensor]
+    if not (args.use_distributed_optimizer and args.ddp_reduce_scatter_with_fp32_accumulation):
+        replicas = args.world_size // (tensor * stages)  # context-parallel ranks among them
+        widths += [replicas, args.world_size // (expert_tensor * stages * args.expert_model_parallel_size)]
+    if not args.moevement_sums_in_rank_order:
+        widths.append(args.world_size)  # the norm
+    return max(SAFE_SUM, *widths)

@@ -1,0 +1,21 @@
+"""Writes the table of docs/guarantees.md, which the program knows. ``python scripts/guarantees_table.py``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moevement_core.guarantees import table
+
+OUTPUT = Path(__file__).parents[1] / "docs" / "guarantees.md"
+
+
+def page() -> str:
+    """Return the page with its table, the only one in it whose first column has no heading, made again."""
+    lines = OUTPUT.read_text(encoding="utf-8").splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| |"))
+    last = next(number for number in range(first, len(lines)) if not lines[number].startswith("|"))
+    return "\n".join([*lines[:first], *table(), *lines[last:], ""])
+
+
+if __name__ == "__main__":
+    OUTPUT.write_text(page(), encoding="utf-8")
