@@ -12,6 +12,21 @@ from moevement_core.replication.placement import PlacementKind
 from moevement_core.replication.protection import Protection, protection_of
 from moevement_core.restart.environment import NODE_ENV
 
+MOST_STREAMS = 16
+
+
+def _names(flag_name: str, text: str | None) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
+    if not all(names):
+        raise ConfigError(f"{flag_name} {text}; needs names of interfaces with commas between them")
+    return names
+
+
+def _streams(flag_name: str, count: int) -> int:
+    if not 1 <= count <= MOST_STREAMS:
+        raise ConfigError(f"{flag_name} {count}; needs 1 to {MOST_STREAMS}")
+    return count
+
 
 @dataclass(frozen=True)
 class CopiesConfig:
@@ -42,6 +57,16 @@ class CopiesConfig:
     ranks_per_node: int | None = flag(
         "--moevement-ranks-per-node", type=int, metavar="K", check=at_least(1),
         help="take every K ranks for a node of its own (default: ranks of one host are a node)",
+    )  # fmt: skip
+
+    interfaces: tuple[str, ...] = flag(
+        "--moevement-interfaces", metavar="NAME,...", check=_names,
+        help="network interfaces that copies of snapshots travel over; ranks of a node take them in turn, by their "
+        "local rank (default: the one that GLOO_SOCKET_IFNAME names, or that leads to the store)",
+    )  # fmt: skip
+    streams: int = flag(
+        "--moevement-streams", type=int, default=1, metavar="N", check=_streams,
+        help="connections that copies for one peer are spread over; one brings some 10 to 20 Gbit/s (default: 1)",
     )  # fmt: skip
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ import torch
 
 from moevement_core import log
 from moevement_core.rendezvous.token import MAC_BYTES, Token, given_token
+from moevement_core.replication.stripes import Stripes
 from moevement_core.replication.transport import Refusable, Transport, changed, lock
 
 CONNECT_S = 30.0
@@ -37,10 +38,13 @@ RETRY_S = 1.0
 MOST_UNKNOWN = 256
 """Connections whose caller has not shown yet who it is; of more the oldest is closed."""
 
-_HELLO = struct.Struct("!16s16sqq")
-"""The caller's nonce, name of the channel, caller, tag."""
+_HELLO = struct.Struct("!16s16sqqq")
+"""The caller's nonce, name of the channel, caller, tag, number among the connections of this direction."""
 _ANSWER = struct.Struct("!16s32s")
 """The nonce of the rank that is called, and its MAC; the caller sends its own after it."""
+
+_Key = tuple[str, int, int, int]
+"""Channel, the other rank, tag, number of the connection."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +58,25 @@ class Address:
 
 
 class Connections(Refusable):
-    """Of one rank in one generation; a connection for each channel, sender, receiver and tag, used one way.
+    """Connections of one rank in one generation: for each channel, sender, receiver and tag some, used one way.
 
     Args:
         host: the address of this host that other ranks reach.
+        streams: how many connections bytes of one direction are spread over; the same on every rank.
+        is_source: whether connections to others begin at ``host``, too, and not where the host's routes say.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, streams: int = 1, *, is_source: bool = False) -> None:
         super().__init__()
+        self.streams = streams
+        self._source = (host, 0) if is_source else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._sockets = {self._listener}
         self._unknown: dict[socket.socket, None] = {}
         """Whose caller has not shown yet who it is, the oldest first."""
-        self._to: dict[tuple[str, int, int], socket.socket] = {}
-        self._from: dict[tuple[str, int, int], socket.socket] = {}
+        self._to: dict[_Key, socket.socket] = {}
+        self._from: dict[_Key, socket.socket] = {}
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
 
     @cached_property
@@ -106,19 +114,21 @@ class Connections(Refusable):
                 one.close()
             changed.notify_all()
 
-    def to(self, channel: str, peer: int, tag: int) -> socket.socket:
-        """The connection that messages to ``peer`` take; for one thread at a time."""
-        if (made := self._to.get((channel, peer, tag))) is not None:
+    def to(self, channel: str, peer: int, tag: int, stream: int = 0) -> socket.socket:
+        """Return a connection that bytes to ``peer`` take; for one thread at a time."""
+        if (made := self._to.get((channel, peer, tag, stream))) is not None:
             return made
         address = self.addresses[peer]
         made = socket.socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
         self._keep(made)
         made.settimeout(CONNECT_S)
+        if self._source is not None:
+            made.bind(self._source)
         made.connect((address.host, address.port))
         self.refuse_if_aborted()  # shutting down what was not connected yet has no effect
         made.settimeout(None)  # a rank that is stopped answers when it goes on
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        hello = _HELLO.pack(secrets.token_bytes(16), channel.encode(), self._rank, tag)
+        hello = _HELLO.pack(secrets.token_bytes(16), channel.encode(), self._rank, tag, stream)
         made.sendall(hello)
         answer = bytearray(_ANSWER.size)
         _receive_all(made, memoryview(answer))
@@ -127,12 +137,12 @@ class Connections(Refusable):
         if not token.verifies(mac, "called", hello, nonce):
             raise ConnectionError("somebody else answers there")
         made.sendall(token.mac("caller", hello, nonce))
-        self._to[channel, peer, tag] = made
+        self._to[channel, peer, tag, stream] = made
         return made
 
-    def come_from(self, channel: str, peer: int, tag: int) -> socket.socket:
-        """The connection that messages of ``peer`` take; waits until it has made it."""
-        key = (channel, peer, tag)
+    def come_from(self, channel: str, peer: int, tag: int, stream: int = 0) -> socket.socket:
+        """Return a connection that bytes of ``peer`` take; waits until it has made it."""
+        key = (channel, peer, tag, stream)
         with lock:
             changed.wait_for(lambda: self.is_refused or key in self._from)
             self.refuse_if_aborted()
@@ -183,8 +193,8 @@ class Connections(Refusable):
             self._from[key] = caller
             changed.notify_all()
 
-    def _greet(self, caller: socket.socket) -> tuple[str, int, int]:
-        """What a caller wants, once it has shown that it may: channel, rank, tag."""
+    def _greet(self, caller: socket.socket) -> _Key:
+        """Return what a caller wants, once it has shown that it may."""
         caller.settimeout(GREETING_S)
         caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         hello, mac = bytearray(_HELLO.size), bytearray(MAC_BYTES)
@@ -195,8 +205,8 @@ class Connections(Refusable):
         if not token.verifies(bytes(mac), "caller", bytes(hello), nonce):
             raise ConnectionError("of another job, or generation")
         caller.settimeout(None)
-        _, channel, rank, tag = _HELLO.unpack(hello)
-        return channel.rstrip(b"\0").decode(), rank, tag
+        _, channel, rank, tag, stream = _HELLO.unpack(hello)
+        return channel.rstrip(b"\0").decode(), rank, tag, stream
 
 
 def _token_of(address: Address) -> Token:
@@ -208,12 +218,16 @@ def _token_of(address: Address) -> Token:
 class _Channel(Transport):
     def __init__(self, connections: Connections, name: str) -> None:
         self._connections, self._name = connections, name
+        self._sent, self._received = Stripes(connections.streams), Stripes(connections.streams)
 
     @override
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
         with self._connections.under_way():
             try:
-                self._connections.to(self._name, peer, tag).sendall(memoryview(data.numpy()))
+                self._sent.carry(
+                    (peer, tag), data,
+                    lambda stream, part: self._connections.to(self._name, peer, tag, stream).sendall(part),
+                )  # fmt: skip
             except OSError as error:
                 raise RuntimeError(f"connection to rank {peer}: {error}") from error
 
@@ -221,7 +235,12 @@ class _Channel(Transport):
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
         with self._connections.under_way():
             try:
-                _receive_all(self._connections.come_from(self._name, peer, tag), memoryview(data.numpy()))
+                self._received.carry(
+                    (peer, tag), data,
+                    lambda stream, part: _receive_all(
+                        self._connections.come_from(self._name, peer, tag, stream), part
+                    ),
+                )  # fmt: skip
             except OSError as error:
                 raise RuntimeError(f"connection from rank {peer}: {error}") from error
 

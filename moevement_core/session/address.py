@@ -1,27 +1,39 @@
-"""By which address other ranks reach this host."""
+"""By which address other ranks reach this one."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 
 import psutil
 
 from moevement_core.errors import ConfigError
+from moevement_core.replication.config import CopiesConfig
+from moevement_core.replication.connections import Connections
 from moevement_core.restart.store import store_address
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 """What torch has ranks listen on; we do likewise."""
 
 
-def own_address() -> str:
-    """Of the interface that ``GLOO_SOCKET_IFNAME`` names, if it does; otherwise of the one that leads to the store.
+def own_address(interfaces: Sequence[str] = ()) -> str:
+    """Return the address at which this rank listens for others.
+
+    It is that of the rank's interface, if there are any; else of the one that ``GLOO_SOCKET_IFNAME`` names; else of the
+    one that leads to the store.
+
+    Args:
+        interfaces: names of interfaces that every node has; ranks of a node take them in turn, by their local rank.
 
     Raises:
         ConfigError: the interface has no address.
     """
+    if interfaces:
+        interface = interfaces[int(os.environ.get("LOCAL_RANK", "0")) % len(interfaces)]
+        return _address_of(interface, f"--moevement-interfaces {interface}")
     if name := os.environ.get(INTERFACE_ENV, "").partition(",")[0]:
-        return _address_of(name)
+        return _address_of(name, f"{INTERFACE_ENV}={name}")
     host, port = store_address() or (
         os.environ.get("MASTER_ADDR", "127.0.0.1"),
         int(os.environ.get("MASTER_PORT", "1")),
@@ -32,13 +44,21 @@ def own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _address_of(interface: str) -> str:
+def connections_of(copies: CopiesConfig) -> Connections:
+    """Return connections of this rank over the interface and with the streams that the flags name.
+
+    Raises:
+        ConfigError: the interface has no address.
+    """
+    return Connections(own_address(copies.interfaces), copies.streams, is_source=bool(copies.interfaces))
+
+
+def _address_of(interface: str, asked: str) -> str:
     addresses = psutil.net_if_addrs().get(interface, ())
     for family in (socket.AF_INET, socket.AF_INET6):
         for one in addresses:
             if one.family == family and not one.address.startswith("fe80"):
                 return one.address
     raise ConfigError(
-        f"{INTERFACE_ENV}={interface}: this host has no such interface with an address; it has "
-        f"{', '.join(sorted(psutil.net_if_addrs()))}"
+        f"{asked}: this host has no such interface with an address; it has {', '.join(sorted(psutil.net_if_addrs()))}"
     )

@@ -100,7 +100,7 @@ class Saving:
         policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
         self.windows = self._window_decisions(strategy, policy)
         pace = None
-        if strategy.paces_copies and (moved := bytes_moved(own_address())) is not None:
+        if strategy.paces_copies and (moved := bytes_moved(own_address(config.copies.interfaces))) is not None:
             pace = Pace(moved)
         self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report, pace)
         self._states = binding.states()

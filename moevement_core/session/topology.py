@@ -32,7 +32,7 @@ from moevement_core.replication.protection import Parity
 from moevement_core.replication.transport import Transport
 from moevement_core.restart.injection import InjectingTransport
 from moevement_core.session import flips, wind_down
-from moevement_core.session.address import own_address
+from moevement_core.session.address import connections_of
 from moevement_core.session.binding import Binding, Place
 from moevement_core.session.config import SessionConfig
 from moevement_core.session.exchange import all_gather_objects
@@ -157,7 +157,7 @@ def connect(
         is_running: whether the job has begun, so that it goes on with the nodes that are left.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    connections = Connections(own_address())
+    connections = connections_of(config.copies)
     everyones: list[_Rank] = all_gather_objects(
         _Rank(
             binding.place(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -214,6 +215,25 @@ class Cluster:
                     "burst", str(burst), "latency", "100ms",
                 )  # fmt: skip
         return time.time()
+
+    def add_interfaces(self) -> None:
+        """Give every node a second interface, eth1, on a switch of its own; a node that is booted again has lost it."""
+        self._is_hurt = True
+        self._on_switch("ip", "link", "add", "name", "switch1", "address", "02:00:0a:4e:00:fe", "type", "bridge")
+        self._on_switch("ip", "link", "set", "switch1", "up")
+        for number, name in enumerate(self.names, start=1):
+            network = self.machines[name].network
+            self._on_switch(
+                "ip", "link", "add", "name", f"{name}x", "type", "veth", "peer", "name", "eth1", "netns", network
+            )
+            self._on_switch("ip", "link", "set", f"{name}x", "up", "master", "switch1")
+            self._on_node(name)("ip", "address", "add", f"10.78.0.{number}/24", "dev", "eth1")
+            self._on_node(name)("ip", "link", "set", "eth1", "up")
+
+    def sent_bytes(self, name: str, interface: str) -> int:
+        """Return how many bytes a node has sent by an interface of it."""
+        (link,) = json.loads(self._on_node(name)("ip", "-statistics", "-json", "link", "show", "dev", interface))
+        return int(link["stats64"]["tx"]["bytes"])
 
     def freeze_node(self, name: str) -> float:
         """Stop all processes of a node; its kernel goes on acknowledging what they are sent."""

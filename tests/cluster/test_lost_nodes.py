@@ -257,6 +257,22 @@ def test_a_node_lost_while_a_window_is_written_and_another_in_a_dense_save(clust
 
 
 @pytest.mark.full
+def test_copies_travel_over_the_interfaces_of_their_ranks(cluster: Cluster, tmp_path: Path) -> None:
+    """Local rank 0 has eth0, beside training, and local rank 1 has eth1 for itself; each with two streams."""
+    cluster.add_interfaces()
+    training = train(cluster, tmp_path, moevement_interfaces="eth0,eth1", moevement_streams=2, **FLAGS)
+    training.wait_for_iteration(12)
+    first = {node: cluster.sent_bytes(node, "eth1") for node in ("n1", "n2")}
+    training.wait_for_iteration(training.iteration() + 9)
+    for node, nbytes in first.items():
+        assert cluster.sent_bytes(node, "eth1") - nbytes > 100_000, "three windows of a rank"
+    _lose(training, "killed", "n2")
+    cluster.take_down("n2")
+    training.end()
+    assert_undisturbed(training, **FLAGS)
+
+
+@pytest.mark.full
 def test_a_node_lost_during_the_recovery_from_another(cluster: Cluster, tmp_path: Path) -> None:
     training = train(
         cluster, tmp_path, **FLAGS, moevement_window=6, words=("--moevement-inject", "rank=2,phase=replay")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous import token
 from moevement_core.replication.connections import MOST_UNKNOWN, Address, Connections, _token_of
+from moevement_core.replication.stripes import STRIPE_BYTES
 from moevement_core.session.address import own_address
 from moevement_core.session.exchange import all_gather_objects
 from tests.harness import run_ranks
@@ -48,6 +49,87 @@ def test_messages_come_in_order_on_each_channel_and_tag(two: tuple[Connections, 
         second.channel(channel).receive(0, tag, data)
         came.append(data.tolist())
     assert came == [[3, 3], [2, 2], [1, 1], [4, 4]]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 5])
+def test_bytes_over_several_connections_come_in_order_whatever_their_pieces(streams: int) -> None:
+    both = Connections("127.0.0.1", streams), Connections("127.0.0.1", streams)
+    for rank, one in enumerate(both):
+        one.open(rank, [each.address for each in both])
+    first, second = both[0].channel("a"), both[1].channel("a")
+    sent = torch.randint(0, 256, (9 * STRIPE_BYTES + 12345,), dtype=torch.uint8)
+    received = torch.zeros_like(sent)
+
+    def send() -> None:
+        for piece in sent.split([1, 3 * STRIPE_BYTES + 7, 0, 2 * STRIPE_BYTES, sent.numel() - 5 * STRIPE_BYTES - 8]):
+            first.send(1, 1, piece)
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    for piece in received.split([4 * STRIPE_BYTES, STRIPE_BYTES // 2, sent.numel() - 9 * STRIPE_BYTES // 2]):
+        second.receive(0, 1, piece)
+    sender.join()
+    assert torch.equal(received, sent)
+    assert len(both[1]._from) == streams
+    for one in both:
+        one.close()
+
+
+def test_a_connection_of_several_that_breaks_ends_the_transfer_on_both_sides() -> None:
+    both = Connections("127.0.0.1", 3), Connections("127.0.0.1", 3)
+    for rank, one in enumerate(both):
+        one.open(rank, [each.address for each in both])
+    first, second = both[0].channel("a"), both[1].channel("a")
+    data = torch.zeros(64 * STRIPE_BYTES, dtype=torch.uint8)
+    before = set(threading.enumerate())
+    failed: list[str] = []
+
+    def send() -> None:
+        try:
+            first.send(1, 1, data)
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    sender = threading.Thread(target=send, daemon=True)
+    sender.start()
+    second.receive(0, 1, torch.empty(4 * STRIPE_BYTES, dtype=torch.uint8))
+    both[1].close()
+    sender.join(20)
+    assert not sender.is_alive()
+    assert len(failed) == 1
+    assert failed[0].startswith("connection to rank 1")
+    deadline = time.monotonic() + 20
+    while (left := [thread.name for thread in set(threading.enumerate()) - before if "stripe" in thread.name]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.02)
+    assert not left
+    with pytest.raises(RuntimeError):
+        second.receive(0, 1, data)
+    both[0].close()
+
+
+def test_ranks_of_a_node_take_its_interfaces_in_turn() -> None:
+    for local_rank, interface in ((0, "a"), (1, "b"), (2, "a")):
+        addresses = {name: [mock.Mock(family=socket.AF_INET, address=f"10.0.0.{ord(name)}")] for name in ("a", "b")}
+        with (
+            mock.patch.dict(os.environ, {"LOCAL_RANK": str(local_rank), "GLOO_SOCKET_IFNAME": "lo"}),
+            mock.patch("psutil.net_if_addrs", return_value=addresses),
+        ):
+            assert own_address(("a", "b")) == f"10.0.0.{ord(interface)}"
+    with pytest.raises(ConfigError, match=r"--moevement-interfaces nosuch0\b.*\blo\b"):
+        own_address(("nosuch0",))
+
+
+def test_connections_begin_at_the_address_of_the_interface() -> None:
+    both = Connections("127.0.0.2", is_source=True), Connections("127.0.0.3", is_source=True)
+    for rank, one in enumerate(both):
+        one.open(rank, [each.address for each in both])
+    both[0].channel("a").send(1, 1, _bytes(5))
+    both[1].channel("a").receive(0, 1, torch.empty(1, dtype=torch.uint8))
+    assert both[1].come_from("a", 0, 1).getpeername()[0] == "127.0.0.2"
+    for one in both:
+        one.close()
 
 
 def test_a_stranger_is_turned_away(two: tuple[Connections, Connections]) -> None:
@@ -95,7 +177,7 @@ def test_a_greeting_that_was_recorded_is_nothing_the_second_time(two: tuple[Conn
 def _carry(between: socket.socket, port: int, sent: list[bytes]) -> None:
     caller, _ = between.accept()
     called = socket.create_connection(("127.0.0.1", port))
-    for size, source, target in ((48, caller, called), (48, called, caller), (33, caller, called)):
+    for size, source, target in ((56, caller, called), (48, called, caller), (33, caller, called)):
         data = b""
         while len(data) < size:
             data += source.recv(size - len(data))
