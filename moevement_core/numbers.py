@@ -28,11 +28,14 @@ class Range:
         """Whether ``value`` is one of them."""
         if value == math.inf:
             return self.or_infinite
-        return math.isfinite(value) and (self.least < value if self.is_open else self.least <= value <= self.most)
+        is_above = self.least < value if self.is_open else self.least <= value
+        return math.isfinite(value) and is_above and value <= self.most
 
     def __str__(self) -> str:
         """What is needed, in words."""
-        if self.is_open:
+        if self.is_open and math.isfinite(self.most):
+            text = f"more than {self.least:g} and at most {self.most:g}"
+        elif self.is_open:
             text = f"more than {self.least:g}"
         elif math.isfinite(self.most):
             text = f"{self.least:g} to {self.most:g}"

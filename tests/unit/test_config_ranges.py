@@ -32,7 +32,10 @@ RANGES: dict[type, dict[str, Range]] = {
         "--moevement-persist-experts": AT_LEAST_ONE, "--moevement-plt-limit": PART,
         "--moevement-capacity-boost": PART, "--moevement-overhead-cap": WITHIN_ONE,
     },
-    CopiesConfig: {"--moevement-replicas": NOT_NEGATIVE, "--moevement-ranks-per-node": AT_LEAST_ONE},
+    CopiesConfig: {
+        "--moevement-replicas": NOT_NEGATIVE, "--moevement-ranks-per-node": AT_LEAST_ONE,
+        "--moevement-streams": Range(1, 16),
+    },
     BudgetConfig: {
         "--moevement-host-memory-gb": OR_ENDLESS, "--moevement-log-memory-gb": OR_ENDLESS,
         "--moevement-bandwidth": POSITIVE, "--moevement-network-bandwidth": POSITIVE,

@@ -28,7 +28,7 @@ FLAGS = {
     "--moevement-order", "--moevement-order-alpha", "--moevement-peer-timeout", "--moevement-persist-dir",
     "--moevement-placement", "--moevement-ranks-per-node", "--moevement-reorder-fraction",
     "--moevement-recovery", "--moevement-reorder-threshold", "--moevement-lease-seconds",
-    "--moevement-replicas", "--moevement-replicas-on-same-node",
+    "--moevement-replicas", "--moevement-replicas-on-same-node", "--moevement-interfaces", "--moevement-streams",
     "--moevement-strategy", "--moevement-dense-interval", "--moevement-overhead-cap", "--moevement-capacity-boost",
     "--moevement-plt-limit", "--moevement-snapshot-experts", "--moevement-selection", "--moevement-persist-experts",
     "--moevement-sparse-ckpt", "--moevement-verify", "--moevement-window", "--moevement-window-kind",
