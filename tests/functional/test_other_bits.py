@@ -72,7 +72,8 @@ def test_kernels_that_add_in_no_fixed_order_end_no_recovery(tmp_path: Path) -> N
     assert all(math.isclose(mine[iteration], undisturbed[iteration], rel_tol=0.02) for iteration in mine)
 
 
-@pytest.mark.parametrize("repeatable", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("repeatable", [False, True])
 def test_where_bits_may_differ_and_do_not_all_is_as_it_would_be(repeatable: bool, tmp_path: Path) -> None:
     survived = train_as_on_a_gpu(tmp_path, repeatable=repeatable)
     assert survived.digest == failure_free_digest(NPROC, **JOB)
