@@ -26,6 +26,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 from moevement_core.run_record import RunRecord
 from tests.soak.__main__ import ROOT
 
@@ -79,11 +81,12 @@ class Job:
         return int(newest["iteration"]) if newest else 0
 
     def pids(self, role: str) -> list[int]:
-        """Return the processes that have ranks (``active``), or wait for one (``spare``)."""
+        """Return the living processes that have ranks (``active``), or wait for one (``spare``)."""
         try:
-            return [one["pid"] for one in json.loads(self.record.ranks_path.read_text()) if one["role"] == role]
+            listed = json.loads(self.record.ranks_path.read_text())
         except (OSError, ValueError):
             return []
+        return [process["pid"] for process in listed if process["role"] == role and _lives(process["pid"])]
 
     def wait_for(self, holds: Callable[[], bool], what: str) -> None:
         """Wait until that holds while the job runs.
@@ -122,15 +125,21 @@ class Job:
         if code != (0 if ended_in_order else 128 + number) or self.iteration < least:
             raise SystemExit(f"{number.name}: code {code} at iteration {self.iteration}, and {least} before")
 
+    def _kill(self, role: str) -> None:
+        """Kill a process of this role, when there is one."""
+        self.wait_for(lambda: bool(self.pids(role)), f"there is a process: {role}")
+        with suppress(ProcessLookupError):  # it has ended since
+            os.kill(self._draw.choice(self.pids(role)), signal.SIGKILL)
+
     # What bystanders do
 
     def kill_a_rank(self) -> None:
         """SIGKILL."""
-        os.kill(self._draw.choice(self.pids("active")), signal.SIGKILL)
+        self._kill("active")
 
     def kill_the_spare(self) -> None:
         """SIGKILL."""
-        os.kill(self.pids("spare")[0], signal.SIGKILL)
+        self._kill("spare")
 
     def kill_a_rank_and_the_spare(self) -> None:
         """Together: nobody is there to take over at once."""
@@ -140,7 +149,8 @@ class Job:
     def signal_ranks(self) -> None:
         """Signals that ask to end, to a rank and to the spare, and not to their launcher."""
         for pid in (self._draw.choice(self.pids("active")), *self.pids("spare")):
-            os.kill(pid, self._draw.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT]))
+            with suppress(ProcessLookupError):
+                os.kill(pid, self._draw.choice([signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGINT]))
 
     def remove_temporary_folders(self) -> None:
         """As a cleaner of temporary folders does; then a spare and a rank are lost."""
@@ -182,6 +192,14 @@ class Job:
             self._launcher.wait()
         if self._is_mounted:
             subprocess.run(["umount", "-l", self.temporary], check=False)
+
+
+def _lives(pid: int) -> bool:
+    """Return whether a process runs: the record may list one that was killed a moment ago."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def run(folder: Path, minutes: float, seed: int) -> int:
