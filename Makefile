@@ -77,5 +77,5 @@ lock: setup ## resolve requirements/requirements.in into the lock file
 bench: setup ## startup, iteration time and memory of the laptop preset
 	@$(PYTHON_BIN) -m benchmarks.laptop
 
-clean: ## remove the environment and the demo's runs
-	@rm -rf .venv runs site
+clean: ## remove the environment, the site and the runs of make demo and make test; runs of your own stay
+	@rm -rf .venv site runs/demo $(REPORTS)

@@ -132,7 +132,7 @@ def _scenarios(name: str, arguments: argparse.Namespace) -> Iterator[Scenario]:
         filled = {
             "model": name, "ranks": count, "window_kind": arguments.window_kind or "aligned",
             "replicas": 2 if arguments.replicas is None else arguments.replicas,
-            "fp8_scaling": arguments.fp8_scaling or "tensor",
+            "fp8_scaling": arguments.fp8_scaling or "tensor", "windows_on_disk": False,
         }  # fmt: skip
         described = input_of(argparse.Namespace(**{**vars(arguments), **filled}))
         cluster = described.cluster

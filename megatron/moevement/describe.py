@@ -85,7 +85,7 @@ def describe(name: str, flags: list[str], ranks: int) -> JobShape:
 
 def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
     from megatron.moevement.activate import activate
-    from megatron.moevement.preflight import one_line_errors, refuse
+    from megatron.moevement.preflight import one_line_errors, refuse, sizes
     from megatron.moevement.preflight.ranges import ranges
 
     activate()
@@ -99,7 +99,8 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
     sys.argv = ["plan", *words, *mock]
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
     args = arguments.parse_args()
-    refuse(ranges(args))
+    for complaints in (ranges, sizes.missing, sizes.world_size, sizes.experts):
+        refuse(complaints(args))
     regime = _regime(args)
     for flag, value in _NEUTRAL.items():
         if hasattr(args, flag):
@@ -230,13 +231,14 @@ def _untouched() -> Iterator[None]:
     """Arguments, environment, random states and Megatron's parallel state as they were, whatever is done in between."""
     from megatron.core import parallel_state
 
-    argv, environment = sys.argv, dict(os.environ)
+    argv, environment, hook = sys.argv, dict(os.environ), sys.excepthook
     states = random.getstate(), torch.get_rng_state()
     parallel = {name: value for name, value in vars(parallel_state).items() if not callable(value)}
     try:
         yield
     finally:
         sys.argv = argv
+        sys.excepthook = hook  # torch puts one before it for each process group: it names a rank
         os.environ.clear()
         os.environ.update(environment)
         random.setstate(states[0])

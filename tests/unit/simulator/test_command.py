@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from moevement_cli.main import main
+from moevement_cli.plan import PRESETS
 from moevement_cli.simulate import SCENARIOS
 
 JOB = ["simulate", "gpt_moe", "--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100"]
@@ -31,6 +33,25 @@ def test_a_sweep_is_reported_drawn_and_given_as_json(tmp_path: Path, capsys: pyt
     told = " ".join(out.split())
     assert "--moevement-sparse-ckpt --moevement-window" in told, "whatever is best, flags that can be run are given"
     assert re.search(r"\bexperts\W+moc 0\.\d", told)
+
+
+MODEL = ["simulate", str(PRESETS / "laptop.yaml"), "--iteration-time", "2", "--cluster", "moevement-a100"]
+
+
+def test_a_model_by_megatrons_flags_is_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+    hook = sys.excepthook
+    words = ["--ranks", "4", "--mtbf", "3600", "--seeds", "1", "--hours", "1", "--strategy", "moevement", "gemini"]
+    assert main([*MODEL, *words, "--json"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [result["strategy"] for result in results] == ["moevement", "gemini"]
+    assert sys.excepthook is hook, "an error that comes later names no rank that was only imagined"
+
+
+def test_ranks_that_do_not_fill_the_layout_of_a_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*MODEL, "--ranks", "6", "--expert-model-parallel-size", "4"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(r"--expert-model-parallel-size 4\b.*\b6\b.*\b8\b", line)
 
 
 def test_recorded_failures_are_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
