@@ -6,6 +6,7 @@ There is one in a process, so it is kept here; it is asked for from any thread.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,10 @@ class Regroup(Exception):
     """All ranks leave their generation at the same place and meet again: nothing has failed."""
 
 
+class GenerationInterrupted(Exception):
+    """The generation was interrupted, and this rank has learned of it before its monitoring thread has."""
+
+
 @dataclass
 class Generation:
     """What this process knows of the generation it is in."""
@@ -36,6 +41,8 @@ class Generation:
     """When this one was; seconds since the epoch, both."""
     guard: Guard | None = None
     """Of this generation, while it runs."""
+    is_interrupted: Callable[[], bool] = lambda: False
+    """Reads from the job's store whether any rank was interrupted in this generation; for the main thread."""
 
     def abort(self) -> None:
         """Everything is being aborted from now on."""
@@ -62,6 +69,23 @@ def enter_generation(roster: Roster, rank: int) -> Generation:
 def is_aborting() -> bool:
     """Whether errors of communication are those of an abort, and nothing to report."""
     return _generation is not None and _generation.aborting
+
+
+def refuse_if_interrupted() -> None:
+    """Raise if any rank was interrupted in this generation: what collectives have given since then may be garbage.
+
+    Called after the last collective whose result is about to count, and before it counts. A rank aborts its
+    communication only when the interruption stands in the job's store. Other ranks may then complete an aborted
+    collective of NCCL without an error, with a wrong finite number; but whoever reads the store after that finds the
+    interruption there, however late its own monitoring thread is. Over gloo an aborted collective is an error.
+
+    Costs one question to the job's store; see docs/recovery.md.
+
+    Raises:
+        GenerationInterrupted: one was.
+    """
+    if _generation is not None and _generation.is_interrupted():
+        raise GenerationInterrupted(f"generation {_generation.roster.generation} was interrupted")
 
 
 def is_fault_of_others(its: Generation | None = None, since_s: float | None = None) -> bool:

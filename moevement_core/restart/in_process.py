@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
@@ -34,7 +35,14 @@ from moevement_core.rendezvous.roster import ELASTIC, MemberInfo
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
-from moevement_core.restart.generation import Generation, Regroup, enter_generation, is_aborting, is_fault_of_others
+from moevement_core.restart.generation import (
+    Generation,
+    GenerationInterrupted,
+    Regroup,
+    enter_generation,
+    is_aborting,
+    is_fault_of_others,
+)
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import Guard, Outcome
 from moevement_core.restart.store import GenerationStore, connect, connect_breakable, endpoints, store_address
@@ -224,7 +232,7 @@ class _Restarts:
                 if self._training.has_begun or is_aborting():
                     raise
                 raise _Unfit(error) from None  # it would be the same again
-            except Regroup:
+            except (Regroup, GenerationInterrupted):
                 raise
             except ResultError as error:
                 self._reason, self._suspects = f"rank {now.rank}: {_first_line(error)}", error.suspects
@@ -237,13 +245,20 @@ class _Restarts:
             return ended
 
         now.guard = guard
+        now.is_interrupted = GenerationStore(self._store, now.roster.generation).is_interrupted
         try:
             ended = guard.run(body)
             if ended is Outcome.INTERRUPTED and guard.hang is not None:
                 self._reason = f"rank {now.rank}: {guard.hang}"
             return ended
-        except _Unfit as unfit:
-            raise unfit.error from None
+        except BaseException as end:
+            # The process ends, and its process groups with it: to other ranks that is an abort, which has to stand in
+            # the store before it comes. Where nobody has trained, each rank is to report its mistake itself.
+            if self._training.has_begun or now.roster.generation > 0:
+                guard.interrupt_all(Interruption.BASE_EXCEPTION)
+            if isinstance(end, _Unfit):
+                raise end.error from None
+            raise
         finally:
             now.guard = None
 

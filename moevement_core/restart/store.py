@@ -71,7 +71,7 @@ def _to(port: int) -> set[Ends]:
 
 
 class GenerationStore(StoreMixin):
-    """Where the ranks of one generation, and the coordinator, interrupt each other.
+    """Where the ranks of one generation, and the coordinator, interrupt each other. For one thread.
 
     Of ``StoreMixin`` what the monitoring thread uses; its own values are not signed, and it would end a rank with an
     exception for one that a stranger has written.
@@ -98,6 +98,10 @@ class GenerationStore(StoreMixin):
         text = (self._store.read(self._key) or b"").decode()
         pairs = [one.split(":", 1) for one in text.split(",") if one]
         return [InterruptionRecord(int(rank), Interruption[name]) for rank, name in pairs]
+
+    def is_interrupted(self) -> bool:
+        """Return whether anybody has recorded an interruption; one question to the store, which never waits."""
+        return self._store.check([self._key])
 
     @override
     def wait_for_interrupted(self, timeout: timedelta) -> None:

@@ -5,6 +5,10 @@ nobody, the update is made and marked. Then parameters are gathered, which may b
 
 So if any rank has made an update, every rank had finished the reductions before it: the others can follow with what
 came of them (:meth:`Commit.follow`), without a gradient of anybody else.
+
+Between the two a rank asks the job's store whether the generation was interrupted, and then makes no update: a
+reduction that another rank has aborted may end here as if nothing had happened
+(:func:`~moevement_core.restart.generation.refuse_if_interrupted`).
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import Any, Protocol, override
 
 from moevement_core.injection import Phase
 from moevement_core.restart import injection
-from moevement_core.restart.generation import atomic
+from moevement_core.restart.generation import atomic, refuse_if_interrupted
 
 Vote = Callable[[], None]
 """Returns when every rank of the job has called it; at once where a reduction of the step made sure of it."""
@@ -49,7 +53,11 @@ class Commit(ABC):
 
     @abstractmethod
     def step(self, iteration: int) -> Any:
-        """Make the step of ``iteration`` in order; returns what the trainer's own step returns."""
+        """Make the step of ``iteration`` in order; returns what the trainer's own step returns.
+
+        Raises:
+            GenerationInterrupted: a rank was interrupted before the update began. Nothing is torn.
+        """
 
     @abstractmethod
     def follow(self, iteration: int, outcome: Mapping[str, Any], common: Mapping[str, Any]) -> None:
@@ -110,6 +118,7 @@ class UpdateCommit(Commit):
         outcome = self._trainer.reduce()
         injection.at(Phase.COMMIT)
         self._vote()
+        refuse_if_interrupted()
         with atomic():
             self._update(iteration, outcome)
         self.updated(iteration)

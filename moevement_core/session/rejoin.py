@@ -20,7 +20,7 @@ from moevement_core.injection import Phase
 from moevement_core.recovery.agree import RankStatus, ResumePoint, decide, peer_of_follower
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.restart import injection
-from moevement_core.restart.generation import waiting_for_others
+from moevement_core.restart.generation import refuse_if_interrupted, waiting_for_others
 from moevement_core.session.binding import Binding
 from moevement_core.session.codec import Plain
 from moevement_core.session.commit import Mark
@@ -137,6 +137,7 @@ class Rejoined:
             if session.recoverer.may_differ:
                 outcomes = {}
             recovery = session.recoverer.carry_out(replace(prepared, outcomes=outcomes), is_reported=False)
+        refuse_if_interrupted()  # not all of what a replay reduced is compared with what was lost
         if is_restored:
             # A snapshot may be from after what is due between iterations, which then is done again.
             common = dict(self.reached.common if self.is_between else {})

@@ -19,7 +19,7 @@ from moevement_core.device import current_device
 from moevement_core.injection import Phase
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
-from moevement_core.restart.generation import generation
+from moevement_core.restart.generation import generation, refuse_if_interrupted
 from moevement_core.session import flips, observer
 from moevement_core.session.binding import Binding
 from moevement_core.session.commit import Mark
@@ -101,6 +101,7 @@ class Session:
             self.recoverer.carry_out(prepared)
             self._prepared = None  # its host memory is free again
             self.saving.windows.forget(self.binding.iteration)
+        refuse_if_interrupted()  # ranks have given each other what this state was made from
         self.commit.mark = Mark(self.binding.iteration, self.binding.boundary_copy(), {})
         self.recoverer.note_placement(self.binding.iteration)
 

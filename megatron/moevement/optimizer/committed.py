@@ -2,7 +2,8 @@
 
 Megatron's chained step mixes reductions, updates and gathers. Here every reduction comes first and may be interrupted,
 and what came of it is brought to the host: a wait for a device on which a reduction is still under way is one for other
-ranks. Then, in a section that no restart interrupts and that waits for nobody, gradients are clipped, every member
+ranks. Then the job's store is asked whether the generation was interrupted: what an aborted reduction gives may be
+garbage. Then, in a section that no restart interrupts and that waits for nobody, gradients are clipped, every member
 steps, compute weights are copied, and the mark is set; then parameters are gathered, which may be interrupted and done
 again. See :mod:`moevement_core.session.commit`.
 """
@@ -28,7 +29,7 @@ from megatron.moevement.state_digest import loss_scaler, members
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
 from moevement_core.restart import injection
-from moevement_core.restart.generation import atomic
+from moevement_core.restart.generation import atomic, refuse_if_interrupted
 from moevement_core.session.commit import Commit, Mark, Vote
 
 REDUCTIONS = ("prepare_grads", "get_grad_norm", "_compute_grad_norms_by_group")
@@ -145,6 +146,7 @@ class CommittedOptimizer(Commit):
                     if self._validates:
                         self._reduced.check_finite()
                     self._vote()
+                    refuse_if_interrupted()
                 self._section.enter_context(atomic())
                 self.torn = True
                 injection.at(Phase.STEP)
@@ -259,6 +261,7 @@ class CommittedOptimizer(Commit):
             return
         self._scales.put(self.mark.boundary)
         weights.copy_masters(member)
+        refuse_if_interrupted()  # the amaxes of the scales were reduced over ranks
         self.mark = replace(self.mark, boundary={**self.mark.boundary, **self._scales.copies()})
 
     # After a failure
