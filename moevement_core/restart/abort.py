@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection
 
-from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed, AbortTransformerEngine
+from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
 from moevement_core.replication import transport
@@ -38,9 +38,18 @@ class AbortAll(Abort):
         shut_down(self._is_meant)
         transport.drained(DRAIN_S)
         self._groups(state)
-        if "transformer_engine.pytorch" in sys.modules:  # its buffers of --tp-comm-overlap; not tested on GPUs
-            AbortTransformerEngine()(state)
+        _destroy_user_buffers()
         return state
 
     def _is_meant(self, ends: Ends) -> bool:
         return ends in self._of_groups or not {ends.local, ends.remote} & set(self._store)
+
+
+def _destroy_user_buffers() -> None:
+    """Destroy the buffers through which Transformer Engine overlaps products with communication; not run on a GPU.
+
+    The package's ``AbortTransformerEngine`` also resets the registry of FP8 scales. Modules that outlive the abort
+    would never register in it again, and their scales would stay as they are for the rest of the job.
+    """
+    if (engine := sys.modules.get("transformer_engine.pytorch")) is not None:
+        engine.module.base.destroy_ub()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -39,6 +41,19 @@ def test_every_wait_ends_but_those_of_the_store() -> None:
         assert served.recv(1) == b"x"
         for one in (peer, to_store, others, served):
             one.close()
+
+
+def test_user_buffers_are_destroyed_and_the_registry_of_fp8_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread may be in the middle of an FP8 region; what it leaves is taken away when it has stopped."""
+    called: list[str] = []
+    engine, fp8 = ModuleType("transformer_engine.pytorch"), ModuleType("transformer_engine.pytorch.fp8")
+    engine.module = SimpleNamespace(base=SimpleNamespace(destroy_ub=lambda: called.append("destroy_ub")))  # type: ignore[attr-defined]
+    fp8.FP8GlobalStateManager = SimpleNamespace(reset=lambda: called.append("reset"))  # type: ignore[attr-defined]
+    engine.fp8 = fp8  # type: ignore[attr-defined]
+    for module in (ModuleType("transformer_engine"), engine, fp8):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    AbortAll({}, {}, lambda: None)(State(0, 1).freeze())
+    assert called == ["destroy_ub"]
 
 
 def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:

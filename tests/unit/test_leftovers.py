@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.moevement.restart import leftovers, megatron_state
 from megatron.moevement.runtime.live import Live
@@ -23,6 +24,14 @@ def test_indices_that_were_mapped_in_part_are_mapped_again() -> None:
     assert blend.dataset_index is None
     assert whole.shuffle_index == "mapped"
     assert late.shuffle_index is None
+
+
+def test_modules_in_fp8_register_again() -> None:
+    chunk: Any = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    meta = {"buffer_index_and_autocast_key": [0, "key"], "num_gemms": 1}
+    chunk[0].fp8_meta = meta
+    leftovers._reset_modules(Live(model=[chunk]))
+    assert meta == {"num_gemms": 1}
 
 
 def test_buffers_of_deepep_are_made_for_the_processes_of_one_generation(monkeypatch: pytest.MonkeyPatch) -> None:

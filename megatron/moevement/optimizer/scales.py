@@ -12,40 +12,75 @@ from moevement_core.errors import RecoveryError
 
 KEY = "fp8_scales"
 """Where they are in the boundary between iterations."""
-_DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+_FORWARD = "scaling_fwd"
+_DIRECTIONS = (_FORWARD, "scaling_bwd")
+_SCALE = ".scale"
+_MADE_IN_FORWARD = tuple(f"{direction}.{what}" for direction in _DIRECTIONS for what in ("scale", "amax_history"))
+"""How the names end of tensors that Transformer Engine makes in a module's first forward pass."""
+_PER_PRODUCT = 3
+"""Scales that Transformer Engine has for each product in the forward pass: of input, weight and output."""
 
 
 class Scales:
-    """Those of a rank's virtual stages.
+    """Scales and histories of amaxes of a rank's virtual stages.
+
+    They are looked up at each call: Transformer Engine makes those of a module in its first forward pass.
 
     Args:
         chunks: in their wrappers, or without.
     """
 
     def __init__(self, chunks: Iterable[Any]) -> None:
-        self._live = fp8_scales(chunks)
+        self._chunks = list(chunks)
 
     def state(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """Live tensors, as a part of the boundary."""
-        return {KEY: self._live}
+        """Return the live tensors, as a part of the boundary."""
+        return {KEY: fp8_scales(self._chunks)}
 
     def copies(self) -> dict[str, list[dict[str, torch.Tensor]]]:
-        """The same, as it stays."""
-        return {KEY: [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in self._live]}
+        """Return the same as copies."""
+        return {KEY: [{name: tensor.clone() for name, tensor in chunk.items()} for chunk in fp8_scales(self._chunks)]}
 
     @torch.no_grad()
     def put(self, boundary: Mapping[str, Any]) -> None:
-        """The inverse of both; a boundary without scales is one of a recipe that has none.
+        """Set scales and histories to those of ``boundary``; one without scales is one of a recipe that has none.
+
+        A rank whose modules have not run yet, a replacement, gets the tensors first. Modules that have run, and had not
+        at the boundary, get those that they started from.
 
         Raises:
             RecoveryError: it is the boundary of another job.
         """
-        saved = boundary.get(KEY, [{} for _ in self._live])
-        if [list(chunk) for chunk in self._live] != [list(chunk) for chunk in saved]:
+        every = boundary.get(KEY, [{} for _ in self._chunks])
+        for chunk, saved in zip(self._chunks, every, strict=False):
+            _make_tensors(chunk, saved)
+        live = fp8_scales(self._chunks)
+        if len(every) != len(live) or not all(map(_fits, every, live)):
             raise RecoveryError("the scales of FP8 are not those of this model; recover with the flags of that run")
-        for chunk, its_saved in zip(self._live, saved, strict=True):
+        for chunk, saved in zip(live, every, strict=True):
             for name, tensor in chunk.items():
-                tensor.copy_(its_saved[name])
+                if name in saved:
+                    tensor.copy_(saved[name])
+                else:
+                    tensor.fill_(1.0 if name.endswith(_SCALE) else 0.0)
+
+
+def _fits(saved: Mapping[str, Any], live: Mapping[str, Any]) -> bool:
+    """Return whether ``saved`` has the names that it must have: all but those of modules that had not run before it."""
+    return list(saved) == [name for name in live if name in saved or not name.endswith(_MADE_IN_FORWARD)]
+
+
+def _make_tensors(chunk: Any, saved: Mapping[str, torch.Tensor]) -> None:
+    """Let Transformer Engine's modules make the tensors that ``saved`` has, as their first forward pass would."""
+    for name, module in chunk.named_modules():
+        meta = getattr(module, "fp8_meta", None)
+        scale = saved.get(f"{name}.{_FORWARD}{_SCALE}")
+        if scale is None or not isinstance(meta, dict) or _FORWARD in meta:
+            continue
+        from megatron.core.fp8_utils import get_fp8_recipe
+
+        meta["recipe"], meta["num_gemms"] = get_fp8_recipe(chunk.config), scale.numel() // _PER_PRODUCT
+        module.init_fp8_meta_tensors(meta["recipe"])
 
 
 def fp8_scales(chunks: Iterable[Any]) -> list[dict[str, torch.Tensor]]:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from megatron.moevement.fp8 import interrupted
 from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 
@@ -47,6 +48,7 @@ def clear_thread() -> None:
     _reset_thread()
     _drop_queued_nodes()
     _reset_random_tracker()
+    interrupted.forget_regions()
 
 
 def clear(live: Live, config: Mapping[str, Any]) -> None:
@@ -181,8 +183,6 @@ def _reset_random_tracker() -> None:
     if getattr(tracker, "_current_state_name", "default-rng") != "default-rng":
         tracker._current_state_name = "default-rng"
     random._unset_checkpointing()
-    if (states := getattr(random, "FP8GlobalStateManager", None)) is not None:  # Transformer Engine's: not on GPUs yet
-        states.reset()
 
 
 def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
@@ -237,7 +237,8 @@ def _reset_metrics(live: Live) -> None:
 
 def _reset_modules(live: Live) -> None:
     """An interrupted evaluation leaves modules without dropout. Shared experts that overlap with the dispatcher are
-    called in five parts, and refuse the first where another one comes next.
+    called in five parts, and refuse the first where another one comes next. FP8 modules stand in a registry that is
+    gone.
     """
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 
@@ -245,6 +246,7 @@ def _reset_modules(live: Live) -> None:
         chunk.train()
         for module in chunk.modules():
             module.__dict__.pop("modules_with_is_first_microbatch", None)  # half a list would count as all of it
+            interrupted.register_again(module)
             if isinstance(module, SharedExpertMLP) and hasattr(module, "_overlap_state"):
                 module._overlap_state = SharedExpertState.IDLE
                 for name in _SHARED_EXPERTS:
