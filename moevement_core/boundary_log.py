@@ -152,7 +152,7 @@ class BoundaryLog:
             return
         source = as_bytes(tensor.detach().contiguous())
         buffer = self._buffer(source.numel(), tensor.element_size())
-        copied = self._device.event()
+        copied = self._device.event(sleeps=True)
         self._stream.wait_stream(self._device.current_stream())
         with self._device.use_stream(self._stream):
             buffer.copy_(source, non_blocking=True)
