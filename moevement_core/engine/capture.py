@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from moevement_core.device import Device
+from moevement_core.device import Device, Event
 from moevement_core.engine.layout import Layouts, OperatorState, SlotLayout
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import Held, OwnSnapshots
@@ -81,10 +81,15 @@ class Capturer:
         """Whether ``SS_iteration`` holds gradients of this rank's operators."""
         return bool(self._layouts.of(schedule, schedule.slot(iteration)).gradients)
 
-    def log(self, iteration: int, schedule: Schedule) -> bool:
+    def log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
         """Begin to copy the gradients of ``iteration``'s update, which ``SS_iteration`` is to hold.
 
-        They may not change before :meth:`wait_logged`. Returns whether a buffer was free.
+        They may not change before :meth:`let_gradients_change`. Returns whether a buffer was free.
+
+        Args:
+            iteration: whose update.
+            schedule: what its slot holds.
+            ready: a mark after which the live tensors hold them; None: the present end of the current stream.
         """
         if self.has_logged(iteration, schedule):
             return True
@@ -93,7 +98,7 @@ class Capturer:
         if (buffer := self._buffer(layout)) is None:
             return False
         pairs = [(source, list(buffer.pieces(at, t.nbytes))) for t, at, source in layout.gradients]
-        copies = self._engine.start((), pairs, {}, lambda done: None, lambda: None)
+        copies = self._engine.start((), pairs, {}, lambda done: None, lambda: None, ready=ready)
         self._logged = Logged(iteration, schedule.id, buffer, copies)
         return True
 
@@ -102,10 +107,19 @@ class Capturer:
         logged = self._logged
         return logged is not None and (logged.iteration, logged.schedule) == (iteration, schedule.id)
 
-    def wait_logged(self) -> float:
-        """Block until gradients have left the live tensors; returns seconds of stall."""
+    def mark_gradients(self) -> Event:
+        """Return a mark in the current stream, after which the live tensors hold the gradients of an update."""
+        mark = self._device.event()
+        mark.record()
+        return mark
+
+    def let_gradients_change(self) -> float:
+        """Order later work of the current stream behind the copies of gradients; returns seconds of stall.
+
+        On a GPU the host goes on when the copies are issued; see :meth:`Capture.let_change`.
+        """
         copies = self._logged.copies if self._logged is not None else self.last_logged
-        return copies.wait_copied() if copies is not None else 0.0
+        return copies.let_change() if copies is not None else 0.0
 
     def buffers(self) -> list[Buffer]:
         """That hold gradients of a snapshot that is still to be taken."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from moevement_core.device import Device
+from moevement_core.device import Device, Event
 from moevement_core.engine.capture import Capturer
 from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.engine.layout import OperatorState
@@ -100,6 +100,8 @@ class Checkpointer:
         """For the gradients that are live, until now."""
         self._live = self._gone = NONE
         """The iteration whose gradients are in the live tensors; the last one whose gradients no longer are."""
+        self._final: Event | None = None
+        """Where the gradients of the newest update were final, until they are logged or gone."""
         # A rank that joins takes, or is given, snapshots of schedules that were in force before, too.
         self.make_room(*history.all)
 
@@ -151,6 +153,13 @@ class Checkpointer:
 
     # Gradients of the newest update
 
+    def mark_gradients(self) -> None:
+        """Note that the gradients of the update that is about to be made are final; waits for nothing.
+
+        On a GPU their copies then run beside the update, and not after it.
+        """
+        self._final = self.capturer.mark_gradients()
+
     def log_gradients(self, iteration: int, *, is_replayed: bool = False) -> None:
         """Begin to copy the gradients that the update to ``state@iteration`` was made from, where they are logged.
 
@@ -160,6 +169,7 @@ class Checkpointer:
             iteration: whose gradients are in the live tensors.
             is_replayed: whether it was run again, so that they are there again.
         """
+        final, self._final = self._final, None
         if iteration <= self._gone and not is_replayed:
             return
         self._live = iteration
@@ -167,10 +177,13 @@ class Checkpointer:
             return
         schedule = self.history.at(iteration)
         if self.capturer.logs_gradients(iteration, schedule) and self._may_take(iteration):
-            self._log(iteration, schedule)
+            self._log(iteration, schedule, None if is_replayed else final)
 
     def let_gradients_go(self, iteration: int) -> float:
-        """Block until the gradients of ``iteration`` may be overwritten, as they will be; returns seconds of stall."""
+        """Block until gradients of ``iteration`` may be overwritten in the current stream; returns seconds of stall.
+
+        They will be. On a GPU the host does not wait for copies that are under way, but that stream does.
+        """
         self.end_gradients()
         stall_s, self._waited_s = self._waited_s, 0.0
         self.progress.gradient_stall_s = stall_s
@@ -178,17 +191,18 @@ class Checkpointer:
         return stall_s
 
     def end_gradients(self) -> None:
-        """Block until the gradients that are logged have left the live tensors, which will be overwritten before
+        """Block until the gradients that are logged may be overwritten in the current stream, which will happen before
         :meth:`let_gradients_go`, which counts it. What has not been logged by now cannot be any more.
         """
-        self._waited_s += self.capturer.wait_logged()
+        self._final = None
+        self._waited_s += self.capturer.let_gradients_change()
         self._live = NONE
 
-    def _log(self, iteration: int, schedule: Schedule) -> bool:
-        if self.capturer.log(iteration, schedule):
+    def _log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
+        if self.capturer.log(iteration, schedule, ready):
             return True
         self._make_more_room(schedule)
-        return self.capturer.log(iteration, schedule)
+        return self.capturer.log(iteration, schedule, ready)
 
     def _may_take(self, iteration: int) -> bool:
         """Whether a snapshot is taken, or none before a whole window has room again."""

@@ -46,6 +46,10 @@ class Commit(ABC):
         self.mark: Mark | None = None
         self.torn = False
         """An update was begun and not ended: what this rank holds is no state of any iteration."""
+        self.updating: Callable[[], None] = lambda: None
+        """Called inside the section where all gradients are final and nothing of the state has changed; it may neither
+        wait nor raise. Not called by a commit whose update changes gradients, too.
+        """
         self.updated: Callable[[int], None] = lambda iteration: None
         """Called when the update of an iteration is made, while its gradients are still there."""
         self.overwriting: Callable[[], None] = lambda: None

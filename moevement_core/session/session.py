@@ -70,6 +70,7 @@ class Session:
             saving.share_memory_with(binding.boundary_log)
         injection.begin(config.drill.faults, lambda: binding.iteration)  # places are watched from the next line on
         self.commit = binding.commit_point(self._vote)
+        self.commit.updating = saving.checkpointer.mark_gradients
         self.commit.updated = self._log_gradients
         self.commit.overwriting = saving.checkpointer.end_gradients
         self.records = StepRecords(self.commit, binding.boundary_log, saving.checkpointer.own)

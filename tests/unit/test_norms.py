@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.moevement.optimizer import committed
+from megatron.moevement.optimizer.modes import Redo
 from megatron.moevement.optimizer.norms import as_clipped_by, as_logged, recorded
 from moevement_core.snapshot import plain
 
@@ -140,6 +141,17 @@ def test_norms_are_on_the_host_before_nothing_may_wait_any_more_and_followers_cl
     assert [event for event in EVENTS if event != "to_host"] == ["atomic", "update", "over"]
     assert behind.mark is not None
     assert as_logged(behind.mark.outcome["clip_norm"]) == as_logged(point.mark.outcome["clip_norm"])
+
+
+def test_gradients_are_said_to_be_final_when_they_are_clipped_and_nothing_is_updated() -> None:
+    optimizer, point = commit_point()
+    point.updating = lambda: EVENTS.append(f"final, clipped by {len(optimizer.coefficients)}")
+    optimizer.step()
+    assert EVENTS[-4:] == ["atomic", "final, clipped by 2", "update", "over"]
+    EVENTS.clear()
+    point.redo(Redo(optimizer, {}, lambda: EVENTS.append("put")))
+    assert EVENTS[-2:] == ["put", "update"], "those of an update that is made again are put in place later"
+    assert not any(event.startswith("final") for event in EVENTS)
 
 
 def test_zeros_are_counted_before_the_section_and_once() -> None:

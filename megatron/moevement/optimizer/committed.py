@@ -168,7 +168,13 @@ class CommittedOptimizer(Commit):
         return zeros
 
     def _in_mode_update(self, original: Callable[[], bool]) -> Callable[[], bool]:
-        return functools.wraps(original)(lambda: self.mode.update(original))
+        @functools.wraps(original)
+        def update() -> bool:
+            if self._section is not None:  # of a step that is trained or followed: gradients are clipped now
+                self.updating()
+            return self.mode.update(original)
+
+        return update
 
     def _verdict(self, original: Callable[[], bool], number: int) -> Callable[[], bool]:
         return functools.wraps(original)(lambda: self.mode.verdict(original, number))

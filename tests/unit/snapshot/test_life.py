@@ -469,3 +469,40 @@ def test_a_window_has_room_beside_a_persisted_run_that_is_longer() -> None:
         before = checkpointer.asked_bytes
         checkpointer._make_more_room(schedule)
         assert checkpointer.asked_bytes >= memory.beside(longer, schedule) > before
+
+
+class _Logs:
+    """A capturer that notes from which mark on gradients are copied."""
+
+    def __init__(self) -> None:
+        self.marks: list[object] = []
+        self.logged: list[object] = []
+
+    def mark_gradients(self) -> object:
+        self.marks.append(object())
+        return self.marks[-1]
+
+    def logs_gradients(self, iteration: int, schedule: object) -> bool:
+        return True
+
+    def log(self, iteration: int, schedule: object, ready: object) -> bool:
+        self.logged.append(ready)
+        return True
+
+    def let_gradients_change(self) -> float:
+        return 0.0
+
+
+def test_gradients_are_copied_from_the_mark_of_their_own_update_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with job(ranks=1, replicas=0) as made, monkeypatch.context() as patch:
+        checkpointer, logs = made.members[0].checkpointer, _Logs()
+        patch.setattr(checkpointer, "capturer", logs)
+        checkpointer.mark_gradients()
+        checkpointer.log_gradients(1)
+        checkpointer.mark_gradients()
+        checkpointer.let_gradients_go(1)  # logged by nobody
+        checkpointer.log_gradients(2)
+        checkpointer.mark_gradients()
+        checkpointer.log_gradients(2, is_replayed=True)
+        checkpointer.log_gradients(3)
+    assert logs.logged == [logs.marks[0], None, None, None]
