@@ -246,3 +246,16 @@ def test_an_optimizer_that_is_not_megatrons_chain_is_refused() -> None:
     check_supported(chained()[0])
     with pytest.raises(ConfigError, match=r"\bSimpleNamespace\b.*\bChainedOptimizer\b"):
         check_supported(SimpleNamespace(step=None))
+
+
+def test_counts_of_steps_that_are_kept_do_not_move_with_live_ones() -> None:
+    """An optimizer whose step can be captured in a graph counts in a tensor, in place."""
+    group: dict[str, Any] = {"params": [], "step": torch.tensor(3)}
+    optimizer = SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=SimpleNamespace(param_groups=[group]))])
+    kept = step_counts(optimizer)
+    group["step"] += 1
+    assert kept == [[3]]
+    put_step_counts(optimizer, kept)
+    group["step"] += 1
+    assert kept == [[3]]
+    assert group["step"] == 4

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from megatron.moevement.optimizer.norms import Norm, all_recorded, recorded
 from megatron.moevement.state_digest import members
 from moevement_core.errors import ResultError
@@ -75,12 +77,13 @@ def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
 
 
 def step_counts(optimizer: Any) -> list[list[Any]]:
-    """Steps as Apex's and Transformer Engine's Adam count them: one for each parameter group, all parameters together.
+    """Return copies of the steps as Apex's and Transformer Engine's Adam count them: one for each parameter group.
 
-    Torch's Adam counts for each parameter, in its state; there the groups have none.
+    Torch's Adam counts for each parameter, in its state; there the groups have none. An optimizer whose step can be
+    captured in a graph counts in a tensor, in place.
     """
     return [
-        [group.get("step") for group in member.optimizer.param_groups]
+        [_copied(group.get("step")) for group in member.optimizer.param_groups]
         for member in members(optimizer)
         if getattr(member, "optimizer", None) is not None
     ]
@@ -94,4 +97,8 @@ def put_step_counts(optimizer: Any, counts: list[list[Any]]) -> None:
             if count is None:  # no step was made, or it is torch's Adam
                 group.pop("step", None)
             else:
-                group["step"] = count
+                group["step"] = _copied(count)
+
+
+def _copied(count: Any) -> Any:
+    return count.clone() if torch.is_tensor(count) else count
