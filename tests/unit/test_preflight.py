@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron.moevement.preflight import machine
+from megatron.moevement.preflight import machine, spares
 from moevement_cli.main import main
 from moevement_core.errors import ConfigError
 from tests.training import flags
@@ -60,6 +60,17 @@ def test_variables_of_attention_kernels_agree_with_the_backend(
     monkeypatch.setenv("NVTE_FUSED_ATTN", "1")
     (complaint,) = machine.attention(args)
     assert re.search(r"\bNVTE_FUSED_ATTN=1\b.*--attention-backend unfused\b.*\b0\b", complaint)
+
+
+def test_flags_that_no_abort_ends_are_found_as_megatron_parses_them(
+    parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has another name in the namespace than on the command line, or may get one."""
+    args = parse()
+    assert [getattr(args, name) for name in ("nccl_ub", "tp_comm_overlap", "inprocess_restart")] == [False] * 3
+    monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
+    monkeypatch.setattr("megatron.moevement.platform.is_cpu", lambda: False)
+    assert list(spares.spares(args)) == []
 
 
 def test_muon_needs_its_package(parse: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch) -> None:

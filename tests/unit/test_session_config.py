@@ -10,6 +10,7 @@ import pytest
 
 from megatron.moevement.arguments import session_config
 from megatron.moevement.binding import MegatronBinding
+from megatron.moevement.preflight.spares import spares
 from megatron.moevement.preflight.sparse import sparse_checkpoints
 from megatron.moevement.runtime.ledger import Ledger
 from megatron.moevement.runtime.live import Live
@@ -45,6 +46,7 @@ MEGATRONS: dict[str, Any] = {
     "fp8_recipe": "delayed", "fp8_param_gather": False, "fp4_param_gather": False,
     "reuse_grad_buf_for_mxfp8_param_ag": False, "overlap_param_gather": False, "world_size": 4,
     "log_num_zeros_in_grad": False,
+    "nccl_ub": False, "tp_comm_overlap": False, "moe_token_dispatcher_type": "alltoall",
     "inprocess_restart": False, "moe_expert_capacity_factor": None, "moe_pad_expert_input_to_capacity": False,
 }  # fmt: skip
 
@@ -282,8 +284,27 @@ def test_drills_are_for_ranks_that_there_are() -> None:
 
 
 def test_what_cannot_be_interrupted_is_refused_with_spares(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert list(sparse_checkpoints(parsed(inprocess_restart=True))) == []
+    assert list(spares(parsed(inprocess_restart=True))) == []
     monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
-    assert list(sparse_checkpoints(parsed(log_num_zeros_in_grad=True))) == []
-    (complaint,) = sparse_checkpoints(parsed(inprocess_restart=True))
+    assert list(spares(parsed(log_num_zeros_in_grad=True))) == []
+    (complaint,) = spares(parsed(inprocess_restart=True))
     assert re.search(r"--inprocess-restart\b.*--spares\b", complaint)
+
+
+@pytest.mark.parametrize(
+    ("given", "flag", "instead"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex", "alltoall"),
+        ({"nccl_ub": True}, "--use-nccl-ub", "leave"),
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap", "leave"),
+    ],
+)
+def test_what_no_abort_ends_on_gpus_is_refused_with_spares(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], flag: str, instead: str
+) -> None:
+    monkeypatch.setattr("megatron.moevement.platform.is_cpu", lambda: False)
+    assert list(spares(parsed(**given))) == []
+    monkeypatch.setenv("MOEVEMENT_MEMBER", "0")
+    assert list(spares(parsed())) == []
+    (complaint,) = spares(parsed(**given))
+    assert re.search(rf"{flag}\b.*--spares\b.*\b{instead}\b", complaint)

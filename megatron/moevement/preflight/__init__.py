@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.moevement.elastic.setup import put_experts_in_slots
-from megatron.moevement.preflight import elastic, files, machine, ranges, sizes, sparse
+from megatron.moevement.preflight import elastic, files, machine, ranges, sizes, spares, sparse
 from moevement_core import log
 from moevement_core.errors import ConfigError
 
@@ -26,7 +26,7 @@ CHECKS: tuple[Check, ...] = (
     sizes.layers, sizes.widths, sizes.batch_schedule, sizes.lengths_and_batches, sizes.learning_rate,
     machine.without_gpu, machine.attention, machine.reruns, machine.optimizer, machine.fp8, machine.shared_memory,
     files.data, files.written_folders, files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints,
-    elastic.elastic,
+    spares.spares, elastic.elastic,
 )  # fmt: skip
 """In the order in which they are made."""
 

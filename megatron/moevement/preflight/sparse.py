@@ -1,4 +1,4 @@
-"""What sparse snapshots cannot see or cannot keep apart, and what cannot be interrupted and entered again."""
+"""What sparse snapshots cannot see or cannot keep apart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from megatron.moevement.arguments import session_config
 from megatron.moevement.preflight.refusal import Refusal, beside, complaints, given
 from moevement_core.injection import Fault
-from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
+from moevement_core.restart.environment import NODE_ENV
 from moevement_core.strategies.config import Recovery
 
 _ELSEWHERE = "the optimizer's state is not where snapshots look for it"
@@ -67,7 +67,7 @@ def sparse_checkpoints(args: Namespace) -> Iterator[str]:
                 yield f"--moevement-{flag.replace('_', '-')} {why}"
         return
     yield from _optimizer(args)
-    yield from _with_spares(args)
+    yield from _injected(args)
     yield from _copies(args)
     yield from _room(args)
     pp = args.pipeline_model_parallel_size
@@ -92,15 +92,11 @@ def _optimizer(args: Namespace) -> Iterator[str]:
         )
 
 
-def _with_spares(args: Namespace) -> Iterator[str]:
-    """What cannot be interrupted and entered again."""
+def _injected(args: Namespace) -> Iterator[str]:
+    """Faults of ranks that the job does not have."""
     for text in args.moevement_inject:
         if (rank := Fault.parse(text).rank) >= args.world_size:
             yield f"--moevement-inject {text}: the job has ranks 0 to {args.world_size - 1}, not {rank}"
-    if MEMBER_ENV not in os.environ:
-        return
-    if args.inprocess_restart:
-        yield "--inprocess-restart with --spares: both would restart the job; leave the flag out"
 
 
 def _room(args: Namespace) -> Iterator[str]:

@@ -1,0 +1,43 @@
+"""What cannot be interrupted and entered again in one process, as a job with spares does after every failure."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megatron.moevement import platform
+from megatron.moevement.preflight.refusal import Refusal, complaints, given
+from moevement_core.restart.environment import MEMBER_ENV
+
+REFUSED = (
+    Refusal(
+        "--inprocess-restart", given("inprocess_restart"), "both would restart the job; leave the flag out"
+    ),
+)  # fmt: skip
+REFUSED_ON_GPUS = (
+    Refusal(
+        "--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex",
+        "its kernels (DeepEP, HybridEP) cannot be aborted, and every rank that waits for a lost one loses its device's "
+        "context; give --moe-token-dispatcher-type alltoall",
+    ),
+    Refusal(
+        "--use-nccl-ub", given("nccl_ub"),
+        "gradient and weight buffers are registered with communicators, and nobody registers them with those that a "
+        "recovery makes; leave the flag out",
+    ),
+    Refusal(
+        "--tp-comm-overlap", given("tp_comm_overlap"),
+        "Transformer Engine's communication buffers are made for processes of which one is replaced, and nobody has "
+        "interrupted their kernels yet; leave the flag out",
+    ),
+)  # fmt: skip
+"""What only GPUs have; without one these flags are refused whatever the job."""
+
+
+def spares(args: Namespace) -> Iterator[str]:
+    """What a job with spares cannot do."""
+    if MEMBER_ENV not in os.environ:
+        return
+    refused = REFUSED if platform.is_cpu() else (*REFUSED, *REFUSED_ON_GPUS)
+    yield from complaints(refused, args, "{flag} with --spares: {reason}, or do without --spares")
