@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
             return supervise(
                 argv, task, arguments.spares, environment, trainer, fresh_interpreters=arguments.fresh_interpreters
             )
-        os.environ.update(environment)
+        os.environ.update(environment | launch.gpu_environment(trainer, has_spares=False))
         trainer.run_rank(argv)
         end_groups()
         return 0

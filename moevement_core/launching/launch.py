@@ -284,7 +284,7 @@ def _environment(launch: Launch, store_port: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         # Each rank its share of the cores: more threads than cores make every collective wait for a straggler.
         "OMP_NUM_THREADS": threads(launch.nproc),
-        **gpu_environment(launch.trainer),
+        **gpu_environment(launch.trainer, has_spares=launch.spares is not None),
         **launch.variables,
     }
 
@@ -298,17 +298,33 @@ def threads(ranks: int) -> str:
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
-def gpu_environment(trainer: Trainer) -> dict[str, str]:
-    """What an in-process restart needs of NCCL (nvidia-resiliency-ext, usage guide of the in-process restart)."""
+def gpu_environment(trainer: Trainer, *, has_spares: bool) -> dict[str, str]:
+    """Return variables for ranks on GPUs; what this process's environment says itself is kept.
+
+    Args:
+        trainer: the kind of script.
+        has_spares: whether ranks are entered again after a failure, and communicators aborted.
+    """
     if not trainer.uses_gpus():
         return {}
-    needed = {
-        # An abort on the monitoring thread must not raise in it what the failed kernel has left.
-        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-        # NVLink SHARP resources of an aborted communicator are not given back.
-        "NCCL_NVLS_ENABLE": "0",
-    }
+    needed = _ON_GPUS | (_WITH_ABORTS if has_spares else {})
     return {name: os.environ.get(name, value) for name, value in needed.items()}
+
+
+_ON_GPUS = {
+    # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1, which would also put all copies into one queue: those that
+    # training waits for behind those of snapshots.
+    "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8",
+}
+_WITH_ABORTS = {
+    # An abort on the monitoring thread must not raise in it what the failed kernel has left.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    # NVLink SHARP resources of an aborted communicator are not given back.
+    "NCCL_NVLS_ENABLE": "0",
+    # NCCL's thread for diagnosis makes its connections again as often as an abort shuts them down.
+    "NCCL_RAS_ENABLE": "0",
+}
+"""The first two as the usage guide of nvidia-resiliency-ext's in-process restart says."""
 
 
 def _free_port() -> int:

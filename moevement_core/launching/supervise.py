@@ -145,7 +145,7 @@ def supervise(
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", str(task.processes)),
         "OMP_NUM_THREADS": launch.threads(task.processes),
-        **launch.gpu_environment(trainer),
+        **launch.gpu_environment(trainer, has_spares=True),
         **variables,
         **(script := KeptScript(argv[0])).environment,
     }

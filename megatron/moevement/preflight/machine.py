@@ -19,6 +19,7 @@ NEEDS_GPU = (
     Refusal("--fp4-format", beside("fp4", None), _KERNELS),
     Refusal("--cuda-graph-impl", beside("cuda_graph_impl", "none"), _KERNELS),
     Refusal("--tp-comm-overlap", given("tp_comm_overlap"), _KERNELS),
+    Refusal("--use-nccl-ub", given("nccl_ub"), _KERNELS),
     Refusal("--moe-token-dispatcher-type flex", lambda args: args.moe_token_dispatcher_type == "flex", _KERNELS),
     Refusal("--optimizer-cpu-offload", given("optimizer_cpu_offload"), _KERNELS),
     Refusal("--use-torch-fsdp2", given("use_torch_fsdp2"), _KERNELS),
