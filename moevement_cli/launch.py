@@ -109,7 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
     in_cluster = arguments.spares is not None and STORE_ENV in os.environ
     if arguments.nproc is None or in_cluster:
         found = (slurm if trainer is TORCH else megatrons).read_variables()
-        environment = slurm.task_environment(*found, meets_at_master=arguments.spares is None)
+        environment = slurm.task_environment(
+            *found, meets_at_master=arguments.spares is None, devices=trainer.count_devices()
+        )
         if arguments.spares is not None:
             from moevement_core.launching.supervise import supervise, task_of
 

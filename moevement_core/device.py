@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import resource
+import socket
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -292,3 +294,20 @@ def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
 def current_device() -> Device:
     """The device of this process: CUDA where there is one, else the CPU."""
     return CudaDevice() if torch.cuda.is_available() else CpuDevice()
+
+
+def visible_devices() -> tuple[str, ...]:
+    """Return the identities of the accelerators that this process sees, in the order of the numbers that it gives them.
+
+    A device has one identity, whatever number a process gives it. No context is made on any device. Not run on a GPU.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(_identity(number) for number in range(count))
+
+
+def _identity(number: int) -> str:
+    """Return a device's UUID as NVML writes it; a name on this host where torch does not know it."""
+    if (uuid := getattr(torch.cuda.get_device_properties(number), "uuid", None)) is not None:
+        return f"GPU-{uuid}"
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return f"{socket.gethostname()}/{visible[number] if number < len(visible) and visible[number] else number}"

@@ -17,13 +17,15 @@ def read_variables() -> tuple[int | None, int | None, int | None]:
 
 
 def task_environment(
-    rank: int | None, world_size: int | None, local_rank: int | None, *, meets_at_master: bool
+    rank: int | None, world_size: int | None, local_rank: int | None, *, meets_at_master: bool, devices: int = 0
 ) -> dict[str, str]:
     """Torch's variables for the task of Slurm that this process is.
 
     Args:
         rank: as Slurm says it; ``world_size`` and ``local_rank`` likewise.
         meets_at_master: whether ranks meet at MASTER_ADDR and MASTER_PORT, and not in a store that is named.
+        devices: how many accelerators this process sees. One that is its own (``--gpus-per-task=1``,
+            ``--gpu-bind=single:1``) has the number 0 in every task.
 
     Raises:
         ConfigError: not inside a task that ``srun`` started.
@@ -33,4 +35,4 @@ def task_environment(
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if meets_at_master and world_size > 1 and not os.environ.get(name):
             raise ConfigError(f"{name} is not set; the job script sets it for all tasks (examples/pretrain_moe/slurm)")
-    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(local_rank)}
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(0 if devices == 1 else local_rank)}

@@ -46,6 +46,14 @@ class Trainer:
     switch: str | None = None
     """The script's flag without which it is not fault tolerant; None if it always is."""
 
+    def count_devices(self) -> int:
+        """Return how many accelerators this process sees; 0 where ranks run on CPUs."""
+        if not self.uses_gpus():
+            return 0
+        import torch
+
+        return int(torch.cuda.device_count())
+
     def program(self, argv: list[str], *, fresh_interpreters: bool) -> Program:
         """What a rank runs: forked from this process where no GPU is, unless asked otherwise."""
         if fresh_interpreters or self.uses_gpus():

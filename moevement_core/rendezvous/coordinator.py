@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from moevement_core.rendezvous.attempts import Attempts
+from moevement_core.rendezvous.devices import assign_devices, identity, with_free_device
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
@@ -34,7 +35,6 @@ from moevement_core.rendezvous.roster import (
     MemberInfo,
     NoticedBy,
     Roster,
-    assign_devices,
 )
 from moevement_core.rendezvous.signed_store import CLAIMED, SignedStore
 
@@ -208,16 +208,26 @@ class Coordinator:
     def waiting(self) -> list[int]:
         """Members that could take a rank, those of the roster not among them; in the order in which they came.
 
-        Those on the nodes of processes that computed results that were not finite come last.
+        Those on the nodes of processes that computed results that were not finite come last. Those for which no device
+        is left are not among them, once the job was formed.
         """
-        waiting = self.membership.waiting(set(self.roster.ranks.values()))
-        return sorted(waiting, key=lambda member: self.members[member].node in self._suspect_nodes)
+        waiting = sorted(self._without_rank(), key=lambda info: info.node in self._suspect_nodes)
+        if self.roster.generation >= 0 and any(info.devices for info in waiting):
+            waiting = with_free_device(waiting, self._devices_in_use())
+        return [info.member for info in waiting]
+
+    def _without_rank(self) -> list[MemberInfo]:
+        return [self.members[member] for member in self.membership.waiting(set(self.roster.ranks.values()))]
+
+    def _devices_in_use(self) -> set[str]:
+        ranks = [(self.members.get(member), self.roster.devices[rank]) for rank, member in self.roster.ranks.items()]
+        return {identity(info, number) for info, number in ranks if info is not None}
 
     def who(self) -> list[dict[str, Any]]:
         """Everyone who takes part, as ``ranks.json`` has it: ranks in their order, then spares."""
         ranks: list[tuple[int | None, int]] = [
             *sorted(self.roster.ranks.items()),
-            *((None, member) for member in self.waiting()),
+            *((None, info.member) for info in self._without_rank()),
         ]
         known = [(rank, self.members[member]) for rank, member in ranks if member in self.members]
         return [

@@ -74,9 +74,9 @@ class MemberInfo:
     node: str
     """Members of one node die together, and copies on it with them."""
     device: int = 0
-    """The local number of the device that it was started for."""
-    devices: int = 0
-    """How many devices it can see; 0 without a GPU."""
+    """The number of the device that it was started for, as it counts devices."""
+    devices: tuple[str, ...] = ()
+    """Identities of the devices that it sees, in the order of the numbers that it gives them; empty without a GPU."""
 
     def encode(self) -> str:
         """As it stands in the store."""
@@ -135,7 +135,7 @@ class Roster:
     nodes: Mapping[int, str] = field(default_factory=dict)
     """The node of each rank."""
     devices: Mapping[int, int] = field(default_factory=dict)
-    """The local number of each rank's device."""
+    """The number of each rank's device, as its process counts devices."""
 
     def rank_of(self, member: int) -> int | None:
         """The rank that a member has."""
@@ -160,30 +160,3 @@ def _decoded[T](text: str | bytes, kind: type[T]) -> T:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ExchangeError(f"no {kind.__name__}: {error}; all processes need the same version") from None
-
-
-def assign_devices(members: Mapping[int, MemberInfo], before: Mapping[int, int]) -> dict[int, int]:
-    """The local device of each rank: survivors keep theirs, a promoted spare takes one that is free on its node.
-
-    A node has as many devices as its members see. Where each process sees only its own (a task with one GPU), or there
-    is none, a member keeps the number that it was started with.
-
-    Args:
-        members: by rank.
-        before: devices of the ranks that keep their members, by rank.
-    """
-    used: dict[str, set[int]] = {}
-    for rank, device in before.items():
-        if rank in members:
-            used.setdefault(members[rank].node, set()).add(device)
-    assigned: dict[int, int] = {}
-    for rank, info in sorted(members.items()):
-        taken = used.setdefault(info.node, set())
-        if rank in before:
-            assigned[rank] = before[rank]
-            continue
-        free = [device for device in range(info.devices) if device not in taken]
-        wanted = info.device if info.device in free or not free else free[0]
-        assigned[rank] = wanted
-        taken.add(wanted)
-    return assigned

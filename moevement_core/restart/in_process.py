@@ -62,8 +62,8 @@ class Watching:
     """How often the monitoring thread looks."""
     faults: Sequence[Fault] = ()
     """That are injected."""
-    devices: int = 0
-    """Accelerators of this host that ranks may take; 0 on CPUs."""
+    devices: tuple[str, ...] = ()
+    """Identities of the accelerators that this process sees (:func:`~moevement_core.device.visible_devices`)."""
 
 
 class Training(ABC):
@@ -287,7 +287,7 @@ class _Unfit(BaseException):
         self.error = error
 
 
-def _introduction(devices: int) -> MemberInfo:
+def _introduction(devices: tuple[str, ...]) -> MemberInfo:
     host = socket.gethostname()
     return MemberInfo(
         int(os.environ[MEMBER_ENV]),

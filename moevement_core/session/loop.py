@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from moevement_core import log
+from moevement_core.device import visible_devices
 from moevement_core.events import Ended, Restarted
 from moevement_core.injection import Phase
 from moevement_core.recovery.agree import NothingToResume
@@ -137,9 +138,8 @@ class _Loop(Training):
     @property
     @override
     def watching(self) -> Watching:
-        config = self._config
-        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        return Watching(LEASES_TO_HANG * config.timeouts.lease_s, faults=config.drill.faults, devices=devices)
+        hang_s = LEASES_TO_HANG * self._config.timeouts.lease_s
+        return Watching(hang_s, faults=self._config.drill.faults, devices=visible_devices())
 
     @override
     def take_rank(self, rank: int, world: int, device: int | None) -> None:

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, override
 
-import torch
-
 from megatron.moevement.elastic.grid import grid_of
 from megatron.moevement.platform import is_cpu
 from megatron.moevement.restart import leftovers, megatron_state, saves
 from megatron.moevement.runtime.job import Process
+from moevement_core.device import visible_devices
 from moevement_core.injection import Fault
 from moevement_core.rendezvous.resizing import Grid
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
@@ -49,7 +48,7 @@ class _Pretrain(Training):
             args.inprocess_soft_timeout,
             args.inprocess_monitor_thread_interval,
             [Fault.parse(text) for text in args.moevement_inject],
-            0 if is_cpu() else torch.cuda.device_count(),
+            () if is_cpu() else visible_devices(),
         )
 
     @override

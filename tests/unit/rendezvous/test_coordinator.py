@@ -25,7 +25,6 @@ from moevement_core.rendezvous.roster import (
     MemberInfo,
     NoticedBy,
     Roster,
-    assign_devices,
 )
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.token import Token
@@ -62,8 +61,9 @@ class Job:
         for number in range(members):
             self.join(number)
 
-    def join(self, number: int) -> None:
-        self.members[number] = Member(self.store, MemberInfo(number, 1000 + number, "host", f"node{number // 2}"))
+    def join(self, number: int, node: str | None = None, devices: tuple[str, ...] = ()) -> None:
+        node = f"node{number // 2}" if node is None else node
+        self.members[number] = Member(self.store, MemberInfo(number, 1000 + number, "host", node, 0, devices))
         self.members[number].join()
         self.settle()
 
@@ -445,27 +445,16 @@ def test_a_roster_names_who_died() -> None:
 # Devices
 
 
-def _on(node: str, device: int, devices: int) -> MemberInfo:
-    return MemberInfo(device, device, node, node, device, devices)
-
-
-def test_a_promoted_spare_takes_the_device_of_the_rank_that_it_replaces() -> None:
-    """Eight ranks and a spare on a host of eight GPUs: the spare was started as number 8, which there is not."""
-    before = {rank: rank for rank in range(8) if rank != 3}
-    members = {rank: _on("a", rank, 8) for rank in before} | {3: _on("a", 8, 8)}
-    assert assign_devices(members, before)[3] == 3
-
-
-def test_spares_of_another_node_take_devices_that_are_free_there() -> None:
-    before = {0: 0, 1: 1}
-    members = {0: _on("a", 0, 2), 1: _on("a", 1, 2), 2: _on("b", 0, 2), 3: _on("b", 0, 2)}
-    assert assign_devices(members, before) == {0: 0, 1: 1, 2: 0, 3: 1}
-
-
-def test_tasks_that_see_one_device_each_keep_theirs() -> None:
-    members = {rank: MemberInfo(rank, rank, "a", "a", rank, 1) for rank in range(4)}
-    assert assign_devices(members, {})[0] == 0
-    assert assign_devices({0: MemberInfo(9, 9, "a", "a", 5, 0)}, {}) == {0: 5}
+def test_a_spare_takes_no_device_of_a_rank_that_lives(store: Any) -> None:
+    """Tasks with one device each: the first spare was bound to the device of rank 0, and both call it 0."""
+    job = Job(store, 2, 0)
+    for number, device in enumerate(["GPU-a", "GPU-b", "GPU-a", "GPU-c"]):
+        job.join(number, "node", (device,))
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0)
+    assert job.coordinator.waiting() == []
+    assert (job.coordinator.roster.ranks, job.coordinator.roster.devices) == ({0: 0, 1: 3}, {0: 0, 1: 0})
+    assert [one["pid"] for one in job.coordinator.who()] == [1000, 1003, 1002]
 
 
 # Processes that compute results that are not finite
