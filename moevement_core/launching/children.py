@@ -22,6 +22,7 @@ from typing import Any, TextIO
 import psutil
 
 from moevement_core import log
+from moevement_core.exit_codes import BROKEN_DEVICE
 from moevement_core.file_modes import make_folder, opener
 from moevement_core.restart.environment import PARENT_ENV
 
@@ -113,6 +114,8 @@ class Child:
     def how(self) -> str:
         """How it ended, in words."""
         code = self.code or 0
+        if code == BROKEN_DEVICE:
+            return "gave its rank back because its device cannot be used"
         return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
 
     def lines_of(self, stream: str) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from moevement_core import log
-from moevement_core.exit_codes import REPLACES_ENV, USAGE_ERROR
+from moevement_core.exit_codes import BROKEN_DEVICE, REPLACES_ENV, USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.orphans import Orphans
 from moevement_core.rendezvous.coordinator import Coordinator
@@ -244,4 +244,6 @@ def is_mistake(child: Child, *, has_begun: bool, has_trained: bool) -> bool:
         has_trained: whether the job has trained, or this process took no part in it.
     """
     code = child.code or 0
+    if code == BROKEN_DEVICE:  # which others do not have
+        return False
     return not has_trained and (code == USAGE_ERROR or (code > 0 and not has_begun))

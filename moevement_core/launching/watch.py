@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 from moevement_core import log
-from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.exit_codes import BROKEN_DEVICE, USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
 from moevement_core.launching.silence import Silence
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
@@ -209,7 +209,7 @@ class ReplaceWhoDies(Watch):
         if is_mistake(child, has_begun=self._roster.generation >= 0, has_trained=coordinator.has_trained(member)):
             self._failed = self._failed or child  # it would be made again
             return False
-        if (child.code or 0) > 0:
+        if (child.code or 0) > 0 and child.code != BROKEN_DEVICE:
             self._report_failed_start(member, child)
         coordinator.died(member, child.pid, child.how)
         return True

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from moevement_core.rendezvous.attempts import Attempts
-from moevement_core.rendezvous.devices import assign_devices, identity, with_free_device
+from moevement_core.rendezvous.devices import CHECK_S, assign_devices, identity, with_free_device
 from moevement_core.rendezvous.entered import Entered
 from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
@@ -25,6 +25,7 @@ from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     ELASTIC,
+    GIVEN_BACK,
     GIVEN_UP,
     JOB_NAME,
     NEWEST,
@@ -32,6 +33,7 @@ from moevement_core.rendezvous.roster import (
     START,
     STOP,
     Death,
+    GivenBack,
     MemberInfo,
     NoticedBy,
     Roster,
@@ -106,6 +108,8 @@ class Coordinator:
         """The newest generation whose results that were not finite were acted upon."""
         self._suspect_nodes: set[str] = set()
         """Nodes of processes that computed them; a spare on such a node is the last to be taken."""
+        self._broken: set[str] = set()
+        """Identities of devices that no process can use."""
         self._adopts = Now(clock)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # whoever asks later finds it, and it is kept from here on
         store.set(NEWEST, "-1")
@@ -146,6 +150,8 @@ class Coordinator:
         """A member is gone; returns the rank that it was, nothing if it was none."""
         if member in self.membership.dead:
             return None  # given up before its process ended
+        if (word := self._store.read(f"{GIVEN_BACK}/{member}")) is not None:
+            how, noticed_by = self._take_back(member, GivenBack.decode(word)), NoticedBy.DEVICE
         rank = self.roster.rank_of(member)
         self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
         if noticed_by is not NoticedBy.SUPERVISOR:
@@ -192,6 +198,9 @@ class Coordinator:
         self.membership.welcome()
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
+        if self._store.has_rung(GIVEN_BACK):  # a process that cannot end, because of its device, is not waited for
+            for member in [one for one in self.members if self._store.check([f"{GIVEN_BACK}/{one}"])]:
+                self._lose(member, "gave its rank back", NoticedBy.DEVICE)
         if self.state in (State.STOPPED, State.DONE):
             return
         if self._all_finished():
@@ -221,7 +230,7 @@ class Coordinator:
 
     def _devices_in_use(self) -> set[str]:
         ranks = [(self.members.get(member), self.roster.devices[rank]) for rank, member in self.roster.ranks.items()]
-        return {identity(info, number) for info, number in ranks if info is not None}
+        return {identity(info, number) for info, number in ranks if info is not None} | self._broken
 
     def who(self) -> list[dict[str, Any]]:
         """Everyone who takes part, as ``ranks.json`` has it: ranks in their order, then spares."""
@@ -241,6 +250,15 @@ class Coordinator:
     def _lose(self, member: int, how: str, noticed_by: NoticedBy) -> None:
         info = self.members.get(member)
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
+
+    def _take_back(self, member: int, given_back: GivenBack) -> str:
+        """Leave out the device of a member that has given its rank back, if it is broken; return why, in words."""
+        how = f"gave its rank back because its device cannot be used ({given_back.reason})"
+        if given_back.is_broken and given_back.device:
+            self._broken.add(given_back.device)
+            node = self.members[member].node if member in self.members else "a node"
+            self._report(f"device {given_back.device} of {node} is left out from here on: {given_back.reason}")
+        return how
 
     def _interrupted(self) -> None:
         if self.state in (State.RUNNING, State.PROPOSED):
@@ -418,7 +436,7 @@ class Coordinator:
             left_at=max((left["at"] for left in self._entered.left.values()), default=now),
             spares=spares,
             nodes={rank: info.node for rank, info in members.items()},
-            devices=assign_devices(members, kept),
+            devices=assign_devices(members, kept, self._broken),
         )
         generation = self.roster.generation
         self._store.forget(f"generation/{generation - 2}/")  # who joins now begins with the newest
@@ -436,17 +454,25 @@ class Coordinator:
             self.losses.entered()
             self._store.set(START.format(generation), "go")
             self.state = State.RUNNING
-        elif self._clock() - self._proposed_at > LEASES_TO_LEAVE * self.lease_s:
+        elif self._clock() - self._proposed_at > self._acknowledge_s:
             key = ACKNOWLEDGED.format(generation)
             for member in [one for one in members if not self._store.check([f"{key}/{one}"])]:
                 self._lose(member, "did not acknowledge the roster that it was in", NoticedBy.TIMEOUT)
+
+    @property
+    def _acknowledge_s(self) -> float:
+        """How long a process may take to acknowledge the rank that it has in a proposal; devices are checked first."""
+        has_devices = any(self.members[member].devices for member in self.roster.ranks.values())
+        return LEASES_TO_LEAVE * self.lease_s + (CHECK_S if has_devices else 0.0)
 
     def _wait_for_spares(self, missing: int) -> None:
         if self.roster.generation < 0:
             return  # the first ones are still starting; who started them knows whether they come
         if self._short_since is None:
             self._short_since = self._clock()
-            self._report(f"no spare is left; waiting up to {self._spare_timeout_s:g} s for {missing} to start")
+            idle = len(self._without_rank()) - len(self.waiting())
+            why = f"no device that works is left for {_processes(idle)}" if idle else "no spare is left"
+            self._report(f"{why}; waiting up to {self._spare_timeout_s:g} s for {missing} to start")
         elif self._clock() - self._short_since > self._spare_timeout_s:
             self.stop(f"no spare came within {self._spare_timeout_s:g} s for {missing} of {self._ranks} ranks")
 

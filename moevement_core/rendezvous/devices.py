@@ -6,6 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 from moevement_core.rendezvous.roster import MemberInfo
 
+CHECK_S = 30.0
+"""How long a process may check the device that comes with its rank, before it acknowledges the rank."""
+
 
 def assign_devices(
     members: Mapping[int, MemberInfo], before: Mapping[int, int], broken: Collection[str] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from moevement_core.errors import JobStopped
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
     FINISHED,
+    GIVEN_BACK,
     GIVEN_UP,
     JOINED,
     LEFT,
@@ -22,6 +23,7 @@ from moevement_core.rendezvous.roster import (
     ROSTER,
     START,
     STOP,
+    GivenBack,
     MemberInfo,
     Roster,
 )
@@ -50,8 +52,12 @@ class Member:
         self._store.set(MEMBER.format(number, self._store.tag(number)), self._info.encode())
         self._store.ring(JOINED)
 
-    def wait_for_rank(self) -> tuple[Roster, int]:
+    def wait_for_rank(self, check: Callable[[Roster, int], None] = lambda roster, rank: None) -> tuple[Roster, int]:
         """The next roster that this member is in and that all in it have acknowledged; a spare may wait for ever.
+
+        Args:
+            check: called with a roster and the rank that this member has in it, before it is acknowledged: a process
+                that cannot take the rank ends in it, and nobody has waited for it in a process group.
 
         Raises:
             JobStopped: the job has ended, or goes on without this member.
@@ -62,6 +68,7 @@ class Member:
             rank = roster.rank_of(self._info.member)
             if rank is None:
                 continue
+            check(roster, rank)
             self._write(ACKNOWLEDGED, "")
             if self._wait_for(START.format(self._generation)) == b"go":
                 return roster, rank
@@ -98,6 +105,11 @@ class Member:
             "suspects": list(suspects),
         }  # fmt: skip
         self._write(LEFT, json.dumps(left))
+
+    def give_back(self, given_back: GivenBack) -> None:
+        """Have this member replaced: it can do nothing with its device any more. The process has to end now."""
+        self._store.set(f"{GIVEN_BACK}/{self._info.member}", given_back.encode())
+        self._store.ring(GIVEN_BACK)
 
     def finished(self) -> None:
         """This rank has come to the end of training."""

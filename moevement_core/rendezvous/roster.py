@@ -42,6 +42,8 @@ INTERRUPTED = "generation/{}/interrupted"
 """That ranks are to leave the generation, and which of them is why."""
 GIVEN_UP = "members/{}/given_up"
 """By member: the job goes on without it."""
+GIVEN_BACK = "members/given_back"
+"""Rings when a member has given its rank back; and by member, with ``/member`` behind it, the :class:`GivenBack`."""
 NEWEST = "generation/newest"
 ELASTIC = "job/elastic"
 """The :class:`~moevement_core.rendezvous.resizing.Grid` of a job that may change its size."""
@@ -62,6 +64,8 @@ class NoticedBy(StrEnum):
     """The process did not stop what it did after an interruption, or did not acknowledge a roster."""
     RESULT = "result"
     """The process lives and computes results that are not finite."""
+    DEVICE = "device"
+    """The process gave its rank back because its device cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,31 @@ class MemberInfo:
             ExchangeError: it is none.
         """
         return _decoded(text, MemberInfo)
+
+
+@dataclass(frozen=True)
+class GivenBack:
+    """Word of a member that it can do nothing with its device any more, and ends."""
+
+    reason: str
+    """In words."""
+    device: str = ""
+    """The identity of the device; empty if it has none."""
+    is_broken: bool = False
+    """Whether nobody else can use the device, either."""
+
+    def encode(self) -> str:
+        """As it stands in the store."""
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def decode(text: str | bytes) -> GivenBack:
+        """The inverse of :meth:`encode`.
+
+        Raises:
+            ExchangeError: it is none.
+        """
+        return _decoded(text, GivenBack)
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,29 @@ import logging
 import os
 import socket
 import sys
+import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
-from nvidia_resiliency_ext.inprocess.health_check import CudaHealthCheck
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
+from moevement_core.exit_codes import BROKEN_DEVICE
 from moevement_core.injection import Fault, Phase
+from moevement_core.rendezvous.devices import identity
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
-from moevement_core.rendezvous.roster import ELASTIC, MemberInfo
+from moevement_core.rendezvous.roster import ELASTIC, GivenBack, MemberInfo, Roster
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
+from moevement_core.restart.device_health import DeviceFault, DeviceHealth, fault_of
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
 from moevement_core.restart.generation import (
     Generation,
@@ -50,6 +52,8 @@ from moevement_core.restart.store import GenerationStore, connect, connect_break
 DUMP_AFTER = 1 / 3
 """After which part of the time for a hang a rank that does not stop prints what its threads do: two lease times of the
 three after which the job goes on without it."""
+REPORT_S = 5.0
+"""How long a process may take to give its rank back; then it ends without a word, by its exit code."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,10 @@ class _Restarts:
         self._address = address
         self._store = connect(address)
         self._endpoints = endpoints(address)
-        self._member = Member(self._store, _introduction(training.watching.devices))
+        self._info = _introduction(training.watching.devices)
+        self._member = Member(self._store, self._info)
+        self._health: DeviceHealth | None = None
+        """Of the device that came with the rank; None on CPUs, and for a spare."""
         self._reason = ""
         self._suspects: tuple[int, ...] = ()
 
@@ -171,26 +178,66 @@ class _Restarts:
         self._member.join()
         while True:
             try:
-                roster, rank = self._member.wait_for_rank()
+                roster, rank = self._member.wait_for_rank(self._check_device)
                 now = enter_generation(roster, rank)
                 self._training.take_rank(rank, len(roster.ranks), roster.devices.get(rank))
                 ended = self._enter(now)
             except JobStopped as stopped:
                 sys.exit(str(stopped) or None)
             if ended is Outcome.INTERRUPTED:
-                torch.set_grad_enabled(True)
-                forget_groups()
-                self._training.interrupted()
-                had_recovered = self._training.resumed_in == roster.generation
-                self._member.leave(
-                    self._reason, self._training.iteration, had_recovered=had_recovered, suspects=self._suspects
-                )
-                faulthandler.cancel_dump_traceback_later()
+                try:
+                    self._leave(roster)
+                except Exception as error:
+                    self._give_back_after(error)
+                    raise
                 continue
             self._training.ended()
             if isinstance(ended, SystemExit):
                 raise ended
             return ended
+
+    def _leave(self, roster: Roster) -> None:
+        """Put away what an interruption has left, and have the job formed again."""
+        torch.set_grad_enabled(True)
+        forget_groups()
+        self._training.interrupted()
+        had_recovered = self._training.resumed_in == roster.generation
+        self._member.leave(self._reason, self._training.iteration, had_recovered=had_recovered, suspects=self._suspects)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _check_device(self, roster: Roster, rank: int) -> None:
+        """Give the rank back if the device that comes with it cannot be used."""
+        number = roster.devices.get(rank)
+        if number is None or not self._info.devices:
+            return
+        if self._health is None or self._health.number != number:
+            self._health = DeviceHealth(number, identity(self._info, number))
+        if (fault := self._health.check()) is not None:
+            self._give_back(fault)
+
+    def _give_back_after(self, error: Exception, guard: Guard | None = None) -> None:
+        """Give the rank back if an exception came from this process's device; return if it did not."""
+        fault = fault_of(error) if self._health is None else self._health.fault_of(error)
+        if fault is not None:
+            traceback.print_exc()
+            self._give_back(fault, guard)
+
+    def _give_back(self, fault: DeviceFault, guard: Guard | None = None) -> NoReturn:
+        """Report a fault of the device, interrupt the others, and end: nothing can be done in this process any more.
+
+        Without destructors, which would ask the device, or abort communicators with peers that do not know yet.
+        """
+        unheard = threading.Timer(REPORT_S, os._exit, [BROKEN_DEVICE])
+        unheard.daemon = True
+        unheard.start()
+        device = self._health.identity if self._health is not None else ""
+        print(f"moevement: this process gives its rank back: {fault.reason}", file=sys.stderr)
+        self._member.give_back(GivenBack(fault.reason, device, fault.is_broken))
+        if guard is not None:
+            guard.interrupt_all(Interruption.EXCEPTION)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(BROKEN_DEVICE)
 
     def _enter(self, now: Generation) -> Any:
         """One generation: what training returned, the planned exit that it ended with, or ``INTERRUPTED``."""
@@ -218,8 +265,6 @@ class _Restarts:
         def body() -> Any:
             store = dist.PrefixStore(f"generation/{now.roster.generation}/groups", groups_store)
             try:
-                if watching.devices:
-                    CudaHealthCheck(timedelta(seconds=10))(None)
                 if now.roster.generation > 0:
                     injection.at(Phase.GROUPS)
                 ended = self._run(store)
@@ -238,6 +283,8 @@ class _Restarts:
                 self._reason, self._suspects = f"rank {now.rank}: {_first_line(error)}", error.suspects
                 raise
             except Exception as error:
+                if not is_aborting():  # an abort's own errors are looked at when the device is checked again
+                    self._give_back_after(error, guard)
                 if not is_fault_of_others():
                     self._reason = f"rank {now.rank}: {type(error).__name__}: {_first_line(error)}"
                     traceback.print_exc()

@@ -85,7 +85,7 @@ def report_failure(
 
 def _lost_at(death: Death) -> float:
     """When a member was lost, as far as anybody knows: seen to end, or heard of for the last time."""
-    return death.at if death.noticed_by == NoticedBy.SUPERVISOR else death.last_seen
+    return death.at if death.noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.DEVICE) else death.last_seen
 
 
 _NOTICED = {
@@ -94,6 +94,7 @@ _NOTICED = {
     NoticedBy.LEASE: "lease that ran out",
     NoticedBy.TIMEOUT: "timeout: it did not answer",
     NoticedBy.RESULT: "result that was not finite",
+    NoticedBy.DEVICE: "device: its process gave the rank back",
 }
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous import attempts
 from moevement_core.rendezvous.coordinator import Coordinator, State
+from moevement_core.rendezvous.devices import CHECK_S
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, RESET_GRACE_S
 from moevement_core.rendezvous.roster import (
@@ -22,6 +23,7 @@ from moevement_core.rendezvous.roster import (
     JOINED,
     STOP,
     Death,
+    GivenBack,
     MemberInfo,
     NoticedBy,
     Roster,
@@ -455,6 +457,79 @@ def test_a_spare_takes_no_device_of_a_rank_that_lives(store: Any) -> None:
     assert job.coordinator.waiting() == []
     assert (job.coordinator.roster.ranks, job.coordinator.roster.devices) == ({0: 0, 1: 3}, {0: 0, 1: 0})
     assert [one["pid"] for one in job.coordinator.who()] == [1000, 1003, 1002]
+
+
+def two_nodes(store: Any, members: int = 5, devices: int = 2) -> Job:
+    """A job of three ranks; two processes on each node, which see all of its devices."""
+    job = Job(store, 3, 0, lease_s=10.0)
+    for number in range(members):
+        node = f"node{number // 2}"
+        job.join(number, node, tuple(f"{node}-{device}" for device in range(devices)))
+    return job
+
+
+@pytest.mark.parametrize("is_seen_first", [True, False])
+def test_a_process_that_gives_its_rank_back_is_dead_also_where_it_cannot_end(store: Any, is_seen_first: bool) -> None:
+    """Its supervisor sees it end, or never does because the driver holds it."""
+    job = two_nodes(store)
+    job.members[1].give_back(GivenBack("illegal access", "node0-1"))
+    if is_seen_first:
+        job.coordinator.died(1, 1001, "ended with 74")
+    job.settle()
+    job.leave(0, 2)
+    assert job.coordinator.roster.ranks == {0: 0, 1: 3, 2: 2}
+    (death,) = job.coordinator.deaths
+    assert (death.member, death.rank, death.noticed_by) == (1, 1, NoticedBy.DEVICE)
+    assert "illegal access" in death.how
+    assert job.coordinator.given_up == {1}, "its supervisor ends it"
+
+
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_a_broken_device_is_given_to_nobody_and_one_that_only_failed_is(store: Any, is_broken: bool) -> None:
+    job = two_nodes(store, members=3)
+    job.members[1].give_back(GivenBack("ECC", "node0-1", is_broken))
+    job.settle()
+    job.join(5, "node0", ("node0-0", "node0-1"))
+    assert job.coordinator.waiting() == ([] if is_broken else [5])
+    assert any("node0-1" in text for text in job.reported) == is_broken
+    job.leave(0, 2)
+    assert (job.coordinator.state is State.RUNNING) == (not is_broken)
+
+
+def test_a_device_that_fails_its_check_gives_the_rank_to_another_before_anybody_enters(store: Any) -> None:
+    job = two_nodes(store)
+    job.silent.add(3)  # it checks its device
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0, 2)
+    assert job.coordinator.roster.ranks == {0: 0, 1: 3, 2: 2}
+    job.members[3].give_back(GivenBack("no answer", "node1-1", is_broken=True))
+    job.settle()
+    assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2}
+    assert job.coordinator.state is State.RUNNING
+
+
+def test_devices_are_checked_before_a_rank_is_acknowledged_and_that_may_take_longer(store: Any) -> None:
+    job = two_nodes(store)
+    job.silent.add(3)
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0, 2)
+    job.passes(10.0 * LEASES_TO_LEAVE + 1, range(5))
+    assert job.coordinator.state is State.PROPOSED
+    job.passes(CHECK_S, range(5))
+    job.settle()
+    assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2}
+
+
+def test_ranks_that_are_given_back_are_no_failures_in_the_same_place(store: Any) -> None:
+    job = Job(store, 2, 2)
+    for number in range(1, attempts.FAILURES + 1):
+        job.join(number + 1)
+        job.members[number].give_back(GivenBack("illegal access"))
+        job.coordinator.step()
+        job.leave(0, committed=7)
+        job.passes(60)
+        job.settle()
+        assert (job.coordinator.state, job.coordinator.roster.ranks) == (State.RUNNING, {0: 0, 1: number + 1})
 
 
 # Processes that compute results that are not finite
