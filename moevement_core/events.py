@@ -210,7 +210,18 @@ class RecoveredFromDisk(_Plain):
     """The iteration that was recovered."""
 
 
+@dataclass(frozen=True)
+class GroupsSplit(_Plain):
+    """A warning: ranks that communicate in every layer have come to be on several nodes."""
+
+    kind: ClassVar[str] = "groups_split"
+    ranks: tuple[tuple[int, int], ...]
+    """First and last rank of each such group (tensor, context and expert parallel)."""
+    nodes: tuple[tuple[str, ...], ...]
+    """The nodes that each of them is on."""
+
+
 PLAIN = (
     Started, Restarted, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned, NothingPersisted,
-    WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk,
+    WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk, GroupsSplit,
 )  # fmt: skip

@@ -15,7 +15,7 @@ USAGE_ERROR = 2
 BROKEN_DEVICE = 74
 """A process gave its rank back because its device cannot be used (``EX_IOERR`` of sysexits.h); the job goes on."""
 REPLACES_ENV = "MOEVEMENT_REPLACES"
-"""Set in a process that was started in the place of one that ended: it is alone in what it finds wrong."""
+"""The member that ended and in whose place this process was started: it is alone in what it finds wrong."""
 INTERRUPTED = 128 + signal.SIGINT
 """By Ctrl-C, as shells have it."""
 _SHOWN = 200

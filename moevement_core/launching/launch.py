@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moevement_core.errors import ConfigError, ProcessGroupError
+from moevement_core.exit_codes import REPLACES_ENV
 from moevement_core.file_modes import FLAG, make_folder, use_file_mode
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
@@ -234,6 +235,7 @@ class _Starter:
         with temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
             self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
         self._script = KeptScript(launch.argv[0])
+        self._nodes: dict[int, str] = {}
         self._common = {**_environment(launch, store_port), **token.environment, **self._script.environment}
 
     def start(self, number: int, variables: Mapping[str, str] | None = None) -> Child:
@@ -249,13 +251,19 @@ class _Starter:
         if launch.spares is not None:
             environment[MEMBER_ENV] = str(number)
         if launch.ranks_per_node is not None:
-            environment[NODE_ENV] = str(number // launch.ranks_per_node)
+            environment[NODE_ENV] = self._node_of(number, (variables or {}).get(REPLACES_ENV), launch.ranks_per_node)
         # A path of a Unix socket, which multiprocessing puts there, has 107 bytes and takes some thirty for itself.
         if len(str(self._scratch)) < 72:
             with suppress(OSError):
                 self._scratch.mkdir(mode=0o700, exist_ok=True)  # cleaners of temporary folders may have removed it
                 environment["TMPDIR"] = str(self._scratch)
         return Child(label, self._program, environment, self._logs)
+
+    def _node_of(self, number: int, replaced: str | None, ranks_per_node: int) -> str:
+        """Return the node that a process is taken to be on: that of the one in whose place it is started."""
+        own = str(number // ranks_per_node)
+        self._nodes[number] = own if replaced is None else self._nodes[int(replaced)]
+        return self._nodes[number]
 
     def close(self) -> None:
         """Give back what processes were started with; none is started any more."""

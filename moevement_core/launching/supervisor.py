@@ -117,13 +117,13 @@ class Supervisor:
         for member in first:
             self.start(member)
 
-    def start(self, member: int, *, settles: bool = False, replaces: bool = False) -> Child:
+    def start(self, member: int, *, settles: bool = False, replaces: int | None = None) -> Child:
         """Start the process of a member.
 
         Args:
             member: its number.
             settles: whether it is to do nothing for a while.
-            replaces: whether it starts in the place of one that ended, and so reports by itself what it finds wrong.
+            replaces: the member that ended and in whose place it starts; it reports by itself what it finds wrong.
         """
         page = StatusPage()
         try:
@@ -131,7 +131,7 @@ class Supervisor:
             if self._is_winding_down:
                 page.ask_to_wind_down()
             page.let_wait(waits=settles)
-            variables = {PAGE_ENV: page.path, **({REPLACES_ENV: "1"} if replaces else {})}
+            variables = {PAGE_ENV: page.path, **({} if replaces is None else {REPLACES_ENV: str(replaces)})}
             child = self.children[member] = self._start(member, variables)
         except BaseException:
             page.close()
@@ -185,7 +185,7 @@ class Supervisor:
         self._respawns = [one for one in self._respawns if one not in due]
         for _, member, child in due:
             try:
-                new = self.start(self._next_member(), settles=self._may_settle(), replaces=True)
+                new = self.start(self._next_member(), settles=self._may_settle(), replaces=member)
             except OSError as error:  # no process, memory or file is left for now: those that run go on
                 self._failed_starts += 1
                 after_s = self._back_off_s()

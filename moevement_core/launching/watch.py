@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from moevement_core.launching.silence import Silence
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.coordinator import Coordinator, State
+from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import StatusPage
@@ -157,8 +159,9 @@ class ReplaceWhoDies(Watch):
 
         self._store, self._record, self._progress = store, record, progress
         self._coordinator = Coordinator(
-            store, ranks, spare_timeout_s, progress.say, interrupt=interrupt_in(store), lease_s=lease_s
-        )
+            store, ranks, spare_timeout_s, progress.say, interrupt=interrupt_in(store), lease_s=lease_s,
+            respawn_wait_s=WAIT_S if math.isfinite(respawn_after_s) else 0.0,
+        )  # fmt: skip
         self._roster = self._coordinator.roster
         self._written: Any = None
         self._rejected = 0
@@ -222,6 +225,8 @@ class ReplaceWhoDies(Watch):
 
     def _may_settle(self) -> bool:
         """Where enough spares wait, who is started is not needed at once, and its start would hold up a recovery."""
+        if self._coordinator.waits_for_respawn:
+            return False
         dead = {death.member for death in self._coordinator.deaths}
         missing = sum(member in dead for member in self._coordinator.roster.ranks.values())
         return len(self._coordinator.waiting()) >= missing

@@ -22,8 +22,10 @@ from moevement_core.rendezvous.losses import Losses
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, Membership
 from moevement_core.rendezvous.now_and_then import Now
 from moevement_core.rendezvous.resizing import Grid
+from moevement_core.rendezvous.respawns import WAIT_S, Respawns
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
+    BLOCK,
     ELASTIC,
     GIVEN_BACK,
     GIVEN_UP,
@@ -39,12 +41,17 @@ from moevement_core.rendezvous.roster import (
     Roster,
 )
 from moevement_core.rendezvous.signed_store import CLAIMED, SignedStore
+from moevement_core.rendezvous.takeover import split_blocks, take_over
 
 LEASE_S = 10.0
 """The default of ``--moevement-lease-seconds``, from which every other timeout derives."""
 
 WRITTEN_ONCE = ("job/", "tasks/", "injected/")
 """What processes write once in the life of the job, and may not be there to write again."""
+
+
+MOST_REPORTED = 5
+"""Groups of ranks that span nodes, of which each is named."""
 
 
 class State(Enum):
@@ -71,6 +78,8 @@ class Coordinator:
         interrupt: interrupts the ranks of a generation; called with the generation and the rank that is lost.
         lease_s: after so many seconds without a word of it a member is dead.
         clock: seconds, monotonic.
+        respawn_wait_s: how long to wait for the first process that is started in the place of another one on its node,
+            where ranks that communicate in every layer would come to be on several nodes without it; 0: none comes.
     """
 
     def __init__(
@@ -83,6 +92,7 @@ class Coordinator:
         interrupt: Callable[[int, int], None] = lambda generation, rank: None,
         lease_s: float = LEASE_S,
         clock: Callable[[], float] = time.monotonic,
+        respawn_wait_s: float = WAIT_S,
     ) -> None:
         self.state = State.FORMING
         self.roster = Roster(-1, {})
@@ -91,6 +101,8 @@ class Coordinator:
         self.losses = Losses()
         self.given_up: set[int] = set()
         """Members that the job goes on without though nobody saw them end: whoever started them ends them."""
+        self.waits_for_respawn = False
+        """Whether spares wait, and the job still waits for a process on the node of one that ended."""
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
         self._interrupt, self._clock = interrupt, clock
         self._entered = Entered(store, clock)
@@ -110,6 +122,11 @@ class Coordinator:
         """Nodes of processes that computed them; a spare on such a node is the last to be taken."""
         self._broken: set[str] = set()
         """Identities of devices that no process can use."""
+        self._respawns = Respawns(clock, respawn_wait_s)
+        self._block: int | None = None
+        """Consecutive ranks that communicate in every layer, as soon as any of them has said so."""
+        self._split: set[int] = set()
+        """Blocks of them that span nodes, as they were reported."""
         self._adopts = Now(clock)
         store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # whoever asks later finds it, and it is kept from here on
         store.set(NEWEST, "-1")
@@ -150,8 +167,14 @@ class Coordinator:
         """A member is gone; returns the rank that it was, nothing if it was none."""
         if member in self.membership.dead:
             return None  # given up before its process ended
+        node = self.members[member].node if member in self.members else ""
+        is_stopped = noticed_by is NoticedBy.LEASE and self.membership.hears(node, but=member)
+        if noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.TIMEOUT) or is_stopped:
+            self._respawns.begins(node)
+        elif noticed_by in (NoticedBy.RESET, NoticedBy.LEASE):
+            self._respawns.are_lost(node)
         if (word := self._store.read(f"{GIVEN_BACK}/{member}")) is not None:
-            how, noticed_by = self._take_back(member, GivenBack.decode(word)), NoticedBy.DEVICE
+            how, noticed_by = self._take_back(node, GivenBack.decode(word)), NoticedBy.DEVICE
         rank = self.roster.rank_of(member)
         self.losses.add(member, rank, pid, how, noticed_by, self.membership.remove(member))
         if noticed_by is not NoticedBy.SUPERVISOR:
@@ -195,7 +218,8 @@ class Coordinator:
         if self._adopts.is_due(rung=self._store.has_rung(CLAIMED)):
             with self._adopts:
                 self._store.adopt(*WRITTEN_ONCE)
-        self.membership.welcome()
+        for info in self.membership.welcome():
+            self._respawns.has_joined(info.node)
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
         if self._store.has_rung(GIVEN_BACK):  # a process that cannot end, because of its device, is not waited for
@@ -251,13 +275,15 @@ class Coordinator:
         info = self.members.get(member)
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
 
-    def _take_back(self, member: int, given_back: GivenBack) -> str:
+    def _take_back(self, node: str, given_back: GivenBack) -> str:
         """Leave out the device of a member that has given its rank back, if it is broken; return why, in words."""
         how = f"gave its rank back because its device cannot be used ({given_back.reason})"
         if given_back.is_broken and given_back.device:
             self._broken.add(given_back.device)
-            node = self.members[member].node if member in self.members else "a node"
+            self._respawns.are_lost(node)
             self._report(f"device {given_back.device} of {node} is left out from here on: {given_back.reason}")
+        else:
+            self._respawns.begins(node)
         return how
 
     def _interrupted(self) -> None:
@@ -267,6 +293,7 @@ class Coordinator:
             else:
                 self._interrupted_at = self._clock()
             self.state, self._short_since, self._form_at = State.FORMING, None, None
+            self.waits_for_respawn = False
 
     def _leaving(self) -> bool:
         """Whether any survivor has left; what they wrote is kept."""
@@ -311,7 +338,52 @@ class Coordinator:
         if len(spares) < len(missing):
             self._wait_for_spares(len(missing) - len(spares))
             return
-        self._propose(survivors | dict(zip(missing, spares, strict=False)), len(spares) - len(missing))
+        if self.roster.generation < 0:
+            ranks = dict(zip(missing, spares, strict=False))
+        else:
+            ranks = {**survivors, **self._take_over(missing, survivors, spares)}
+            self._wait_for_respawn(missing, ranks)
+        if not self.waits_for_respawn:
+            self._propose(ranks, len(spares) - len(missing))
+
+    # Ranks that communicate in every layer stay on one node
+
+    def _size_of_blocks(self) -> int:
+        if self._block is None and (text := self._store.read(BLOCK)) is not None:
+            self._block = int(text)
+        return self._block or 1
+
+    def _take_over(self, missing: Sequence[int], survivors: Mapping[int, int], spares: Sequence[int]) -> dict[int, int]:
+        kept = {rank: self.members[member].node for rank, member in survivors.items()}
+        waiting = [self.members[member] for member in spares]
+        avoided = self._suspect_nodes | self.membership.silent_nodes()
+        return take_over(missing, kept, self.roster.nodes, waiting, self._size_of_blocks(), avoided)
+
+    def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
+        """Wait for processes that are being started where ranks were, if blocks would span nodes without them."""
+        block, before = self._size_of_blocks(), self.roster.nodes
+        nodes = {rank: self.members[member].node for rank, member in ranks.items()}
+        new = split_blocks(nodes, block) - split_blocks(before, block)
+        expected = {before[rank] for rank in missing if rank // block in new}
+        expected = {node for node in expected - self._suspect_nodes if self._respawns.is_expected(node)}
+        if expected and not self.waits_for_respawn:
+            where = ", ".join(sorted(expected))
+            self._report(f"a process starts on {where}: it is waited for, so that groups of ranks stay on one node")
+        self.waits_for_respawn = bool(expected)
+
+    def _blocks_split(self, nodes: Mapping[int, str]) -> tuple[tuple[int, int], ...]:
+        """Return first and last rank of the blocks that span nodes and were not reported yet."""
+        block = self._size_of_blocks()
+        new = sorted(split_blocks(nodes, block) - self._split)
+        return tuple((number * block, min((number + 1) * block, len(nodes)) - 1) for number in new)
+
+    def _report_split(self) -> None:
+        for first, last in self.roster.split[:MOST_REPORTED]:
+            nodes = ", ".join(self.roster.nodes_of(first, last))
+            self._report(f"ranks {first} to {last} communicate in every layer, and are on several nodes now: {nodes}")
+        if more := self.roster.split[MOST_REPORTED:]:
+            self._report(f"{len(more)} more groups of ranks are on several nodes now")
+        self._split = split_blocks(self.roster.nodes, self._size_of_blocks())
 
     # Elastic jobs
 
@@ -423,6 +495,7 @@ class Coordinator:
         members = {rank: self.members[member] for rank, member in ranks.items()}
         had = {self.roster.ranks[rank]: device for rank, device in self.roster.devices.items()}
         kept = {rank: had[member] for rank, member in ranks.items() if member in had}  # by whatever rank it is now
+        nodes = {rank: info.node for rank, info in members.items()}
         now = time.time()
         self.roster = Roster(
             self.roster.generation + 1,
@@ -435,7 +508,8 @@ class Coordinator:
             ranks_before=len(self._entered.members) if len(self._entered.members) not in (0, len(ranks)) else None,
             left_at=max((left["at"] for left in self._entered.left.values()), default=now),
             spares=spares,
-            nodes={rank: info.node for rank, info in members.items()},
+            nodes=nodes,
+            split=self._blocks_split(nodes),
             devices=assign_devices(members, kept, self._broken),
         )
         generation = self.roster.generation
@@ -452,6 +526,7 @@ class Coordinator:
         if acknowledged is not None and members <= acknowledged:
             self._entered.begin(generation, members)
             self.losses.entered()
+            self._report_split()
             self._store.set(START.format(generation), "go")
             self.state = State.RUNNING
         elif self._clock() - self._proposed_at > self._acknowledge_s:

@@ -38,18 +38,21 @@ class Membership:
         """Members whose supervisor's connection broke, and when."""
         self._stepped_at = clock()
 
-    def welcome(self) -> None:
-        """Take in who has joined since."""
+    def welcome(self) -> list[MemberInfo]:
+        """Take in, and return, who has joined since."""
+        new = list[MemberInfo]()
         if not self._look.is_due(rung=self._store.has_rung(JOINED)):
-            return
+            return new
         with self._look:
             named = (key.removeprefix(CARDS).split("/") for key in self._store.keys(CARDS))
             numbers = {int(name[0]) for name in named if len(name) == 2 and name[1] == self._store.tag(name[0])}
             for member in sorted(numbers - self.alive.keys() - self.dead):
                 if (card := self._store.read(MEMBER.format(member, self._store.tag(str(member))))) is not None:
-                    self.alive[member] = MemberInfo.decode(card)
+                    self.alive[member] = info = MemberInfo.decode(card)
+                    new.append(info)
                     self.joined_at = self._clock()
                     self._renewed.setdefault(member, self._clock())
+        return new
 
     def renew(self, member: int) -> None:
         """Its supervisor has found it alive."""
@@ -92,7 +95,20 @@ class Membership:
         Args:
             but: those that have one.
         """
-        now = self._clock()
         free = [member for member in self.alive if member not in but and member not in self._disconnected]
         # Those that were heard of lately first: one that is silent might be lost with its node.
-        return sorted(free, key=lambda member: now - self._renewed.get(member, now) > self.lease_s / 3)
+        return sorted(free, key=self._is_silent)
+
+    def silent_nodes(self) -> set[str]:
+        """Nodes with a member that was not heard of lately: they might be lost."""
+        silent = (info.node for member, info in self.alive.items() if self._is_silent(member))
+        return {*silent, *(self.alive[member].node for member in self._disconnected if member in self.alive)}
+
+    def hears(self, node: str, but: int) -> bool:
+        """Return whether another member of this node than ``but`` was heard of lately, so that the node lives."""
+        others = [member for member, info in self.alive.items() if info.node == node and member != but]
+        return any(not self._is_silent(member) and member not in self._disconnected for member in others)
+
+    def _is_silent(self, member: int) -> bool:
+        now = self._clock()
+        return now - self._renewed.get(member, now) > self.lease_s / 3

@@ -47,6 +47,8 @@ GIVEN_BACK = "members/given_back"
 NEWEST = "generation/newest"
 ELASTIC = "job/elastic"
 """The :class:`~moevement_core.rendezvous.resizing.Grid` of a job that may change its size."""
+BLOCK = "job/block"
+"""How many consecutive ranks communicate in every layer, and so should be on one node; 1 where it is not there."""
 STOP = "stop"
 """Why the job ends; empty when it has come to its end."""
 
@@ -165,6 +167,13 @@ class Roster:
     """The node of each rank."""
     devices: Mapping[int, int] = field(default_factory=dict)
     """The number of each rank's device, as its process counts devices."""
+
+    split: tuple[tuple[int, int], ...] = ()
+    """First and last rank of each block that has come to span nodes with this roster."""
+
+    def nodes_of(self, first: int, last: int) -> tuple[str, ...]:
+        """Return the nodes that ranks ``first`` to ``last`` are on."""
+        return tuple(sorted({self.nodes[rank] for rank in range(first, last + 1)}))
 
     def rank_of(self, member: int) -> int | None:
         """The rank that a member has."""

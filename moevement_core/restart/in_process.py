@@ -32,7 +32,7 @@ from moevement_core.rendezvous.devices import identity
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
-from moevement_core.rendezvous.roster import ELASTIC, GivenBack, MemberInfo, Roster
+from moevement_core.rendezvous.roster import BLOCK, ELASTIC, GivenBack, MemberInfo, Roster
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.device_health import DeviceFault, DeviceHealth, fault_of
@@ -93,6 +93,11 @@ class Training(ABC):
     def grid(self) -> Grid | None:
         """How an elastic job may change its size; None: a job that keeps it."""
         return None
+
+    @property
+    def block(self) -> int:
+        """Number of consecutive ranks that communicate in every layer, and so should be on one node."""
+        return 1
 
     def take_rank(self, rank: int, world: int, device: int | None) -> None:
         """Be ``rank`` from now on; called before :meth:`enter`, outside of the guard.
@@ -174,6 +179,8 @@ class _Restarts:
         gc.freeze()
         if (grid := self._training.grid) is not None:
             self._store.set(ELASTIC, grid.encode())
+        if (block := self._training.block) > 1:
+            self._store.set(BLOCK, str(block))
         join_with_same_code(self._store)
         self._member.join()
         while True:

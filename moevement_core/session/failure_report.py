@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from moevement_core.events import GroupsSplit
 from moevement_core.recovery.account import Account
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.rendezvous.roster import Death, NoticedBy
@@ -81,6 +82,9 @@ def report_failure(
         for line in account.lines():
             session.saving.reports.say(line)
     session.saving.reports.event(account)
+    if roster.split:
+        nodes = tuple(roster.nodes_of(*block) for block in roster.split)
+        session.saving.reports.event(GroupsSplit(roster.split, nodes))
 
 
 def _lost_at(death: Death) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 
 from moevement_core.policy.runs import restore_points
 from moevement_core.rendezvous.roster import NoticedBy
+from moevement_core.rendezvous.takeover import split_blocks
 from moevement_core.session.rejoin import NoWayBack
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Snapshot
@@ -53,6 +54,8 @@ class Checks:
         self.resumed_at = 0
         self.has_parity = any(flag.startswith("parity") for flag in its.flags)
         self._roster: Any = None
+        self._nodes: dict[int, str] = {}
+        """The node of each rank, in the newest roster."""
 
     def every_event(self) -> None:
         """Called after each of them; looks only where something may have changed."""
@@ -63,6 +66,31 @@ class Checks:
                 raise Violation(f"one member has two ranks: {dict(roster.ranks)}")
             if roster.ranks and sorted(roster.ranks) != list(range(self.job.scenario.shape.ranks)):
                 raise Violation(f"ranks are missing: {dict(roster.ranks)}")
+            self._nodes_are_kept(roster)
+
+    def _nodes_are_kept(self, roster: Any) -> None:
+        """No rank leaves its node for a spare of another one while a process of its own node waits, and is heard."""
+        before, self._nodes = self._nodes, dict(roster.nodes)
+        coordinator = self.job.coordinator
+        waiting = [coordinator.members[member].node for member in coordinator.waiting()]
+        silent = coordinator.membership.silent_nodes()
+        for rank, node in roster.nodes.items():
+            if before and node != before[rank] and before[rank] in waiting and before[rank] not in silent:
+                block = self._block(rank)
+                is_together = len({before[one] for one in block}) == 1 == len({roster.nodes[one] for one in block})
+                if not is_together:
+                    raise Violation(f"rank {rank} goes to {node}, and a process waits on {before[rank]}, where it was")
+        size = self.job.scenario.shape.replicas
+        for number in split_blocks(roster.nodes, size) - split_blocks(before, size) if before else ():
+            left = {before[rank] for rank in self._block(number * size) if roster.nodes[rank] != before[rank]}
+            if any(coordinator._respawns.is_expected(node) for node in left - silent):
+                raise Violation(
+                    f"group {number} comes to span nodes, and a process starts where it was: {roster.nodes}"
+                )
+
+    def _block(self, rank: int) -> range:
+        size = self.job.scenario.shape.replicas
+        return range(rank // size * size, rank // size * size + size)
 
     def enters(self, process: Any) -> None:
         """A process has a rank."""

@@ -185,10 +185,25 @@ def commits_without_all() -> list[Patch]:
     return [(UpdateCommit, "_update", update)]
 
 
+def spares_by_arrival() -> list[Patch]:
+    """Spares take over in the order in which they came, wherever they are."""
+
+    def wrong(self: Coordinator, missing: Any, survivors: Any, spares: Any) -> dict[int, int]:
+        return dict(zip(missing, spares, strict=False))
+
+    return [(Coordinator, "_take_over", wrong)]
+
+
+def waits_for_no_start() -> list[Patch]:
+    """A spare of another node is taken though a process starts on the node of the one that ended."""
+    return [(Coordinator, "_wait_for_respawn", lambda self, missing, ranks: None)]
+
+
 MUTANTS: list[Mutant] = [
     freed_too_early, copy_freed_too_early, never_freed, acknowledged_by_one, agrees_on_the_most, lease_never_ends_here,
     lease_never_ends_there, one_rank_for_two, two_ranks_for_one, enters_without_the_others, goes_on_from_the_oldest,
     does_not_follow, follows_without_an_update, copies_at_home, pages_are_lost, commits_without_all,
+    spares_by_arrival, waits_for_no_start,
 ]  # fmt: skip
 
 

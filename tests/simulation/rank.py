@@ -13,7 +13,7 @@ from typing import Any
 
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous.member import Member
-from moevement_core.rendezvous.roster import MemberInfo
+from moevement_core.rendezvous.roster import BLOCK, MemberInfo
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.restart import generation as generations
 from moevement_core.restart.generation import Regroup, enter_generation, is_fault_of_others
@@ -112,6 +112,8 @@ class RankProcess(Process):
                 world().checks.memory(self)
 
         self.training = Training(lambda: Trainer(its.shape, its.pace), its.config, loop, "gloo", None, {})
+        if its.shape.replicas > 1:
+            client.set(BLOCK, str(its.shape.replicas))
         member.join()
         while True:
             try:

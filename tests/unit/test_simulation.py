@@ -23,6 +23,7 @@ ENOUGH = 400
 QUICK = [
     mutants.freed_too_early, mutants.never_freed, mutants.acknowledged_by_one, mutants.agrees_on_the_most,
     mutants.one_rank_for_two, mutants.two_ranks_for_one, mutants.copies_at_home,
+    mutants.spares_by_arrival, mutants.waits_for_no_start,
 ]  # fmt: skip
 """Those that are found within the first seeds."""
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, override
 
-from megatron.moevement.elastic.grid import grid_of
+from megatron.moevement.elastic.grid import grid_of, unit_of
 from megatron.moevement.platform import is_cpu
 from megatron.moevement.restart import leftovers, megatron_state, saves
 from megatron.moevement.runtime.job import Process
@@ -65,6 +65,13 @@ class _Pretrain(Training):
         from megatron.training import get_args
 
         return grid_of(get_args())
+
+    @property
+    @override
+    def block(self) -> int:
+        from megatron.training import get_args
+
+        return unit_of(get_args())
 
     @override
     def interrupted(self) -> None:

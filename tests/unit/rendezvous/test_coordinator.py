@@ -18,8 +18,10 @@ from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.devices import CHECK_S
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, RESET_GRACE_S
+from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
+    BLOCK,
     JOINED,
     STOP,
     Death,
@@ -166,7 +168,7 @@ def test_ranks_that_die_while_the_job_is_formed_again_are_replaced_too(store: An
     job.leave(1)
     job.coordinator.died(2, 1002, KILLED)
     job.coordinator.step()
-    assert job.coordinator.roster.ranks == {0: 3, 1: 1, 2: 4}
+    assert job.coordinator.roster.ranks == {0: 4, 1: 1, 2: 3}, "member 3 is on the node of member 2"
     assert len(job.coordinator.roster.deaths) == 2
     # One of the new ones dies before it has begun; there is nobody left but the one who joins next.
     job.coordinator.died(3, 1003, KILLED)
@@ -174,7 +176,7 @@ def test_ranks_that_die_while_the_job_is_formed_again_are_replaced_too(store: An
     assert job.coordinator.state is State.FORMING
     assert re.search(r"\bspare\b.*\b60 s\b.*\b1\b", job.reported[-1])
     job.join(5)
-    assert job.coordinator.roster.ranks == {0: 5, 1: 1, 2: 4}
+    assert job.coordinator.roster.ranks == {0: 4, 1: 1, 2: 5}
 
 
 def test_a_roster_knows_of_failures_whose_recovery_was_interrupted(store: Any) -> None:
@@ -220,7 +222,7 @@ def test_each_death_is_given_the_whole_time(store: Any) -> None:
     job.join(3)
     job.join(4)
     assert job.coordinator.state is State.RUNNING
-    assert job.coordinator.roster.ranks == {0: 0, 1: 3, 2: 4}
+    assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 3}, "member 3 is on the node of member 2"
 
 
 def test_a_rank_that_fails_again_and_again_in_the_same_place_ends_the_job(store: Any) -> None:
@@ -584,3 +586,112 @@ def test_a_suspect_that_dies_meanwhile_is_replaced_once(store: Any) -> None:
     job.settle()
     assert job.coordinator.roster.ranks == {0: 0, 1: 2}
     assert len(job.coordinator.deaths) == 1
+
+
+# Ranks that communicate in every layer
+
+
+def blocks(store: Any, nodes: str, *, lease_s: float = 10.0) -> Job:
+    """A job of four ranks in two groups; members 0, 1, ... are on these nodes."""
+    store.set(BLOCK, "2")
+    job = Job(store, 4, 0, lease_s=lease_s)
+    for number, node in enumerate(nodes):
+        job.join(number, node)
+    return job
+
+
+def test_a_process_of_the_same_node_is_waited_for_while_spares_of_another_wait(store: Any) -> None:
+    job = blocks(store, "aabbcc")
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0, 2, 3)
+    job.passes(5.0, (0, 2, 3, 4, 5))
+    assert (job.coordinator.state, job.coordinator.waits_for_respawn) == (State.FORMING, True)
+    assert len(job.reported) == 1
+    job.join(6, "a")
+    assert (job.coordinator.roster.ranks, job.coordinator.waits_for_respawn) == ({0: 0, 1: 6, 2: 2, 3: 3}, False)
+    assert (job.coordinator.roster.split, len(job.reported)) == ((), 1)
+
+
+def test_it_is_not_waited_for_longer_than_it_should_take_and_a_group_on_two_nodes_is_reported_once(store: Any) -> None:
+    job = blocks(store, "aabbcc")
+    everyone = {0, 2, 3, 4, 5}
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0, 2, 3)
+    job.passes(WAIT_S + 1.0, everyone)
+    job.settle()
+    assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 3}
+    assert job.coordinator.roster.split == ((0, 1),)
+    assert len(job.reported) == 2
+    job.coordinator.died(3, 1003, KILLED)
+    job.join(6, "b")
+    job.leave(0, 4, 2, committed=3)
+    assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 6}
+    assert (job.coordinator.roster.split, len(job.reported)) == ((), 2)
+
+
+@pytest.mark.parametrize("noticed_by", [NoticedBy.RESET, NoticedBy.LEASE])
+def test_ranks_of_a_node_that_is_gone_move_together_and_at_once(store: Any, noticed_by: NoticedBy) -> None:
+    job = blocks(store, "aabbcdd")
+    for member in (2, 3):
+        job.coordinator.died(member, 0, "was lost", noticed_by)
+    job.leave(0, 1)
+    assert job.coordinator.roster.ranks == {0: 0, 1: 1, 2: 5, 3: 6}
+    assert (job.coordinator.roster.split, job.reported) == ((), [])
+
+
+def test_a_process_that_waits_on_the_same_node_takes_over_at_once(store: Any) -> None:
+    """So on one host, where all spares are."""
+    job = blocks(store, "aaaaaa")
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0, 2, 3)
+    assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 3}
+
+
+def test_ranks_that_communicate_no_more_than_others_wait_for_nobody(store: Any) -> None:
+    job = Job(store, 4, 6)
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0, 2, 3)
+    assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 3}
+
+
+def test_nobody_is_waited_for_on_a_node_whose_device_is_broken(store: Any) -> None:
+    store.set(BLOCK, "2")
+    job = Job(store, 4, 0, lease_s=10.0)
+    for number, node in enumerate("aabbcc"):
+        job.join(number, node, (f"{node}-0", f"{node}-1"))
+    job.members[1].give_back(GivenBack("ECC", "a-1", is_broken=True))
+    job.settle()
+    job.leave(0, 2, 3)
+    assert job.coordinator.roster.ranks == {0: 0, 1: 4, 2: 2, 3: 3}
+
+
+def test_a_rank_that_computed_no_numbers_leaves_its_node_also_where_its_group_is(store: Any) -> None:
+    job = blocks(store, "aabbac", lease_s=1e9)
+    job.coordinator.renew(dict.fromkeys(range(4), 41))
+    job.leave(0, 1, 2, 3, reason="rank 1: NaN", committed=41, suspects=(1,))
+    assert job.coordinator.roster.ranks == {0: 0, 1: 5, 2: 2, 3: 3}
+    assert job.coordinator.roster.split == ((0, 1),)
+
+
+def test_a_node_that_falls_silent_while_a_process_of_it_is_waited_for_is_waited_for_no_longer(store: Any) -> None:
+    job = blocks(store, "aabbcc")
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0, 2, 3)
+    job.passes(2.0, range(6))
+    assert job.coordinator.waits_for_respawn
+    job.coordinator.disconnected([0])
+    job.passes(RESET_GRACE_S + 0.5, (2, 3, 4, 5))
+    job.settle()
+    assert job.coordinator.roster.ranks == {0: 4, 1: 5, 2: 2, 3: 3}
+
+
+def test_a_process_that_was_stopped_is_replaced_on_its_node(store: Any) -> None:
+    """Its lease runs out, and its supervisor, which is heard, starts another one."""
+    job = blocks(store, "aabbcc")
+    job.passes(1.0, range(6))
+    job.passes(10.5, {0, 2, 3, 4, 5})
+    assert [death.noticed_by for death in job.coordinator.deaths] == [NoticedBy.LEASE]
+    job.leave(0, 2, 3)
+    assert job.coordinator.waits_for_respawn
+    job.join(6, "a")
+    assert job.coordinator.roster.ranks == {0: 0, 1: 6, 2: 2, 3: 3}
