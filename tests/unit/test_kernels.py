@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import triton
 from moevement_kernels import cuda
 
 from tests.training import ROOT
@@ -70,13 +71,22 @@ def test_kernels_under_the_interpreter(processes: dict[str, subprocess.Popen[str
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 def test_the_cuda_source_compiles(tmp_path: Path) -> None:
     source = Path(cuda.__file__).with_name("grouped_product.cu")
+    cubin = tmp_path / "out.cubin"
     command = ["nvcc", "-std=c++17", "-O3", "-arch=sm_90a", "-Xptxas", "-v", "--keep", "--keep-dir", str(tmp_path)]
-    ran = subprocess.run(
-        [*command, "-cubin", "-o", str(tmp_path / "out.cubin"), str(source)], capture_output=True, text=True
-    )
+    ran = subprocess.run([*command, "-cubin", "-o", str(cubin), str(source)], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     spilled = re.findall(r"(\d+) bytes spill", ran.stderr)
     assert set(spilled) == {"0"}, ran.stderr
+    assert "serialized" not in ran.stderr, ran.stderr  # what ptxas says where it waits for each product
     ptx = next(tmp_path.glob("*.ptx")).read_text()
     assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in ptx
     assert "cp.async.bulk.tensor.2d" in ptx
+    assert waits(cubin)[-1] == 0
+    assert set(waits(cubin)[:-1]) == {1}
+
+
+def waits(cubin: Path) -> list[int]:
+    """Groups of products that may be in flight after each wait of the machine code."""
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    ran = subprocess.run([disassembler, "-sass", cubin], capture_output=True, text=True, check=True)
+    return [int(depth, 16) for depth in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", ran.stdout)]

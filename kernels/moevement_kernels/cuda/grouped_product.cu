@@ -125,9 +125,13 @@ __global__ void __launch_bounds__(THREADS, 1)
             wgmma_m64n256k16(total, a, b);
         }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        if (threadIdx.x % 32 == 0) arrive(&emptied[stage]);
+        // This step's products stay in flight, so that the tensor cores have work while the next stage is waited for.
+        // Those of the step before are done: its stage can be filled again.
+        asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+        if (step > 0 && threadIdx.x % 32 == 0) arrive(&emptied[(step - 1) % STAGES]);
     }
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    written(total);
 
     // A thread has two neighbouring columns of every eight, in two rows.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;

@@ -34,3 +34,10 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, ui
         "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
         : "l"(a), "l"(b));
 }
+
+// The compiler sees a product's registers as written where it is issued. To be called after the wait for the last one:
+// nothing that reads them is moved before it then.
+__device__ __forceinline__ void written(float (&d)[128]) {
+#pragma unroll
+    for (int index = 0; index < 128; ++index) asm volatile("" : "+f"(d[index])::"memory");
+}
