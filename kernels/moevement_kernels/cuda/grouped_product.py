@@ -7,13 +7,14 @@ anything else is computed with it.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
+import socket
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moevement_kernels.cuda.locked import locked
 from moevement_kernels.tiles import RowTiles, Tiles, row_tiles
 from moevement_kernels.weights import Format, Weights
 
@@ -22,6 +23,8 @@ SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
 ROWS = 128
 """Of a row tile, as in the source."""
+BUILD_LIMIT_S = 600.0
+"""Seconds that a process waits for another one's build, which takes less than a minute."""
 _DESCRIPTION_BYTES = 128
 _TOLERANCE = 2**-6
 """Relative to the largest element; BF16 rounds to 2^-9, and sums run in another order."""
@@ -90,24 +93,35 @@ def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int)
     return on_device
 
 
+def build_folder() -> Path:
+    """Return this node's folder below torch's (``TORCH_EXTENSIONS_DIR``), which is made where there is none.
+
+    Nodes may share torch's folder, in a home over NFS, and a lock need not reach from one to the other.
+    """
+    from torch.utils import cpp_extension
+
+    folder = Path(cpp_extension._get_build_directory(NAME, verbose=False)) / f"on_{socket.gethostname()}"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @functools.cache
 def library() -> Any:
-    """Build it, or find it built.
+    """Build it, or find it built; the first process of a node builds, and the others wait for it.
 
     Raises:
-        CudaKernelError: it cannot be built.
+        CudaKernelError: it cannot be built, or another process has been building for ``BUILD_LIMIT_S``.
     """
     from torch.utils import cpp_extension
 
     try:
-        folder = Path(cpp_extension._get_build_directory(NAME, verbose=False))
+        folder = build_folder()
         # Torch's own lock outlives a process that is killed while it builds, and everyone would wait for ever.
-        with (folder.parent / f"{NAME}.lock").open("w") as ours:
-            fcntl.flock(ours, fcntl.LOCK_EX)
+        with locked(folder.with_name(f"{folder.name}.lock"), BUILD_LIMIT_S):
             (folder / "lock").unlink(missing_ok=True)
             path = cpp_extension.load(
                 NAME, [str(SOURCES / "grouped_product.cu")], extra_cuda_cflags=list(FLAGS), is_python_module=False,
-                verbose=False,
+                build_directory=str(folder), verbose=False,
             )  # fmt: skip
     except (OSError, RuntimeError, ImportError) as error:
         raise CudaKernelError(f"the CUDA kernel cannot be built: {error}; use the Triton ones") from error

@@ -1,0 +1,52 @@
+"""A lock between the processes of a node that is waited for in short steps."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+STEP_S = 0.1
+"""Seconds between two attempts."""
+
+
+@contextmanager
+def locked(path: Path, limit_s: float) -> Iterator[None]:
+    """Hold the exclusive lock of ``path``, a file that is created where there is none.
+
+    A waiting flock is one C call: no exception of a restart and no sign of life gets out of it. Attempts that return at
+    once let both through.
+
+    Args:
+        path: the lock file; its holder writes its process id into it.
+        limit_s: seconds to wait for it.
+
+    Raises:
+        TimeoutError: another process still holds it after ``limit_s`` seconds.
+    """
+    deadline = time.monotonic() + limit_s
+    with path.open("a+") as file:
+        while not _acquires(file):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                raise TimeoutError(
+                    f"process {file.read().strip() or 'unknown'} has held {path} for more than {limit_s:g} s; end it "
+                    "if it hangs, or set TORCH_EXTENSIONS_DIR to another folder"
+                )
+            time.sleep(STEP_S)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def _acquires(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
