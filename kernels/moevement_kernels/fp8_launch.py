@@ -14,7 +14,7 @@ from moevement_kernels import fp8_reference as reference
 from moevement_kernels.activations import Activation
 from moevement_kernels.backend import has_kernels
 from moevement_kernels.fp8_reference import E5M2, Codes, FP8InputGradient, Quantiser
-from moevement_kernels.launch import GROUP, activation_constants, check_addresses, run_options
+from moevement_kernels.launch import GROUP, activation_constants, run_options
 from moevement_kernels.tiles import RowTiles, Tiles, addresses, row_tiles
 from moevement_kernels.weights import BLOCK, Format, Weights
 
@@ -129,9 +129,9 @@ def _has_scales(weights: Weights, by_block: bool) -> bool:
 
 def _weights_at(weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
     assert weights.inverse_scales is not None
-    check_addresses("weight", weights.data)
     device = weights.data[0].device
-    return addresses(weights.data, device), addresses(weights.inverse_scales, device)
+    scales = addresses("inverse scale", weights.inverse_scales, device, multiple=4)
+    return addresses("weight", weights.data, device), scales
 
 
 def _sizes(size: Tiles) -> dict[str, Any]:

@@ -131,18 +131,17 @@ def weight_gradient(
         return
     from moevement_kernels import triton_kernels as kernels
 
-    check_addresses("gradient", (*into[0], *into[1]))
     size = tiles or tiles_of(x.dtype)
     everyones = offsets(counts, x.device)
     own = offsets([count if is_active else 0 for count, is_active in zip(counts, active, strict=True)], x.device)
     hidden, inner = _second(h, dy, kind)
     running = {"BM": size.rows, "BN": size.columns, "BK": size.inner, **run_options(size)}
     kernels.weight_gradient_kernel[_cdiv(h.shape[1], size.rows) * _cdiv(hidden, size.columns), len(counts)](
-        dh, x.contiguous(), p, addresses(into[0], x.device), everyones, own, h.shape[1], hidden, FROM_H=False, KIND=0,
-        GATED=False, ACCUMULATE=accumulate, **running,
+        dh, x.contiguous(), p, addresses("gradient", into[0], x.device), everyones, own, h.shape[1], hidden,
+        FROM_H=False, KIND=0, GATED=False, ACCUMULATE=accumulate, **running,
     )  # fmt: skip
     kernels.weight_gradient_kernel[_cdiv(hidden, size.rows) * _cdiv(inner, size.columns), len(counts)](
-        dy.contiguous(), h, p, addresses(into[1], x.device), everyones, everyones, hidden, inner, FROM_H=True,
+        dy.contiguous(), h, p, addresses("gradient", into[1], x.device), everyones, everyones, hidden, inner, FROM_H=True,
         **activation_constants(kind), ACCUMULATE=accumulate, **running,
     )  # fmt: skip
 
@@ -200,16 +199,9 @@ def _check(
 
 
 def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    check_addresses("weight", weights.data)
-    data = addresses(weights.data, device)
-    return data, data if weights.inverse_scales is None else addresses(weights.inverse_scales, device)
-
-
-def check_addresses(what: str, tensors: Sequence[torch.Tensor | None]) -> None:
-    """Refuse tensors that do not begin at a multiple of 16 bytes, which loads make use of."""
-    for index, one in enumerate(tensors):
-        if one is not None and one.data_ptr() % 16:
-            raise ValueError(f"{what} {index} is at {one.data_ptr():#x}; needs a multiple of 16 bytes")
+    data = addresses("weight", weights.data, device)
+    scales = weights.inverse_scales
+    return data, data if scales is None else addresses("inverse scale", scales, device, multiple=4)
 
 
 def _second(h: torch.Tensor, dy: torch.Tensor, kind: Activation) -> tuple[int, int]:

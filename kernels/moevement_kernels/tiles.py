@@ -9,11 +9,19 @@ With 5 and 3 tokens and BM = 4 the tiles begin at rows 0, 4 and 5 and end before
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+TABLES = 2048
+"""Tables of a kind that are kept on a device, a few KB each: addresses of weights for a whole training, token counts
+from a micro-batch's forward pass to its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +63,66 @@ class RowTiles:
 
 
 def row_tiles(counts: Sequence[int], rows: int, device: torch.device) -> RowTiles:
-    """Cut ``counts`` tokens of each expert into tiles of ``rows``; empty experts have none."""
+    """Cut ``counts`` tokens of each expert into tiles of ``rows``; empty experts have none.
+
+    A forward pass, its recomputation and its backward pass share one table, which is copied to the device once.
+
+    Raises:
+        ValueError: a count is negative, or there are 2^31 tokens or more.
+    """
+    return _row_tiles(tuple(counts), rows, device, _stream(device))
+
+
+@functools.lru_cache(maxsize=TABLES)
+def _row_tiles(counts: tuple[int, ...], rows: int, device: torch.device, stream: int) -> RowTiles:
     tokens = np.asarray(counts, dtype=np.int64)
     if tokens.size and (tokens.min() < 0 or tokens.sum() > np.iinfo(np.int32).max):
-        raise ValueError(f"tokens of experts: {counts}; needs 0 or more each, and less than 2^31 together")
+        raise ValueError(f"tokens of experts: {list(counts)}; needs 0 or more each, and less than 2^31 together")
     begins = np.concatenate([[0], np.cumsum(tokens)])
     tiles = -(-tokens // rows)
     expert = np.repeat(np.arange(tokens.size), tiles)
     first = np.repeat(np.cumsum(tiles) - tiles, tiles)
     begin = begins[expert] + (np.arange(expert.size) - first) * rows
-    table = np.stack([expert, begin, begins[expert + 1]]).astype(np.int32)
-    on_device = torch.from_numpy(table).to(device, non_blocking=True)
-    return RowTiles(on_device[0], on_device[1], on_device[2])
+    table = to_device(np.stack([expert, begin, begins[expert + 1]]).astype(np.int32), device)
+    return RowTiles(table[0], table[1], table[2])
 
 
 def offsets(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The first row of each expert and the end of the last, int64 ``[E + 1]``."""
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])).to(device, non_blocking=True)
+    """Return the first row of each expert and the end of the last, int64 ``[E + 1]`` on ``device``."""
+    return _numbers((0, *itertools.accumulate(counts)), device, _stream(device))
 
 
-def addresses(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
-    """Where each tensor lies, int64 ``[E]``; 0 for None."""
-    values = [0 if one is None else one.data_ptr() for one in tensors]
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+def addresses(
+    what: str, tensors: Sequence[torch.Tensor | None], device: torch.device, multiple: int = 16
+) -> torch.Tensor:
+    """Return the address of each tensor, int64 ``[E]`` on ``device``; 0 for None.
+
+    Args:
+        what: the tensors' name in an error.
+        tensors: one of each expert.
+        device: where kernels read the table.
+        multiple: bytes. Kernels load as if tensors began at multiples of it.
+
+    Raises:
+        ValueError: a tensor begins elsewhere.
+    """
+    pointers = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
+    for expert, pointer in enumerate(pointers):
+        if pointer % multiple:
+            raise ValueError(f"{what} {expert} is at {pointer:#x}; needs a multiple of {multiple} bytes")
+    return _numbers(pointers, device, _stream(device))
+
+
+@functools.lru_cache(maxsize=TABLES)
+def _numbers(values: tuple[int, ...], device: torch.device, stream: int) -> torch.Tensor:
+    return to_device(np.array(values, dtype=np.int64), device)
+
+
+def to_device(table: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy a small table to the device, in the order of the current stream; the host does not wait."""
+    return torch.from_numpy(table).to(device, non_blocking=True)
+
+
+def _stream(device: torch.device) -> int:
+    """Return the stream that a table belongs to: it is written, read and freed in the order of one stream."""
+    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
