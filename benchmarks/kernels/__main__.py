@@ -105,7 +105,8 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
         return launch.input_gradient(dy, h, p, counts, w1, w2, kind).dh
 
     def full() -> None:
-        launch.weight_gradient(dy, frozen(), x, h, p, counts, (into[0], into[1]), kind, True)
+        made = launch.input_gradient(dy, h, p, counts, w1, w2, kind, [True] * len(counts))
+        launch.weight_gradient(dy, made.dh, x, made.a, counts, (into[0], into[1]), True)
 
     def frozen_cuda() -> None:
         select(Backend.CUDA)

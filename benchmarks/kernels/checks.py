@@ -57,12 +57,12 @@ def _is_near(kind: Activation, dtype: torch.dtype) -> bool:
     weights = Weights(list(w1)), Weights(list(w2))
     wanted = reference.forward(x, p, COUNTS, *weights, kind)
     found = launch.forward(x, p, COUNTS, *weights, kind)
-    back = reference.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind)
-    ours = launch.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind)
     everyone = [True] * len(COUNTS)
-    gradients = reference.weight_gradient(dy, back.dh, x, wanted.h, p, COUNTS, everyone, kind)
+    back = reference.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind, everyone)
+    ours = launch.input_gradient(dy, wanted.h, p, COUNTS, *weights, kind, everyone)
+    gradients = reference.weight_gradient(dy, back.dh, x, back.a, COUNTS, everyone)
     into = (torch.zeros_like(w1, dtype=torch.float32), torch.zeros_like(w2, dtype=torch.float32))
-    launch.weight_gradient(dy, back.dh, x, wanted.h, p, COUNTS, (list(into[0]), list(into[1])), kind, True)
+    launch.weight_gradient(dy, back.dh, x, back.a, COUNTS, (list(into[0]), list(into[1])), True)
     made = [torch.stack([one for one in part if one is not None]) for part in gradients]
     pairs = [*zip(found, wanted, strict=True), *zip(ours, back, strict=True)]
     return all(_near(*pair) for pair in pairs) and all(

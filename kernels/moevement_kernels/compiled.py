@@ -1,12 +1,14 @@
 """Compile every Triton kernel for an architecture, on any machine, and say what came out.
 
 ``python -m moevement_kernels.compiled --capability 90`` prints a line for each kernel and fails if a matrix product
-does not use the architecture's tensor core instruction.
+does not use the architecture's tensor core instruction. Registers and spills are those that ptxas reports.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import re
 import sys
@@ -16,6 +18,8 @@ from typing import Any
 
 import torch
 
+from moevement_kernels.activations import Activation
+from moevement_kernels.launch import activation_constants
 from moevement_kernels.tiles import Tiles, tiles_of
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async"}
@@ -46,52 +50,61 @@ class Compiled:
     narrow_loads: int
     """Loads of single elements: rows and weights should come in 16 bytes at a time."""
     shared_bytes: int
+    registers: int
+    """Registers of a thread."""
+    spill_stores: int
+    """Bytes of registers that a thread puts into memory because it has no more of them."""
+    spill_loads: int
+    """Bytes of registers that a thread takes back from memory."""
 
 
 def cases(capability: int) -> Iterator[Case]:
     """Every kernel; each format that the architecture has, and FP32 on the newest."""
-    yield from _mlp_cases("bf16", 0)
+    yield from _mlp_cases("bf16", 0, capability)
     if capability >= 90:
-        yield from _mlp_cases("fp32", 0)
+        yield from _mlp_cases("fp16", 0, capability)
+        yield from _mlp_cases("fp32", 0, capability)
     if capability >= 89:  # before, there are no conversions from FP8
-        yield from _mlp_cases("bf16", 1)
-        yield from _mlp_cases("bf16", 2)
+        yield from _mlp_cases("bf16", 1, capability)
+        yield from _mlp_cases("bf16", 2, capability)
     if capability == 90:
         yield from _fp8_cases()
 
 
-def _mlp_cases(dtype: str, form: int) -> Iterator[Case]:
+def _mlp_cases(dtype: str, form: int, capability: int) -> Iterator[Case]:
     from triton import language as tl
 
     from moevement_kernels import triton_kernels as kernels
 
-    held = {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype]
+    held = {"bf16": tl.bfloat16, "fp16": tl.float16, "fp32": tl.float32}[dtype]
     is_fp32 = dtype == "fp32"  # whose exact products have no tensor core
-    held_by_torch = torch.float32 if is_fp32 else torch.bfloat16
+    held_by_torch = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     sizes = _sizes(tiles_of(held_by_torch))
     weights = {"DTYPE": held, "W_DTYPE": tl.uint8 if form else held, "FORMAT": form, **sizes, "GROUP": 8}
     pointers = {
         **dict.fromkeys(("x", "h", "a", "left", "right", "out", "dy", "dh"), f"*{dtype}"),
         **dict.fromkeys(("p", "dy_scale", "dp_parts"), "*fp32"),
-        **dict.fromkeys(("w1_at", "w2_at", "w_at", "out_at", "scale_at", "left_offsets", "right_offsets"), "*i64"),
+        **dict.fromkeys(("w1_at", "w2_at", "w_at", "out_at", "scale_at"), "*i64"),
+        **dict.fromkeys(("offsets", "active_offsets", "left_offsets", "right_offsets"), "*i64"),
         **dict.fromkeys(("tile_expert", "tile_begin", "tile_end"), "*i32"),
     }
     label = f"{dtype}{('', ', FP8 weights', ', FP8 weights by block')[form]}"
-    for kind, is_gated in ((0, True), (2, False)):
-        constants = {"KIND": kind, "GATED": is_gated, **weights}
-        name = f"{label}, {'gated' if is_gated else 'plain'}"
-        own = _sizes(tiles_of(held_by_torch, two_products=is_gated))
-        yield Case(f"up {name}", kernels.up_kernel, constants | own, pointers, not is_fp32)
+    # FP8 weights are not trained, and 9.0 is what training is tuned for: elsewhere an activation of each kind will do.
+    for kind in Activation if capability == 90 and not form else (Activation.SWIGLU, Activation.GELU):
+        constants = {**activation_constants(kind), **weights}
+        own = _sizes(tiles_of(held_by_torch, two_products=kind.is_gated))
+        yield Case(f"up {label}, {kind}", kernels.up_kernel, constants | own, pointers, not is_fp32)
         constants["DY_IS_E5M2"] = form > 0
         types = pointers | ({"dy": "*u8"} if form else {})
-        yield Case(f"hidden gradient {name}", kernels.hidden_gradient_kernel, constants, types, not is_fp32)
+        name = f"hidden gradient {label}, {kind}"
+        yield Case(name, kernels.hidden_gradient_kernel, constants, types, not is_fp32)
     for is_transposed in (True, False):
         constants = {"TRANSPOSED": is_transposed, **weights}
         name = f"product {label}{', transposed' if is_transposed else ''}"
         yield Case(name, kernels.product_kernel, constants, pointers, not is_fp32)
-    for from_h in () if form else (False, True):
-        constants = {"FROM_H": from_h, "KIND": 0, "GATED": from_h, "ACCUMULATE": True, **sizes}
-        name = f"weight gradient {label}{', from h' if from_h else ''}"
+    for accumulates in () if form else (False, True):
+        name = f"weight gradient {label}{', added' if accumulates else ''}"
+        constants = {"ACCUMULATE": accumulates, **sizes}
         yield Case(name, kernels.weight_gradient_kernel, constants, pointers, not is_fp32)
 
 
@@ -139,19 +152,37 @@ def compile_case(case: Case, capability: int) -> Compiled:
     names = list(case.kernel.arg_names)
     signature = {name: "constexpr" if name in case.constants else case.pointers.get(name, "i32") for name in names}
     # As at run time: torch's memory begins at multiples of 16 bytes, and sizes of layers are multiples of 16.
-    even = [name for name in names if name in case.pointers or name in ("H", "F", "K", "N", "M", "stride")]
+    is_even = set(case.pointers) | {"H", "F", "K", "N", "M", "stride"}
+    even = [
+        param.name
+        for param in case.kernel.params
+        if param.name in is_even and not (param.do_not_specialize or param.do_not_specialize_on_alignment)
+    ]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in even}
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     source = ASTSource(case.kernel, signature, constants, attributes)
     options = {"num_warps": case.warps, "num_stages": 3}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    log = io.StringIO()
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):
+        triton.knobs.compilation.always_compile = True  # what is found in Triton's cache has no figures
+        triton.knobs.nvidia.dump_ptxas_log = True
+        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
     wanted = INSTRUCTION[capability]
     found = re.search(re.escape(wanted) + r"[\w.:]*", ptx)
     if case.multiplies and not found:
         raise RuntimeError(f"{case.name} for {capability}: no {wanted} in its PTX")
     narrow = len(re.findall(r"ld\.global[\w.:]*\.b(?:8|16)\b", ptx))
-    return Compiled(case.name, capability, found[0] if found else None, narrow, made.metadata.shared)
+    return Compiled(
+        case.name, capability, found[0] if found else None, narrow, made.metadata.shared,
+        _largest(r"Used (\d+) registers", log.getvalue()), _largest(r"(\d+) bytes spill stores", log.getvalue()),
+        _largest(r"(\d+) bytes spill loads", log.getvalue()),
+    )  # fmt: skip
+
+
+def _largest(pattern: str, log: str) -> int:
+    """Of the kernel and the functions that it calls."""
+    return max(int(number) for number in re.findall(pattern, log))
 
 
 def main() -> int:
@@ -165,7 +196,9 @@ def main() -> int:
         for case in cases(capability):
             made.append(compile_case(case, capability))
             one = made[-1]
-            print(f"{capability}  {one.name:48} {one.shared_bytes:7} B shared  {one.instruction or ''}", flush=True)
+            figures = f"{one.shared_bytes:7} B shared {one.registers:4} registers"
+            spilled = f"{one.spill_stores + one.spill_loads:5} B spilled"
+            print(f"{capability}  {one.name:52} {figures} {spilled}  {one.instruction or ''}", flush=True)
     if given.json:
         print(json.dumps([asdict(one) for one in made]))
     return 0

@@ -12,7 +12,7 @@ from moevement_kernels.activations import Activation
 from moevement_kernels.backend import Backend, has_kernels, selected
 from moevement_kernels.cuda import grouped_product
 from moevement_kernels.reference import Forward, InputGradient
-from moevement_kernels.tiles import RowTiles, Tiles, addresses, offsets, row_tiles, tiles_of
+from moevement_kernels.tiles import RowTiles, Tiles, addresses, counts_of_active, offsets, row_tiles, tiles_of
 from moevement_kernels.weights import BLOCK, E5M2, Format, Weights
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -56,41 +56,42 @@ def input_gradient(
     w1: Weights,
     w2: Weights,
     kind: Activation,
+    active: Sequence[bool] | None = None,
     tiles: Tiles | None = None,
 ) -> InputGradient:
     """As :func:`reference.input_gradient`."""
     data = dy.data if isinstance(dy, E5M2) else dy
     _check(data, p, counts, w1, w2, kind, is_dy=isinstance(dy, E5M2))
     if not has_kernels(h):
-        return reference.input_gradient(dy, h, p, counts, w1, w2, kind)
+        return reference.input_gradient(dy, h, p, counts, w1, w2, kind, active)
     from moevement_kernels import triton_kernels as kernels
 
     size = tiles or tiles_of(h.dtype)
+    active_counts = counts_of_active(counts, active)
     rows = row_tiles(counts, size.rows, h.device)
     tokens, hidden, inner = h.shape[0], w2.rows, w2.columns
     across = _cdiv(inner, size.columns)
-    dh, dx = torch.empty_like(h), h.new_empty(tokens, hidden)
+    dh, dx, a = torch.empty_like(h), h.new_empty(tokens, hidden), h.new_empty(sum(active_counts), inner)
     parts = torch.empty(across, tokens, dtype=torch.float32, device=h.device)
     data = data.contiguous()
     scale = dy.inverse_scale if isinstance(dy, E5M2) else parts
     kernels.hidden_gradient_kernel[(rows.count * across,)](
-        data, scale, h, p, *_weights_at(w2, h.device), dh, parts, rows.expert, rows.begin, rows.end, rows.count, tokens,
-        hidden, inner, w2.scale_stride, **activation_constants(kind), DY_IS_E5M2=isinstance(dy, E5M2),
-        **_dtypes(w2, h.dtype), **_sizes(size, w2),
+        data, scale, h, p, *_weights_at(w2, h.device), dh, a, parts, rows.expert, rows.begin, rows.end,
+        offsets(counts, h.device), offsets(active_counts, h.device), rows.count, tokens, hidden, inner,
+        w2.scale_stride, **activation_constants(kind), DY_IS_E5M2=isinstance(dy, E5M2), **_dtypes(w2, h.dtype),
+        **_sizes(size, w2),
     )  # fmt: skip
     _product(dh, w1, _weights_at(w1, h.device), dx, rows, size, is_transposed=False)
-    return InputGradient(dx, parts.sum(0), dh)
+    return InputGradient(dx, parts.sum(0), dh, a)
 
 
 def weight_gradient(
     dy: torch.Tensor,
     dh: torch.Tensor,
     x: torch.Tensor,
-    h: torch.Tensor,
-    p: torch.Tensor,
+    a: torch.Tensor,
     counts: Sequence[int],
     into: tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]],
-    kind: Activation,
     accumulate: bool,
     tiles: Tiles | None = None,
 ) -> None:
@@ -100,30 +101,21 @@ def weight_gradient(
         dy: ``[T, H]``.
         dh: ``[T, G]``.
         x: ``[tokens of active experts, H]``.
-        h: ``[T, G]``.
-        p: ``[T]``.
+        a: ``[tokens of active experts, F]``, of :func:`input_gradient`.
         counts: tokens of each expert.
         into: for W1 ``[G, H]`` and W2 ``[H, F]`` of each expert; None for a frozen one.
-        kind: of the activation.
         accumulate: whether to add.
         tiles: for tests.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
     """
-    active = [one is not None for one in into[0]]
-    if active != [one is not None for one in into[1]]:
-        raise ValueError(f"gradients of W1 are wanted of experts {active}, of W2 of others; needs the same")
-    if x.shape[0] != sum(count for count, is_active in zip(counts, active, strict=True) if is_active):
-        raise ValueError(f"x has {x.shape[0]} rows; needs those of active experts alone, {active} of {list(counts)}")
-    for name, targets, shape in (("W1", into[0], (h.shape[1], dy.shape[1])), ("W2", into[1], _second(h, dy, kind))):
-        for expert, one in enumerate(targets):
-            if one is not None and (one.dtype != torch.float32 or one.shape != shape or not one.is_contiguous()):
-                raise ValueError(
-                    f"the gradient of {name} of expert {expert} is {tuple(one.shape)} {one.dtype}; needs {shape} "
-                    "float32, contiguous"
-                )
+    active = [target is not None for target in into[0]]
+    _check_targets(dy, dh, x, a, counts, active, into)
     if not any(active):
         return
     if not has_kernels(x):
-        made = reference.weight_gradient(dy, dh, x, h, p, counts, active, kind)
+        made = reference.weight_gradient(dy, dh, x, a, counts, active)
         for targets, gradients in zip(into, made, strict=True):
             for target, gradient in zip(targets, gradients, strict=True):
                 if target is not None and gradient is not None:
@@ -132,18 +124,41 @@ def weight_gradient(
     from moevement_kernels import triton_kernels as kernels
 
     size = tiles or tiles_of(x.dtype)
-    everyones = offsets(counts, x.device)
-    own = offsets([count if is_active else 0 for count, is_active in zip(counts, active, strict=True)], x.device)
-    hidden, inner = _second(h, dy, kind)
-    running = {"BM": size.rows, "BN": size.columns, "BK": size.inner, **run_options(size)}
-    kernels.weight_gradient_kernel[_cdiv(h.shape[1], size.rows) * _cdiv(hidden, size.columns), len(counts)](
-        dh, x.contiguous(), p, addresses("gradient", into[0], x.device), everyones, own, h.shape[1], hidden,
-        FROM_H=False, KIND=0, GATED=False, ACCUMULATE=accumulate, **running,
-    )  # fmt: skip
-    kernels.weight_gradient_kernel[_cdiv(hidden, size.rows) * _cdiv(inner, size.columns), len(counts)](
-        dy.contiguous(), h, p, addresses("gradient", into[1], x.device), everyones, everyones, hidden, inner, FROM_H=True,
-        **activation_constants(kind), ACCUMULATE=accumulate, **running,
-    )  # fmt: skip
+    everyones, own = offsets(counts, x.device), offsets(counts_of_active(counts, active), x.device)
+    for left, right, targets in ((dh, x, into[0]), (dy, a, into[1])):
+        rows, columns = left.shape[1], right.shape[1]
+        kernels.weight_gradient_kernel[_cdiv(rows, size.rows) * _cdiv(columns, size.columns), len(counts)](
+            left.contiguous(), right.contiguous(), addresses("gradient", targets, x.device), everyones, own, rows,
+            columns, ACCUMULATE=accumulate, BM=size.rows, BN=size.columns, BK=size.inner, **run_options(size),
+        )  # fmt: skip
+
+
+def _check_targets(
+    dy: torch.Tensor,
+    dh: torch.Tensor,
+    x: torch.Tensor,
+    a: torch.Tensor,
+    counts: Sequence[int],
+    active: Sequence[bool],
+    into: tuple[Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]],
+) -> None:
+    if active != [target is not None for target in into[1]]:
+        raise ValueError(f"gradients of W1 are wanted of experts {active}, of W2 of others; needs the same")
+    for name, kept in (("x", x), ("a", a)):
+        if kept.shape[0] != sum(counts_of_active(counts, active)):
+            raise ValueError(
+                f"{name} has {kept.shape[0]} rows; needs those of active experts alone, {active} of {list(counts)}"
+            )
+    shapes = ((dh.shape[1], x.shape[1]), (dy.shape[1], a.shape[1]))
+    for name, targets, shape in zip(("W1", "W2"), into, shapes, strict=True):
+        for expert, target in enumerate(targets):
+            if target is not None and (
+                target.dtype != torch.float32 or target.shape != shape or not target.is_contiguous()
+            ):
+                raise ValueError(
+                    f"the gradient of {name} of expert {expert} is {tuple(target.shape)} {target.dtype}; needs {shape} "
+                    "float32, contiguous"
+                )
 
 
 def _product(
@@ -202,11 +217,6 @@ def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, t
     data = addresses("weight", weights.data, device)
     scales = weights.inverse_scales
     return data, data if scales is None else addresses("inverse scale", scales, device, multiple=4)
-
-
-def _second(h: torch.Tensor, dy: torch.Tensor, kind: Activation) -> tuple[int, int]:
-    """The shape of W2."""
-    return dy.shape[1], h.shape[1] // (2 if kind.is_gated else 1)
 
 
 def activation_constants(kind: Activation) -> dict[str, Any]:

@@ -6,7 +6,7 @@ one. What is saved for it:
 
     h, p            always
     x               the rows of active experts alone
-    a               never: the weight gradient makes it again from h
+    a               never: the backward pass makes it once, from h, for active experts
 """
 
 from __future__ import annotations
@@ -39,19 +39,36 @@ def _(
 
 @torch.library.custom_op("moevement::grouped_mlp_input_gradient", mutates_args=())
 def _input_gradient(
-    dy: Tensor, h: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    dy: Tensor,
+    h: Tensor,
+    p: Tensor,
+    counts: Sequence[int],
+    active: Sequence[int],
+    w1: Sequence[Tensor],
+    w2: Sequence[Tensor],
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``active`` are the numbers of the experts whose rows of ``a`` are given."""
+    are_active = [expert in active for expert in range(len(counts))]
     made = launch.input_gradient(
-        dy.contiguous(), h, p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind)
+        dy.contiguous(), h, p.contiguous(), counts, Weights(w1), Weights(w2), Activation(kind), are_active
     )  # fmt: skip
-    return made.dx, made.dp, made.dh
+    return made.dx, made.dp, made.dh, made.a
 
 
 @_input_gradient.register_fake
 def _(
-    dy: Tensor, h: Tensor, p: Tensor, counts: Sequence[int], w1: Sequence[Tensor], w2: Sequence[Tensor], kind: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(dy), p.new_empty(p.shape, dtype=torch.float32), torch.empty_like(h)
+    dy: Tensor,
+    h: Tensor,
+    p: Tensor,
+    counts: Sequence[int],
+    active: Sequence[int],
+    w1: Sequence[Tensor],
+    w2: Sequence[Tensor],
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = h.new_empty(sum(counts[expert] for expert in active), w2[0].shape[1])
+    return torch.empty_like(dy), p.new_empty(p.shape, dtype=torch.float32), torch.empty_like(h), a
 
 
 @torch.library.custom_op("moevement::grouped_mlp_weight_gradient", mutates_args=("into1", "into2"))
@@ -59,13 +76,11 @@ def _weight_gradient(
     dy: Tensor,
     dh: Tensor,
     x: Tensor,
-    h: Tensor,
-    p: Tensor,
+    a: Tensor,
     counts: Sequence[int],
     active: Sequence[int],
     into1: Sequence[Tensor],
     into2: Sequence[Tensor],
-    kind: str,
     accumulate: bool,
 ) -> None:
     """``active`` are the numbers of the experts that ``into1`` and ``into2`` are of."""
@@ -73,9 +88,7 @@ def _weight_gradient(
     second: list[Tensor | None] = [None] * len(counts)
     for expert, one, two in zip(active, into1, into2, strict=True):
         first[expert], second[expert] = one, two
-    launch.weight_gradient(
-        dy.contiguous(), dh, x, h, p.contiguous(), counts, (first, second), Activation(kind), accumulate
-    )  # fmt: skip
+    launch.weight_gradient(dy, dh, x, a, counts, (first, second), accumulate)
 
 
 @_weight_gradient.register_fake
@@ -103,8 +116,8 @@ def _backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
         return None, None, None, [None] * len(ctx.counts), [None] * len(ctx.counts), None
     x, p, h, *weights = ctx.saved_tensors
     w1, w2 = weights[: len(ctx.counts)], weights[len(ctx.counts) :]
-    dx, dp, dh = _input_gradient(dy, h, p, ctx.counts, w1, w2, ctx.kind)
-    d1, d2 = _weight_gradients(ctx, (dy, dh, x, h, p), w1, w2)
+    dx, dp, dh, a = _input_gradient(dy, h, p, ctx.counts, ctx.active, w1, w2, ctx.kind)
+    d1, d2 = _weight_gradients(ctx, (dy, dh, x, a), w1, w2)
     return dx, dp.to(p.dtype), None, d1, d2, None
 
 
@@ -118,7 +131,7 @@ def _weight_gradients(
     wanted = [[one[expert] for expert in ctx.active] for one in (w1, w2)]
     fuses = all(_fuses(weight) for one in wanted for weight in one)
     into = [[weight.main_grad if fuses else _fp32(weight) for weight in one] for one in wanted]
-    _weight_gradient(*given, ctx.counts, ctx.active, *into, ctx.kind, fuses)
+    _weight_gradient(*given, ctx.counts, ctx.active, *into, fuses)
     for targets, weights, made in zip(gradients, wanted, into, strict=True):
         for expert, weight, gradient in zip(ctx.active, weights, made, strict=True):
             if fuses:

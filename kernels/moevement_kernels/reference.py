@@ -44,6 +44,8 @@ class InputGradient(NamedTuple):
     """FP32, ``[T]``."""
     dh: torch.Tensor
     """``[T, G]``: weight gradients are made of it."""
+    a: torch.Tensor
+    """``[tokens of active experts, F]``, as the forward pass had it: W2's gradient is made of it."""
 
 
 def forward(
@@ -76,14 +78,28 @@ def input_gradient(
     w1: Weights,
     w2: Weights,
     kind: Activation,
+    active: Sequence[bool] | None = None,
 ) -> InputGradient:
-    """The backward pass of a frozen expert, which an active one needs too."""
+    """The backward pass of a frozen expert, which an active one needs too.
+
+    Args:
+        dy: ``[T, H]``.
+        h: ``[T, G]``.
+        p: ``[T]``.
+        counts: tokens of each expert.
+        w1: ``[G, H]`` each.
+        w2: ``[H, F]`` each.
+        kind: of the activation.
+        active: of each expert; None: all are frozen.
+    """
     splits = list(counts)
     dense = dy.dense() if isinstance(dy, E5M2) else dy.float()
     parts = []
     for expert, (dy_, h_, p_) in enumerate(zip(dense.split(splits), h.split(splits), p.split(splits), strict=True)):
         dp, dh = through_activation(dy_ @ w2.dense(expert), h_, p_, kind)
-        parts.append(InputGradient((dh.float() @ w1.dense(expert)).to(h.dtype), dp, dh))
+        is_active = active is not None and active[expert]
+        kept = _scaled(h_, p_, kind) if is_active else h_.new_empty(0, w2.columns)
+        parts.append(InputGradient((dh.float() @ w1.dense(expert)).to(h.dtype), dp, dh, kept))
     return InputGradient(*(torch.cat(one) for one in zip(*parts, strict=True)))
 
 
@@ -106,11 +122,9 @@ def weight_gradient(
     dy: torch.Tensor,
     dh: torch.Tensor,
     x: torch.Tensor,
-    h: torch.Tensor,
-    p: torch.Tensor,
+    a: torch.Tensor,
     counts: Sequence[int],
     active: Sequence[bool],
-    kind: Activation,
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
     """FP32 gradients of W1 and W2 of each active expert; None for a frozen one.
 
@@ -118,20 +132,19 @@ def weight_gradient(
         dy: ``[T, H]``.
         dh: ``[T, G]``.
         x: ``[tokens of active experts, H]``.
-        h: ``[T, G]``.
-        p: ``[T]``.
+        a: ``[tokens of active experts, F]``.
         counts: tokens of each expert.
         active: of each expert.
-        kind: of the activation.
     """
     splits = list(counts)
-    x_parts = iter(x.split([count for count, is_active in zip(counts, active, strict=True) if is_active]))
+    kept = [count for count, is_active in zip(counts, active, strict=True) if is_active]
+    rows = zip(x.split(kept), a.split(kept), strict=True)
     first: list[torch.Tensor | None] = []
     second: list[torch.Tensor | None] = []
-    rows = zip(dy.split(splits), dh.split(splits), h.split(splits), p.split(splits), active, strict=True)
-    for dy_, dh_, h_, p_, is_active in rows:
-        first.append(dh_.float().T @ next(x_parts).float() if is_active else None)
-        second.append(dy_.float().T @ _scaled(h_, p_, kind).float() if is_active else None)
+    for dy_, dh_, is_active in zip(dy.split(splits), dh.split(splits), active, strict=True):
+        x_, a_ = next(rows) if is_active else (None, None)
+        first.append(None if x_ is None else dh_.float().T @ x_.float())
+        second.append(None if a_ is None else dy_.float().T @ a_.float())
     return first, second
 
 

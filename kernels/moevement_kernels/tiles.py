@@ -36,14 +36,14 @@ class Tiles:
 
 
 def tiles_of(dtype: torch.dtype, *, two_products: bool = False) -> Tiles:
-    """Sizes that fit into shared memory; they depend on nothing else, so that every run has the same sums.
+    """Sizes that fit into shared memory and registers. They depend on nothing else, so every run has the same sums.
 
     Args:
         dtype: of the tokens.
         two_products: whether a program has the same columns of two weights.
     """
     if dtype == torch.float32:
-        return Tiles(columns=64, inner=32)
+        return Tiles(columns=32 if two_products else 64, inner=32)
     return Tiles(columns=64 if two_products else 128)
 
 
@@ -90,6 +90,13 @@ def _row_tiles(counts: tuple[int, ...], rows: int, device: torch.device, stream:
 def offsets(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """Return the first row of each expert and the end of the last, int64 ``[E + 1]`` on ``device``."""
     return _numbers((0, *itertools.accumulate(counts)), device, _stream(device))
+
+
+def counts_of_active(counts: Sequence[int], active: Sequence[bool] | None) -> list[int]:
+    """Return the tokens of each expert that has a weight gradient, and 0 for a frozen one; None: all are frozen."""
+    if active is None:
+        return [0] * len(counts)
+    return [count if is_active else 0 for count, is_active in zip(counts, active, strict=True)]
 
 
 def addresses(

@@ -193,15 +193,49 @@ def product_kernel(
 
 
 @triton.jit
-def hidden_gradient_kernel(
-    dy, dy_scale, h, p, w2_at, scale_at, dh, dp_parts, tile_expert, tile_begin, tile_end, tiles, tokens, H, F,
-    scale_stride, KIND: tl.constexpr, GATED: tl.constexpr, DY_IS_E5M2: tl.constexpr, FORMAT: tl.constexpr,
-    W_DTYPE: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr,
-):  # fmt: skip
-    """``da = dy W2``, which stays in registers, and from it ``dh`` and this tile's part of ``dp``.
+def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
-    ``dp_parts`` is ``[column tiles, T]``: summed afterwards, in one order, instead of by atomics in any.
+
+@triton.jit
+def _through_activation(
+    da, h, p_rows, dh, a, rows, a_rows, here, is_active, columns, F,
+    KIND: tl.constexpr, GATED: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Store ``dh`` and ``a`` of some columns; their part of ``dp``."""
+    G = 2 * F if GATED else F
+    inside = here[:, None] & (columns < F)[None, :]
+    place = rows[:, None] * G + columns[None, :]
+    gate = tl.load(h + place, mask=inside, other=0).to(tl.float32)
+    activated = _activate(gate, KIND)
+    scaled = da * p_rows[:, None]
+    if GATED:
+        linear = tl.load(h + place + F, mask=inside, other=0).to(tl.float32)
+        tl.store(dh + place + F, narrow(scaled * activated, DTYPE), mask=inside)
+        tl.store(dh + place, narrow(scaled * linear * _derivative(gate, KIND), DTYPE), mask=inside)
+        dp = tl.sum(da * activated * linear, 1)
+        activated *= linear
+    else:
+        tl.store(dh + place, narrow(scaled * _derivative(gate, KIND), DTYPE), mask=inside)
+        dp = tl.sum(da * activated, 1)
+    a_tile = narrow(activated * p_rows[:, None], DTYPE)
+    tl.store(a + a_rows[:, None] * F + columns[None, :], a_tile, mask=inside & is_active)
+    return dp
+
+
+@triton.jit
+def hidden_gradient_kernel(
+    dy, dy_scale, h, p, w2_at, scale_at, dh, a, dp_parts, tile_expert, tile_begin, tile_end, offsets, active_offsets,
+    tiles, tokens, H, F, scale_stride, KIND: tl.constexpr, GATED: tl.constexpr, DY_IS_E5M2: tl.constexpr,
+    FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """``da = dy W2``, which stays in registers, and from it ``dh``, this tile's part of ``dp``, and ``a``.
+
+    ``dp_parts`` is ``[column tiles, T]``: summed afterwards, in one order, instead of by atomics in any. ``a`` has the
+    rows of active experts alone. Whether a tile's expert is active is a mask and no constant, so that frozen and active
+    experts run the same machine code.
     """
     tile, column = _place(tiles, F, BN, GROUP)
     expert, rows, here, columns = _tile(tile, column, tile_expert, tile_begin, tile_end, BM, BN)
@@ -224,33 +258,28 @@ def hidden_gradient_kernel(
         da *= tl.load(scales)
     if DY_IS_E5M2:
         da *= tl.load(dy_scale)
-    G = 2 * F if GATED else F
-    inside = here[:, None] & (columns < F)[None, :]
-    place = rows[:, None] * G + columns[None, :]
-    gate = tl.load(h + place, mask=inside, other=0).to(tl.float32)
-    activated = _activate(gate, KIND)
-    scaled = da * tl.load(p + rows, mask=here, other=0).to(tl.float32)[:, None]
-    if GATED:
-        linear = tl.load(h + place + F, mask=inside, other=0).to(tl.float32)
-        dp = tl.sum(da * activated * linear, 1)
-        tl.store(dh + place, narrow(scaled * linear * _derivative(gate, KIND), DTYPE), mask=inside)
-        tl.store(dh + place + F, narrow(scaled * activated, DTYPE), mask=inside)
-    else:
-        dp = tl.sum(da * activated, 1)
-        tl.store(dh + place, narrow(scaled * _derivative(gate, KIND), DTYPE), mask=inside)
+    p_rows = tl.load(p + rows, mask=here, other=0).to(tl.float32)
+    a_begin = tl.load(active_offsets + expert)
+    is_active = tl.load(active_offsets + expert + 1) > a_begin
+    a_rows = rows - tl.load(offsets + expert) + a_begin
+    # Half of the columns at a time: with h, its activation and its slope, all of them do not fit into registers.
+    left, right = _halves(da, BM, BN)
+    first = column * BN + tl.arange(0, BN // 2)
+    dp = _through_activation(
+        left, h, p_rows, dh, a, rows, a_rows, here, is_active, first, F, KIND, GATED, DTYPE
+    )  # fmt: skip
+    dp += _through_activation(
+        right, h, p_rows, dh, a, rows, a_rows, here, is_active, first + BN // 2, F, KIND, GATED, DTYPE
+    )  # fmt: skip
     tl.store(dp_parts + column.to(tl.int64) * tokens + rows, dp, mask=here)
 
 
 @triton.jit
 def weight_gradient_kernel(
-    left, right, p, out_at, left_offsets, right_offsets, M, N,
-    FROM_H: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, ACCUMULATE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    left, right, out_at, left_offsets, right_offsets, M, N,
+    ACCUMULATE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """``left^T right`` over the rows of each expert, ``[M, N]`` in FP32; nothing for experts whose address is 0.
-
-    With ``FROM_H`` the right side is ``a``, made again from ``h`` and ``p``, and ``N`` is F.
-    """
+    """``left^T right`` over the rows of each expert, ``[M, N]`` in FP32; nothing for experts whose address is 0."""
     expert = tl.program_id(1)
     address = tl.load(out_at + expert)
     if address == 0:
@@ -261,22 +290,15 @@ def weight_gradient_kernel(
     columns = tl.program_id(0) % across * BN + tl.arange(0, BN)
     begin, end = tl.load(left_offsets + expert), tl.load(left_offsets + expert + 1)
     shift = tl.load(right_offsets + expert) - begin
-    W = 2 * N if GATED else N
     total = tl.zeros((BM, BN), dtype=tl.float32)
     for k in range(0, end - begin, BK):
         tokens = begin + k + tl.arange(0, BK)
         there = tokens < end
         l_tile = tl.load(left + tokens[None, :] * M + rows[:, None], mask=there[None, :] & (rows < M)[:, None], other=0)
-        inside = there[:, None] & (columns < N)[None, :]
-        r_tile = tl.load(right + (tokens + shift)[:, None] * W + columns[None, :], mask=inside, other=0)
-        if FROM_H:
-            value = _activate(r_tile.to(tl.float32), KIND)
-            if GATED:
-                value *= tl.load(
-                    right + (tokens + shift)[:, None] * W + N + columns[None, :], mask=inside, other=0
-                ).to(tl.float32)  # fmt: skip
-            p_rows = tl.load(p + tokens, mask=there, other=0).to(tl.float32)
-            r_tile = narrow(value * p_rows[:, None], l_tile.dtype)
+        r_tile = tl.load(
+            right + (tokens + shift)[:, None] * N + columns[None, :], mask=there[:, None] & (columns < N)[None, :],
+            other=0,
+        )  # fmt: skip
         total = _dot(l_tile, r_tile, total)
     place = out + rows.to(tl.int64)[:, None] * N + columns[None, :]
     inside = (rows < M)[:, None] & (columns < N)[None, :]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import triton
@@ -20,6 +21,8 @@ from tests.training import ROOT
 pytestmark = pytest.mark.builds
 
 COMPILED_FOR = (90, 80)
+LIMIT_S = 900
+"""A minute on a machine that is idle."""
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +46,18 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, su
         process.kill()
 
 
-def test_kernels_compile_to_tensor_core_instructions(processes: dict[str, subprocess.Popen[str]]) -> None:
-    out, _ = processes["compiled"].communicate(timeout=280)
+@pytest.fixture(scope="module")
+def figures(processes: dict[str, subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """What came out of each kernel."""
+    out, _ = processes["compiled"].communicate(timeout=LIMIT_S)
     assert processes["compiled"].returncode == 0, out
-    made = json.loads(out.splitlines()[-1])
-    products = [one for one in made if "bf16" in one["name"]]
+    return list(json.loads(out.splitlines()[-1]))
+
+
+def test_kernels_compile_to_tensor_core_instructions(figures: list[dict[str, Any]]) -> None:
+    products = [one for one in figures if "bf16" in one["name"]]
     assert {one["capability"] for one in products} == set(COMPILED_FOR)
-    in_fp8 = [one for one in made if " fp8 " in one["name"]]
+    in_fp8 = [one for one in figures if " fp8 " in one["name"]]
     assert len(in_fp8) == 10
     for one in in_fp8:
         assert one["instruction"].endswith(("f32.e5m2.e4m3", "f32.e4m3.e4m3")), one
@@ -61,9 +69,21 @@ def test_kernels_compile_to_tensor_core_instructions(processes: dict[str, subpro
         assert one["shared_bytes"] <= (227 if one["capability"] == 90 else 163) << 10, one
 
 
+def test_all_of_a_kernel_is_in_registers(figures: list[dict[str, Any]]) -> None:
+    """No spills for sm_90a, in every activation and dtype that a training may have."""
+    of_hopper = [one for one in figures if one["capability"] == 90]
+    trained = [one for one in of_hopper if "fp8" not in one["name"].lower()]
+    assert len(trained) == 3 * (2 * 5 + 2 + 2)  # up and hidden gradient, products, weight gradients
+    spilled = {
+        one["name"]: (one["spill_stores"], one["spill_loads"]) for one in of_hopper if " fp8 " not in one["name"]
+    }
+    assert {name: bytes_ for name, bytes_ in spilled.items() if bytes_ != (0, 0)} == {}
+    assert all(0 < one["registers"] <= 255 for one in of_hopper)
+
+
 def test_kernels_under_the_interpreter(processes: dict[str, subprocess.Popen[str]]) -> None:
     """``tests/kernels``."""
-    out, _ = processes["interpreted"].communicate(timeout=280)
+    out, _ = processes["interpreted"].communicate(timeout=LIMIT_S)
     assert processes["interpreted"].returncode == 0, out[-8000:]
     assert " passed" in out or "[100%]" in out, out
 
