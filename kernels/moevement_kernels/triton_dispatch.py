@@ -10,7 +10,7 @@ BLOCK = 1024
 """Tokens that a program counts at a time."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens",))
 def _to_slots(
     routing_map, expert_of, begins, ends, slot_map, tokens, experts, slots, BLOCK_T: tl.constexpr
 ):  # fmt: skip

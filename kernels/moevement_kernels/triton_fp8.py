@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moevement_kernels.triton_kernels import _activate, _at, _derivative, _place, _scale_at, _tile
+from moevement_kernels.triton_kernels import UNALIGNED, _activate, _at, _derivative, _place, _scale_at, _tile
 from moevement_kernels.triton_rounding import INTERPRETED, narrow
 
 BLOCK = tl.constexpr(128)
@@ -98,7 +98,7 @@ def _store_codes(
         tl.store(codes + place, _cast(wide, LARGEST, DTYPE).to(tl.uint8, bitcast=True), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles", "tokens"), do_not_specialize_on_alignment=UNALIGNED)
 def hidden_gradient_kernel(
     dy, dy_scales, h, p, w2_at, scale_at, dh, dh_scales, amaxes, dp_parts, tile_expert, tile_begin, tile_end, tiles,
     tokens, H, F, scale_stride, KIND: tl.constexpr, GATED: tl.constexpr, MODE: tl.constexpr, DY_DTYPE: tl.constexpr,
@@ -142,7 +142,7 @@ def hidden_gradient_kernel(
     tl.store(dp_parts + column.to(tl.int64) * tokens + rows, dp, mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles",), do_not_specialize_on_alignment=UNALIGNED)
 def product_kernel(
     left, left_scales, w_at, scale_at, out, tile_expert, tile_begin, tile_end, tiles, K, N, scale_stride,
     IS_BY_BLOCK: tl.constexpr, L_DTYPE: tl.constexpr, DTYPE: tl.constexpr,

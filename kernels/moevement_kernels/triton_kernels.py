@@ -22,6 +22,9 @@ FP8_PER_TENSOR = tl.constexpr(1)
 FP8_PER_BLOCK = tl.constexpr(2)
 BLOCK = tl.constexpr(128)
 
+UNALIGNED = ("p", "tile_expert", "tile_begin", "tile_end", "offsets", "active_offsets")
+"""Arguments that may begin anywhere. Kernels read single numbers there, and gain nothing from an alignment."""
+
 
 @triton.jit
 def _dot(left, right, total):
@@ -110,7 +113,7 @@ def _weight_tile(
             return values, tl.load(scales + block)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles",), do_not_specialize_on_alignment=UNALIGNED)
 def up_kernel(
     x, p, w1_at, scale_at, h, a, tile_expert, tile_begin, tile_end, tiles, H, F, scale_stride,
     KIND: tl.constexpr, GATED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
@@ -159,7 +162,7 @@ def up_kernel(
     tl.store(a + rows[:, None] * F + columns[None, :], narrow(value * p_rows[:, None], DTYPE), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles",), do_not_specialize_on_alignment=UNALIGNED)
 def product_kernel(
     left, w_at, scale_at, out, tile_expert, tile_begin, tile_end, tiles, K, N, stride, scale_stride,
     TRANSPOSED: tl.constexpr, FORMAT: tl.constexpr, W_DTYPE: tl.constexpr, DTYPE: tl.constexpr,
@@ -224,7 +227,7 @@ def _through_activation(
     return dp
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tiles", "tokens"), do_not_specialize_on_alignment=UNALIGNED)
 def hidden_gradient_kernel(
     dy, dy_scale, h, p, w2_at, scale_at, dh, a, dp_parts, tile_expert, tile_begin, tile_end, offsets, active_offsets,
     tiles, tokens, H, F, scale_stride, KIND: tl.constexpr, GATED: tl.constexpr, DY_IS_E5M2: tl.constexpr,

@@ -1,0 +1,106 @@
+"""No kernel is compiled again because a micro-batch has another number of tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from moevement_kernels import fp8_launch, launch, triton_dispatch, triton_fp8, triton_kernels
+from moevement_kernels.activations import Activation
+from moevement_kernels.fp8_reference import Codes, Quantiser
+from moevement_kernels.weights import Weights
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+pytestmark = pytest.mark.builds
+
+EXPERTS, HIDDEN, INNER = 4, 64, 128
+TOKENS = [0, 1, 2, 3, 15, 16, 17, 127, 128, 129, *range(250, 2250, 50)]
+
+
+class CountedVariants:
+    """Stand-in for a Triton kernel that computes the key of the variant for each launch, as Triton does."""
+
+    def __init__(self, kernel: Any) -> None:
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+        self.keys: set[str] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self.launch
+
+    def launch(self, *args: Any, **kwargs: Any) -> None:
+        _, specialization, options = self.bind(*args, **kwargs)
+        self.keys.add(f"{specialization} {options}")
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, CountedVariants]:
+    """All kernels by their module and name."""
+    found = {}
+    for module, names in (
+        (triton_kernels, ("up_kernel", "product_kernel", "hidden_gradient_kernel", "weight_gradient_kernel")),
+        (triton_fp8, ("hidden_gradient_kernel", "product_kernel")),
+        (triton_dispatch, ("_to_slots",)),
+    ):
+        for name in names:
+            kernel = CountedVariants(getattr(module, name))
+            monkeypatch.setattr(module, name, kernel)
+            found[f"{module.__name__.split('.')[-1]}.{name}"] = kernel
+    for module in (launch, fp8_launch):
+        monkeypatch.setattr(module, "has_kernels", lambda _: True)
+    return found
+
+
+def split(tokens: int) -> list[int]:
+    """Tokens of each expert, unevenly."""
+    counts = [tokens // 7, 0, tokens // 3]
+    return [*counts, tokens - sum(counts)]
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16, begin: int = 0) -> torch.Tensor:
+    """A tensor that begins ``begin`` elements after a multiple of 16 bytes."""
+    size = torch.Size(shape).numel()
+    return torch.zeros(size + begin, dtype=dtype)[begin:].view(shape)
+
+
+def test_variants_of_fifty_token_counts(counted: dict[str, CountedVariants]) -> None:
+    assert len(set(TOKENS)) == 50
+    w1, w2 = Weights([numbers(2 * INNER, HIDDEN)] * EXPERTS), Weights([numbers(HIDDEN, INNER)] * EXPERTS)
+    active, kind = [True, True, False, True], Activation.SWIGLU
+    into: Any = tuple(
+        [torch.zeros_like(w.data[0], dtype=torch.float32) if on else None for on in active] for w in (w1, w2)
+    )
+    for tokens in TOKENS:
+        counts = split(tokens)
+        p = numbers(tokens, dtype=torch.float32, begin=tokens % 3)  # of a dispatcher, and anywhere in its tensor
+        x, dy = numbers(tokens, HIDDEN), numbers(tokens, HIDDEN)
+        _, h = launch.forward(x, p, counts, w1, w2, kind)
+        _, _, dh, a = launch.input_gradient(dy, h, p, counts, w1, w2, kind, active)
+        launch.weight_gradient(dy, dh, x[: a.shape[0]], a, counts, into, True)
+        slots = torch.arange(EXPERTS)
+        triton_dispatch.to_slots_kernel(torch.zeros(tokens, EXPERTS, dtype=torch.bool), slots, slots, slots)
+    assert {name: len(kernel.keys) for name, kernel in counted.items() if "fp8" not in name} == {
+        "triton_kernels.up_kernel": 1,
+        "triton_kernels.product_kernel": 2,  # transposed and not
+        "triton_kernels.hidden_gradient_kernel": 1,
+        "triton_kernels.weight_gradient_kernel": 1,
+        "triton_dispatch._to_slots": 1,
+    }
+
+
+def test_variants_of_fifty_token_counts_in_fp8(counted: dict[str, CountedVariants]) -> None:
+    codes, one = torch.float8_e5m2, [torch.ones(1)] * EXPERTS
+    w1 = Weights([numbers(HIDDEN, 2 * INNER, dtype=torch.uint8)] * EXPERTS, one)
+    w2 = Weights([numbers(INNER, HIDDEN, dtype=torch.uint8)] * EXPERTS, one)
+    quantiser = Quantiser(codes, torch.ones(EXPERTS))
+    for tokens in TOKENS[1:]:
+        dy = Codes(numbers(tokens, HIDDEN, dtype=torch.uint8).view(codes), torch.ones(EXPERTS))
+        h, p = numbers(tokens, 2 * INNER), numbers(tokens, dtype=torch.float32, begin=tokens % 3)
+        fp8_launch.input_gradient(dy, h, p, split(tokens), w1, w2, Activation.SWIGLU, quantiser)
+    assert {name: len(kernel.keys) for name, kernel in counted.items() if "fp8" in name} == {
+        "triton_fp8.hidden_gradient_kernel": 1,
+        "triton_fp8.product_kernel": 1,
+    }
