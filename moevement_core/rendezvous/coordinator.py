@@ -496,6 +496,7 @@ class Coordinator:
         had = {self.roster.ranks[rank]: device for rank, device in self.roster.devices.items()}
         kept = {rank: had[member] for rank, member in ranks.items() if member in had}  # by whatever rank it is now
         nodes = {rank: info.node for rank, info in members.items()}
+        devices = assign_devices(members, kept, self._broken)
         now = time.time()
         self.roster = Roster(
             self.roster.generation + 1,
@@ -510,7 +511,8 @@ class Coordinator:
             spares=spares,
             nodes=nodes,
             split=self._blocks_split(nodes),
-            devices=assign_devices(members, kept, self._broken),
+            devices=devices,
+            identities={rank: identity(info, devices[rank]) for rank, info in members.items()},
         )
         generation = self.roster.generation
         self._store.forget(f"generation/{generation - 2}/")  # who joins now begins with the newest

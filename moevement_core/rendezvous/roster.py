@@ -167,6 +167,8 @@ class Roster:
     """The node of each rank."""
     devices: Mapping[int, int] = field(default_factory=dict)
     """The number of each rank's device, as its process counts devices."""
+    identities: Mapping[int, str] = field(default_factory=dict)
+    """The identity of each rank's device; empty where it has none."""
 
     split: tuple[tuple[int, int], ...] = ()
     """First and last rank of each block that has come to span nodes with this roster."""

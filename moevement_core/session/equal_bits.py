@@ -26,12 +26,17 @@ def placement() -> str:
     now = generation()
     if now is None or not sums_follow_places():
         return ""
-    return digest_of(now.roster.nodes, now.roster.devices)
+    return digest_of(now.roster.nodes, now.roster.identities)
 
 
-def digest_of(nodes: Mapping[int, str], devices: Mapping[int, int]) -> str:
-    """Return the digest of a placement: which node and which of its devices each rank has."""
-    places = [f"{rank} {node} {devices.get(rank, 0)}" for rank, node in sorted(nodes.items())]
+def digest_of(nodes: Mapping[int, str], devices: Mapping[int, str]) -> str:
+    """Return the digest of a placement: which node and which device each rank has.
+
+    Args:
+        nodes: by rank.
+        devices: identities, by rank; their numbers are those of each process.
+    """
+    places = [f"{rank} {node} {devices.get(rank, '')}" for rank, node in sorted(nodes.items())]
     return xxhash.xxh3_64_hexdigest("\n".join(places).encode())
 
 

@@ -136,11 +136,11 @@ def test_placements_are_known_as_far_back_as_they_are_needed() -> None:
 
 
 def test_a_placement_is_which_rank_has_which_device_of_which_node() -> None:
-    nodes, devices = {0: "a", 1: "a", 2: "b"}, {0: 0, 1: 1, 2: 0}
+    nodes, devices = {0: "a", 1: "a", 2: "b"}, {0: "GPU-1", 1: "GPU-2", 2: "GPU-3"}
     same = digest_of(dict(reversed(nodes.items())), devices)
     assert same == digest_of(nodes, devices)
     assert digest_of(nodes | {2: "c"}, devices) != same
-    assert digest_of(nodes, devices | {0: 1, 1: 0}) != same
+    assert digest_of(nodes, devices | {0: "GPU-2", 1: "GPU-1"}) != same
 
 
 @pytest.mark.parametrize(
