@@ -53,6 +53,11 @@ class Device(ABC):
     kind: str
     torch_device: torch.device
 
+    @property
+    def pci_address(self) -> str | None:
+        """Address on the PCI bus, as ``0000:1b:00.0``; None if the device is on none."""
+        return None
+
     @abstractmethod
     def stream(self) -> Any:
         """A new side stream."""
@@ -233,6 +238,11 @@ class CudaDevice(Device):
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def pci_address(self) -> str:
+        properties: Any = torch.cuda.get_device_properties(self.torch_device)
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
     def stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)

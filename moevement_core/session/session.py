@@ -17,6 +17,7 @@ import torch.distributed as dist
 from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.injection import Phase
+from moevement_core.numa import bind_to_device
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
 from moevement_core.restart.generation import generation, refuse_if_interrupted
@@ -59,6 +60,7 @@ class Session:
         is_resized: bool = False,
     ) -> None:
         refuse_without_wipe(binding, config.drill.wipe_at)
+        bind_to_device(current_device())  # before there are threads and host memory
         self.binding = binding
         self._drill = config.drill
         flips.begin(config.drill.flips)
