@@ -321,17 +321,18 @@ class StreamCopies(CopyEngine):
 
     def _complete(self, capture: Capture, begun: Event) -> None:
         device, stream = self._device, self._stream
-        first, last = device.event(timing=True), device.event(timing=True, sleeps=True)
+        first, last, end = device.event(timing=True), device.event(timing=True), device.event(sleeps=True)
         with device.use_stream(stream):
-            begun.hold_back(stream)
-            first.record(stream)
             try:
+                begun.hold_back(stream)
+                first.record(stream)
                 self._issue_paced(capture)
                 last.record(stream)
                 capture.last = last
                 capture.issued.open()
                 finish = begin_whole(capture.to_digest_whole)
-                last.synchronize()
+                end.record(stream)
+                end.synchronize()
             except BaseException:
                 with suppress(Exception):
                     stream.synchronize()  # until nothing writes any more into memory that others are to have

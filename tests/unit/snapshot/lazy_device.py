@@ -45,6 +45,7 @@ class LazyEvent(Event):
         device = self.device
         assert self.sleeps or threading.current_thread() is threading.main_thread(), "a background thread spins"
         if device.permits is not None:
+            device.is_waited_for.set()
             device.permits.acquire()
         device.waits += 1
         if device.waits == device.fails_at:
@@ -77,6 +78,8 @@ class LazyDevice(CpuDevice):
         """Bytes of every copy, as they were issued."""
         self.under_way_bytes = self.most_under_way_bytes = 0
         self.permits: threading.Semaphore | None = None
+        self.is_waited_for = threading.Event()
+        """A thread waits for a permit, or has."""
         self.waits, self.fails_at = 0, 0
 
     def run(self, stream: Stream, end: int) -> None:

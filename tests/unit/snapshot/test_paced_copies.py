@@ -83,6 +83,7 @@ def test_training_that_waits_has_the_rest_issued_at_once(engine: CopyEngine) -> 
     expected = [source.clone() for source, _ in made]
     device.permits = threading.Semaphore(0)  # the device does nothing, as far as the background thread can see
     capture = start(engine, made)
+    assert device.is_waited_for.wait(30)
     let = threading.Thread(target=capture.let_change, daemon=True)
     let.start()
     while not capture.is_urgent:
