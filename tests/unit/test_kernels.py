@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 import triton
 from moevement_kernels import cuda
+from moevement_kernels.compiled import Case, compile_case
 
+from moevement_core.snapshot import triton_sums
 from tests.training import ROOT
 
 pytestmark = pytest.mark.builds
 
 COMPILED_FOR = (90, 80)
-LIMIT_S = 900
+LIMIT_S = 1800
 """A minute on a machine that is idle."""
 
 
@@ -86,6 +88,14 @@ def test_kernels_under_the_interpreter(processes: dict[str, subprocess.Popen[str
     out, _ = processes["interpreted"].communicate(timeout=LIMIT_S)
     assert processes["interpreted"].returncode == 0, out[-8000:]
     assert " passed" in out or "[100%]" in out, out
+
+
+@pytest.mark.parametrize("words", ["u8", "i16", "i32", "i64"])
+def test_sums_of_state_compile(words: str) -> None:
+    constants = {"FIRST": 3, "SECOND": 5, "BLOCK_WORDS": triton_sums.BLOCK, "BLOCKS_EACH": triton_sums.BLOCKS}
+    pointers = {"data": f"*{words}", "total": "*i64", "words": "i64", "place": "i64"}
+    made = compile_case(Case("sums", triton_sums._sums, constants, pointers, multiplies=False, warps=4), 90)
+    assert (made.spill_stores, made.spill_loads) == (0, 0)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from moevement_core.snapshot import whole
 from moevement_core.snapshot.whole import _hexadecimal, _sums, begin_whole
 
 
@@ -39,6 +40,11 @@ def test_any_change_is_another_digest(digest: Callable[[list[torch.Tensor]], str
 def test_nan_and_zero_are_told_apart_by_their_bits() -> None:
     assert host([torch.tensor([0.0])]) != host([torch.tensor([-0.0])])
     assert device([torch.tensor([float("nan")])]) == device([torch.tensor([float("nan")])])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton works here")
+def test_where_triton_does_not_work_torch_sums() -> None:
+    assert whole._kernel.__wrapped__() is None
 
 
 def test_large_tensors_are_taken_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,48 @@
+"""Sums of a tensor's words in one launch, in Triton; ``whole.py`` has them in torch, which says what they are."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+"""Words that a program adds at a time."""
+BLOCKS = 32
+"""Blocks of a program."""
+
+
+@triton.jit(do_not_specialize=("words", "place"))
+def _sums(
+    data, total, words: tl.int64, place: tl.int64,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, BLOCK_WORDS: tl.constexpr, BLOCKS_EACH: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0).to(tl.int64) * (BLOCK_WORDS * BLOCKS_EACH)
+    first = tl.zeros((BLOCK_WORDS,), dtype=tl.int64)
+    second = tl.zeros((BLOCK_WORDS,), dtype=tl.int64)
+    for block in range(BLOCKS_EACH):
+        at = begin + block * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+        inside = at < words
+        value = tl.load(data + at, mask=inside, other=0).to(tl.int64)
+        first += tl.where(inside, (value + 1) * (((at + place) * FIRST) | 1), 0)
+        second += tl.where(inside, (value + 2) * (((at + place) * SECOND) | 1), 0)
+    # Modulo 2^64 a sum is the same in any order.
+    tl.atomic_add(total, tl.sum(first, 0))
+    tl.atomic_add(total + 1, tl.sum(second, 0))
+
+
+def add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: torch.Tensor) -> None:
+    """Add both sums of ``words`` to ``total``; nothing waits for it.
+
+    Args:
+        words: uint8, int16, int32 or int64, ``[N]``, contiguous.
+        place: number of the first word in its operator.
+        multipliers: one of each sum.
+        total: int64 ``[2]``, on the device of ``words``.
+    """
+    programs = -(-words.numel() // (BLOCK * BLOCKS))
+    if programs:
+        _sums[(programs,)](
+            words, total, words.numel(), place, FIRST=multipliers[0], SECOND=multipliers[1], BLOCK_WORDS=BLOCK,
+            BLOCKS_EACH=BLOCKS,
+        )  # fmt: skip

@@ -1,0 +1,23 @@
+"""Digests of whole operators: Triton's sums have the bits of torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moevement_core.snapshot import triton_sums, whole
+
+AT_ONCE = triton_sums.BLOCK * triton_sums.BLOCKS
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("size", [0, 1, 1000, AT_ONCE + 1])
+@pytest.mark.parametrize("place", [1, 2**33 + 5])
+def test_sums_are_those_of_torch(dtype: torch.dtype, size: int, place: int) -> None:
+    draw = torch.Generator().manual_seed(size)
+    of_bytes = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8, generator=draw)
+    words = of_bytes.view(dtype)
+    wanted, found = torch.tensor([3, -4]), torch.tensor([3, -4])
+    whole._add(words, place, whole._MULTIPLIERS, wanted)
+    triton_sums.add(words, place, whole._MULTIPLIERS, found)
+    assert found.tolist() == wanted.tolist()
