@@ -25,7 +25,7 @@ from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.respawns import WAIT_S, Respawns
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
-    BLOCK,
+    BLOCKS,
     ELASTIC,
     GIVEN_BACK,
     GIVEN_UP,
@@ -123,8 +123,8 @@ class Coordinator:
         self._broken: set[str] = set()
         """Identities of devices that no process can use."""
         self._respawns = Respawns(clock, respawn_wait_s)
-        self._block: int | None = None
-        """Consecutive ranks that communicate in every layer, as soon as any of them has said so."""
+        self._block = 1
+        """Consecutive ranks that communicate in every layer, and are kept on one node."""
         self._split: set[int] = set()
         """Blocks of them that span nodes, as they were reported."""
         self._adopts = Now(clock)
@@ -348,20 +348,22 @@ class Coordinator:
 
     # Ranks that communicate in every layer stay on one node
 
-    def _size_of_blocks(self) -> int:
-        if self._block is None and (text := self._store.read(BLOCK)) is not None:
-            self._block = int(text)
-        return self._block or 1
+    def _learn_blocks(self, nodes: Mapping[int, str]) -> None:
+        """Keep those groups together that are on one node when the job begins: the largest, where groups are nested."""
+        if self.roster.generation < 0 and (text := self._store.read(BLOCKS)) is not None:
+            sizes = sorted(map(int, text.split(b",")))
+            fitting = [size for size in sizes if len(split_blocks(nodes, size)) * size < len(nodes)]
+            self._block = max(fitting, default=sizes[0])
 
     def _take_over(self, missing: Sequence[int], survivors: Mapping[int, int], spares: Sequence[int]) -> dict[int, int]:
         kept = {rank: self.members[member].node for rank, member in survivors.items()}
         waiting = [self.members[member] for member in spares]
         avoided = self._suspect_nodes | self.membership.silent_nodes()
-        return take_over(missing, kept, self.roster.nodes, waiting, self._size_of_blocks(), avoided)
+        return take_over(missing, kept, self.roster.nodes, waiting, self._block, avoided)
 
     def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
         """Wait for processes that are being started where ranks were, if blocks would span nodes without them."""
-        block, before = self._size_of_blocks(), self.roster.nodes
+        block, before = self._block, self.roster.nodes
         nodes = {rank: self.members[member].node for rank, member in ranks.items()}
         new = split_blocks(nodes, block) - split_blocks(before, block)
         expected = {before[rank] for rank in missing if rank // block in new}
@@ -373,8 +375,7 @@ class Coordinator:
 
     def _blocks_split(self, nodes: Mapping[int, str]) -> tuple[tuple[int, int], ...]:
         """Return first and last rank of the blocks that span nodes and were not reported yet."""
-        block = self._size_of_blocks()
-        new = sorted(split_blocks(nodes, block) - self._split)
+        block, new = self._block, sorted(split_blocks(nodes, self._block) - self._split)
         return tuple((number * block, min((number + 1) * block, len(nodes)) - 1) for number in new)
 
     def _report_split(self) -> None:
@@ -383,7 +384,7 @@ class Coordinator:
             self._report(f"ranks {first} to {last} communicate in every layer, and are on several nodes now: {nodes}")
         if more := self.roster.split[MOST_REPORTED:]:
             self._report(f"{len(more)} more groups of ranks are on several nodes now")
-        self._split = split_blocks(self.roster.nodes, self._size_of_blocks())
+        self._split = split_blocks(self.roster.nodes, self._block)
 
     # Elastic jobs
 
@@ -497,6 +498,7 @@ class Coordinator:
         kept = {rank: had[member] for rank, member in ranks.items() if member in had}  # by whatever rank it is now
         nodes = {rank: info.node for rank, info in members.items()}
         devices = assign_devices(members, kept, self._broken)
+        self._learn_blocks(nodes)
         now = time.time()
         self.roster = Roster(
             self.roster.generation + 1,

@@ -32,7 +32,7 @@ from moevement_core.rendezvous.devices import identity
 from moevement_core.rendezvous.job_code import join_with_same_code
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.resizing import Grid
-from moevement_core.rendezvous.roster import BLOCK, ELASTIC, GivenBack, MemberInfo, Roster
+from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GivenBack, MemberInfo, Roster
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.device_health import DeviceFault, DeviceHealth, fault_of
@@ -95,9 +95,9 @@ class Training(ABC):
         return None
 
     @property
-    def block(self) -> int:
-        """Number of consecutive ranks that communicate in every layer, and so should be on one node."""
-        return 1
+    def blocks(self) -> tuple[int, ...]:
+        """Numbers of consecutive ranks that communicate in every layer, and so should be on one node; each above 1."""
+        return ()
 
     def take_rank(self, rank: int, world: int, device: int | None) -> None:
         """Be ``rank`` from now on; called before :meth:`enter`, outside of the guard.
@@ -179,8 +179,8 @@ class _Restarts:
         gc.freeze()
         if (grid := self._training.grid) is not None:
             self._store.set(ELASTIC, grid.encode())
-        if (block := self._training.block) > 1:
-            self._store.set(BLOCK, str(block))
+        if blocks := self._training.blocks:
+            self._store.set(BLOCKS, ",".join(map(str, blocks)))
         join_with_same_code(self._store)
         self._member.join()
         while True:

@@ -13,7 +13,7 @@ from typing import Any
 
 from moevement_core.errors import JobStopped
 from moevement_core.rendezvous.member import Member
-from moevement_core.rendezvous.roster import BLOCK, MemberInfo
+from moevement_core.rendezvous.roster import BLOCKS, MemberInfo
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.restart import generation as generations
 from moevement_core.restart.generation import Regroup, enter_generation, is_fault_of_others
@@ -113,7 +113,7 @@ class RankProcess(Process):
 
         self.training = Training(lambda: Trainer(its.shape, its.pace), its.config, loop, "gloo", None, {})
         if its.shape.replicas > 1:
-            client.set(BLOCK, str(its.shape.replicas))
+            client.set(BLOCKS, str(its.shape.replicas))
         member.join()
         while True:
             try:

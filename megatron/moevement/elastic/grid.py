@@ -40,6 +40,14 @@ def unit_of(args: Namespace) -> int:
     return math.lcm(replica, experts)
 
 
+def blocks_of(args: Namespace) -> tuple[int, ...]:
+    """Return how many consecutive ranks communicate in every layer: tensor and context parallel ones, and with
+    expert parallel ones.
+    """
+    sizes = {int(args.tensor_model_parallel_size * args.context_parallel_size), unit_of(args)}
+    return tuple(sorted(sizes - {1}))
+
+
 def can_train(args: Namespace, replicas: int) -> bool:
     """Whether so many data-parallel replicas can share every batch as Megatron shares it."""
     micro_batches, rest = divmod(args.global_batch_size, args.micro_batch_size * replicas)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, override
 
-from megatron.moevement.elastic.grid import grid_of, unit_of
+from megatron.moevement.elastic.grid import blocks_of, grid_of
 from megatron.moevement.platform import is_cpu
 from megatron.moevement.restart import leftovers, megatron_state, saves
 from megatron.moevement.runtime.job import Process
@@ -68,10 +68,10 @@ class _Pretrain(Training):
 
     @property
     @override
-    def block(self) -> int:
+    def blocks(self) -> tuple[int, ...]:
         from megatron.training import get_args
 
-        return unit_of(get_args())
+        return blocks_of(get_args())
 
     @override
     def interrupted(self) -> None:

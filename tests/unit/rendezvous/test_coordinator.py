@@ -21,7 +21,7 @@ from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, RESET_GRACE_S
 from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
-    BLOCK,
+    BLOCKS,
     JOINED,
     STOP,
     Death,
@@ -591,9 +591,9 @@ def test_a_suspect_that_dies_meanwhile_is_replaced_once(store: Any) -> None:
 # Ranks that communicate in every layer
 
 
-def blocks(store: Any, nodes: str, *, lease_s: float = 10.0) -> Job:
-    """A job of four ranks in two groups; members 0, 1, ... are on these nodes."""
-    store.set(BLOCK, "2")
+def blocks(store: Any, nodes: str, *, sizes: str = "2", lease_s: float = 10.0) -> Job:
+    """A job of four ranks in groups of such sizes; members 0, 1, ... are on these nodes."""
+    store.set(BLOCKS, sizes)
     job = Job(store, 4, 0, lease_s=lease_s)
     for number, node in enumerate(nodes):
         job.join(number, node)
@@ -655,7 +655,7 @@ def test_ranks_that_communicate_no_more_than_others_wait_for_nobody(store: Any) 
 
 
 def test_nobody_is_waited_for_on_a_node_whose_device_is_broken(store: Any) -> None:
-    store.set(BLOCK, "2")
+    store.set(BLOCKS, "2")
     job = Job(store, 4, 0, lease_s=10.0)
     for number, node in enumerate("aabbcc"):
         job.join(number, node, (f"{node}-0", f"{node}-1"))
@@ -695,3 +695,19 @@ def test_a_process_that_was_stopped_is_replaced_on_its_node(store: Any) -> None:
     assert job.coordinator.waits_for_respawn
     job.join(6, "a")
     assert job.coordinator.roster.ranks == {0: 0, 1: 6, 2: 2, 3: 3}
+
+
+def test_the_largest_groups_that_fit_into_a_node_are_kept_on_one(store: Any) -> None:
+    """Four ranks of expert parallelism are on two nodes on purpose; two of tensor parallelism are on one."""
+    job = blocks(store, "aabbcc", sizes="2,4")
+    assert (job.coordinator.roster.split, job.reported) == ((), [])
+    job.coordinator.died(1, 1001, KILLED)
+    job.leave(0, 2, 3)
+    assert job.coordinator.waits_for_respawn
+    job.join(6, "a")
+    assert job.coordinator.roster.ranks == {0: 0, 1: 6, 2: 2, 3: 3}
+
+
+def test_groups_that_fit_into_no_node_are_reported_when_the_job_begins(store: Any) -> None:
+    job = blocks(store, "abab")
+    assert (job.coordinator.roster.split, len(job.reported)) == (((0, 1), (2, 3)), 2)
