@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from fnmatch import fnmatch
+from glob import glob
 
 import psutil
 
@@ -19,6 +21,10 @@ from moevement_core.restart.environment import MEMBER_ENV, PARENT_ENV
 LOOK_S = 1.0
 GRACE_S = 5.0
 """For those that find out by themselves that nobody needs them."""
+DEVICE_FILES = "/dev/nvidia*"
+"""A process that has one of these open may hold memory of a device; so does what a rank with a context has forked."""
+RELEASE_S = 2.0
+"""How long the death of a rank is held back until what it left has let go of its device."""
 
 
 class Orphans:
@@ -30,6 +36,8 @@ class Orphans:
     def __init__(self) -> None:
         self._look_at = self._until = -float("inf")
         self._since: dict[psutil.Process, float] = {}
+        self._releasing: dict[int, float] = {}
+        """Since when each member's device is waited for."""
 
     def expect(self) -> None:
         """A process has ended: look for a while."""
@@ -49,8 +57,8 @@ class Orphans:
         """
         now = time.monotonic()
         self._look_at = now + LOOK_S
-        adopted = [process for process in psutil.Process().children() if process.pid not in ours]
-        left = [process for process in adopted if self._is_left(process, living)]
+        members = {process: _member_of(process) for process in _adopted(ours)}
+        left = [process for process, member in members.items() if member is not None and member not in living]
         self._since = {process: self._since.get(process, now) for process in left}
         for process, since in self._since.items():
             self.expect()
@@ -58,17 +66,53 @@ class Orphans:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
 
-    def _is_left(self, process: psutil.Process, living: Collection[int]) -> bool:
-        """Whether it lives, and was started by a process of ours that has ended. A zombie is collected.
+    def release_device(self, member: int, ours: Collection[int]) -> bool:
+        """End at once what a member that has ended left with a device open; return whether it has let go.
 
-        Not resource trackers of multiprocessing, which remove shared memory when the last of the others has ended.
+        Until then the device has no memory for the process that takes over, so the death is reported afterwards. To be
+        called again until it returns True, as it does after :data:`RELEASE_S` in any case.
+
+        Args:
+            member: that has ended.
+            ours: processes that the supervisor has started and not seen to end.
         """
-        with suppress(psutil.Error, ChildProcessError):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                os.waitpid(process.pid, os.WNOHANG)
-                return False
-            environment = process.environ()
-            is_of_ours = environment.get(PARENT_ENV) == str(os.getpid()) and MEMBER_ENV in environment
-            if is_of_ours and int(environment[MEMBER_ENV]) not in living:
-                return not any("resource_tracker" in word for word in process.cmdline())
-        return False
+        if not glob(DEVICE_FILES):
+            return True
+        holders = [process for process in _adopted(ours) if _member_of(process) == member and _holds_device(process)]
+        for process in holders:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        since = self._releasing.setdefault(member, time.monotonic())
+        if holders and time.monotonic() - since < RELEASE_S:
+            return False
+        del self._releasing[member]
+        return True
+
+
+def _adopted(ours: Collection[int]) -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if process.pid not in ours]
+
+
+def _member_of(process: psutil.Process) -> int | None:
+    """Return the member that started a process which lives; None for any other one. A zombie is collected.
+
+    None for resource trackers of multiprocessing, which remove shared memory when the last of the others has ended.
+    """
+    with suppress(psutil.Error, ChildProcessError):
+        if process.status() == psutil.STATUS_ZOMBIE:
+            os.waitpid(process.pid, os.WNOHANG)
+            return None
+        environment = process.environ()
+        is_of_ours = environment.get(PARENT_ENV) == str(os.getpid()) and MEMBER_ENV in environment
+        if is_of_ours and not any("resource_tracker" in word for word in process.cmdline()):
+            return int(environment[MEMBER_ENV])
+    return None
+
+
+def _holds_device(process: psutil.Process) -> bool:
+    with suppress(OSError):
+        for name in os.listdir(folder := f"/proc/{process.pid}/fd"):
+            with suppress(OSError):
+                if fnmatch(os.readlink(f"{folder}/{name}"), DEVICE_FILES):
+                    return True
+    return False

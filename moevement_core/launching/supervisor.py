@@ -150,10 +150,10 @@ class Supervisor:
         self._fence()
         for member in sorted(self._running):
             child = self.children[member]
-            if child.poll() is not None:
+            if child.poll() is not None and self._orphans.release_device(member, self._pids()):
                 self._has_ended(member, child)
         if self._orphans.is_due:
-            self._orphans.step({child.pid for child in self.running}, self._running)
+            self._orphans.step(self._pids(), self._running)
         self._respawn()
         for member in self._running & self._link.given_up:
             self.children[member].send(signal.SIGKILL)  # stopped or not
@@ -164,6 +164,9 @@ class Supervisor:
         alive = {member: self._pages[member].committed for member in self._running - self._stopped}
         self._link.step(self._running, alive)
         self._hold()
+
+    def _pids(self) -> set[int]:
+        return {child.pid for child in self.running}
 
     def _has_ended(self, member: int, child: Child) -> None:
         self._orphans.expect()

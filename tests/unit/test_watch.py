@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from moevement_core.launching import supervisor
-from moevement_core.launching.children import Child, Program, end_all
+from moevement_core.launching import orphans, supervisor
+from moevement_core.launching.children import Child, Program, end_all, nothing_left_behind
 from moevement_core.launching.watch import ReplaceWhoDies
 from moevement_core.progress import Progress
 from moevement_core.rendezvous.member import Member
 from moevement_core.rendezvous.roster import MemberInfo
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.token import Token
+from moevement_core.restart.environment import MEMBER_ENV
 
 WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\nsys.exit({})"
 
@@ -28,11 +29,11 @@ WAIT = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():
 class Job:
     """Two ranks, and a process that is started for each that dies."""
 
-    def __init__(self, folder: Path, code: int, lease_s: float = 10.0) -> None:
+    def __init__(self, folder: Path, code: int, lease_s: float = 10.0, first: str = "") -> None:
         base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
         self.store = SignedStore(base, Token.new())
         self.end = folder / "end"
-        self._program = Program(command=[sys.executable, "-c", WAIT.format(code), str(self.end)])
+        self._program = Program(command=[sys.executable, "-c", first + WAIT.format(code), str(self.end)])
         self.children: list[Child] = []
         self.members: list[Member] = []
         self.starts_fail = 0
@@ -56,7 +57,7 @@ class Job:
         if self.starts_fail:
             self.starts_fail -= 1
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        return Child(f"rank_{member}", self._program, variables, None)
+        return Child(f"rank_{member}", self._program, {**variables, MEMBER_ENV: str(member)}, None)
 
     def signal(self, number: int, kind: int) -> None:
         os.kill(self.children[number].pid, kind)
@@ -113,3 +114,38 @@ def test_a_process_that_cannot_be_started_is_tried_again(tmp_path: Path, monkeyp
         assert job.watch.is_running()
     assert (len(job.children), job.starts_fail) == (3, 0)
     end_all(job.children)
+
+
+HOLDS = """
+import os, pathlib, subprocess, sys, time
+if (pid := os.fork()) == 0:
+    held = open({device!r})
+    pathlib.Path({folder!r}, os.environ["MOEVEMENT_MEMBER"]).write_text(str(os.getpid()))
+    time.sleep(60)
+"""
+"""A rank forks a process that has a device open."""
+
+
+def test_a_death_is_reported_when_what_the_process_left_has_let_go_of_its_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the process that takes over finds no memory there."""
+    (device := tmp_path / "nvidia0").touch()
+    (held := tmp_path / "held").mkdir()
+    monkeypatch.setattr(orphans, "DEVICE_FILES", str(tmp_path / "nvidia*"))
+    monkeypatch.setattr(orphans, "RELEASE_S", 60.0)
+    with nothing_left_behind():
+        job = Job(tmp_path, 0, first=HOLDS.format(device=str(device), folder=str(held)))
+        try:
+            deadline = time.monotonic() + 60
+            while not (held / "1").exists() or not (held / "1").read_text():
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            job.signal(1, signal.SIGKILL)
+            while not job.watch._coordinator.deaths:
+                assert job.watch.is_running()
+                assert time.monotonic() < deadline
+            with pytest.raises(ProcessLookupError):
+                os.kill(int((held / "1").read_text()), 0)
+        finally:
+            end_all(job.children)
