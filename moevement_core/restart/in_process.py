@@ -17,6 +17,7 @@ import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -238,13 +239,14 @@ class _Restarts:
         unheard.daemon = True
         unheard.start()
         device = self._health.identity if self._health is not None else ""
-        print(f"moevement: this process gives its rank back: {fault.reason}", file=sys.stderr)
-        self._member.give_back(GivenBack(fault.reason, device, fault.is_broken))
-        if guard is not None:
-            guard.interrupt_all(Interruption.EXCEPTION)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(BROKEN_DEVICE)
+        with guard.atomic() if guard is not None else nullcontext():  # no interruption has it go on
+            print(f"moevement: this process gives its rank back: {fault.reason}", file=sys.stderr)
+            self._member.give_back(GivenBack(fault.reason, device, fault.is_broken))
+            if guard is not None:
+                guard.interrupt_all(Interruption.EXCEPTION)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(BROKEN_DEVICE)
 
     def _enter(self, now: Generation) -> Any:
         """One generation: what training returned, the planned exit that it ended with, or ``INTERRUPTED``."""
