@@ -22,6 +22,10 @@ from typing import Any
 import psutil
 import torch
 
+MOST_AT_ONCE = 2 << 30
+"""Bytes of host memory that are allocated in one call, by those who can use several pieces. Page-locking goes at some
+GB/s for all ranks of a node together, and a thread that is in one call for a minute is taken to hang."""
+
 
 class Event(ABC):
     """A point in the work of a stream."""

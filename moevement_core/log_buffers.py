@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import torch
 
-from moevement_core.device import Device
+from moevement_core.device import MOST_AT_ONCE, Device
 
 Size = tuple[int, int]
 """Bytes of a buffer and of an element in it: a view of wider elements may not begin at any multiple of the first."""
@@ -104,11 +104,15 @@ class LogBuffers:
         self._count()
 
     def _allocate(self, size: Size, room_bytes: float) -> None:
-        """Allocate buffers for the rest of the iteration, or as many as there is room for, but at least one."""
+        """Allocate buffers for the rest of the iteration, or as many as there is room for, but at least one.
+
+        A call allocates at most :data:`~moevement_core.device.MOST_AT_ONCE`, if one buffer is not larger.
+        """
         nbytes = size[0]
         count = max(1, self._taken_by_last[size] - self._taken[size])
         if count * nbytes > room_bytes:
             count = max(1, int(room_bytes // nbytes))
+        count = max(1, min(count, MOST_AT_ONCE // nbytes))
         piece = self._device.host_empty(count * nbytes)
         buffers = [piece[start : start + nbytes] for start in range(0, count * nbytes, nbytes)]
         self._pieces.append((size, buffers))

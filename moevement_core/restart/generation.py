@@ -108,6 +108,12 @@ def atomic() -> AbstractContextManager[Any]:
     return _generation.guard.atomic() if _generation is not None and _generation.guard is not None else nullcontext()
 
 
+def has_committed() -> None:
+    """Note that this rank has committed an iteration: from now on its main thread is expected to make progress."""
+    if _generation is not None and _generation.guard is not None:
+        _generation.guard.expect_progress()
+
+
 def waiting_for_others() -> AbstractContextManager[Any]:
     """This rank waits for others that are at work; who hangs there is noticed there."""
     if _generation is None or _generation.guard is None:

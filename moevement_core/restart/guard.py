@@ -47,11 +47,25 @@ class Guard:
         abort: ends every communication of this process; called on the monitoring thread.
         hang_s: for how long the main thread may run no Python code before it is taken to hang.
         interval_s: how often the monitoring thread looks.
+        set_up_s: the same as ``hang_s`` before :meth:`expect_progress`; None: no other one. Devices and their libraries
+            are set up in single long calls.
     """
 
-    def __init__(self, rank: int, world: int, store: Any, abort: Abort, hang_s: float, interval_s: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        store: Any,
+        abort: Abort,
+        hang_s: float,
+        interval_s: float,
+        set_up_s: float | None = None,
+    ) -> None:
         self._rank, self._store, self._hang_s = rank, store, hang_s
-        self._limit_s = hang_s
+        self._usual_s = hang_s if set_up_s is None else set_up_s
+        """The limit where no context sets another one."""
+        self._limited_s: float | None = None
+        """The limit of the innermost context."""
         self._main_thread = threading.get_ident()
         self.hang: str | None = None
         """Where this rank hung and for how long, in words; None while it did not."""
@@ -88,26 +102,35 @@ class Guard:
         finally:
             self._atomic.release()
 
+    def expect_progress(self) -> None:
+        """End the time of ``set_up_s``."""
+        self._usual_s = self._hang_s
+
     def waiting_for_others(self) -> AbstractContextManager[None]:
         """This rank waits for others that are at work; who hangs there is noticed there, and first."""
-        return self._limit(PATIENCE * self._hang_s)
+        return self._limit(max(PATIENCE * self._hang_s, self._usual_s))
 
     def working(self) -> AbstractContextManager[None]:
         """Within :meth:`waiting_for_others`: this rank is one of those that are at work."""
-        return self._limit(self._hang_s)
+        return self._limit(self._usual_s)
 
     @contextmanager
     def _limit(self, seconds: float) -> Iterator[None]:
-        before = self._limit_s
+        before = self._limited_s
         self._set_limit(seconds)
         try:
             yield
         finally:
             self._set_limit(before)
 
-    def _set_limit(self, seconds: float) -> None:
+    def _set_limit(self, seconds: float | None) -> None:
         self._seen = Timestamp(auto=time.monotonic())
-        self._limit_s = seconds
+        self._limited_s = seconds
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds without progress of the main thread that are taken for a hang now."""
+        return self._usual_s if self._limited_s is None else self._limited_s
 
     def run(self, body: Callable[[], Any]) -> Any:
         """Run ``body``: returns what it returned, or :attr:`Outcome.INTERRUPTED`.
@@ -142,8 +165,9 @@ class Guard:
             time.sleep(LOOK_S)
             if self._has_ended:
                 return
-            if self._seen.is_timed_out(timedelta(seconds=self._limit_s)):
-                self.hang = f"no progress for {self._limit_s:g} s in {self._place()}"
+            limit_s = self.limit_s
+            if self._seen.is_timed_out(timedelta(seconds=limit_s)):
+                self.hang = f"no progress for {limit_s:g} s in {self._place()}"
                 self.interrupt_all(Interruption.SOFT_TIMEOUT)
                 return
 

@@ -47,7 +47,7 @@ from moevement_core.restart.generation import (
     is_fault_of_others,
 )
 from moevement_core.restart.groups import forget_groups
-from moevement_core.restart.guard import Guard, Outcome
+from moevement_core.restart.guard import PATIENCE, Guard, Outcome
 from moevement_core.restart.store import GenerationStore, connect, connect_breakable, endpoints, store_address
 
 DUMP_AFTER = 1 / 3
@@ -269,6 +269,7 @@ class _Restarts:
             AbortAll(self._endpoints, its_connections, begin_to_abort),
             watching.hang_s,
             watching.interval_s,
+            PATIENCE * watching.hang_s if watching.devices else None,
         )
 
         def body() -> Any:

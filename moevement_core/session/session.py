@@ -20,7 +20,7 @@ from moevement_core.injection import Phase
 from moevement_core.numa import bind_to_device
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
-from moevement_core.restart.generation import generation, refuse_if_interrupted
+from moevement_core.restart.generation import generation, has_committed, refuse_if_interrupted
 from moevement_core.session import flips, observer
 from moevement_core.session.binding import Binding
 from moevement_core.session.commit import Mark
@@ -161,6 +161,7 @@ class Session:
         iteration = self.binding.iteration + 1
         result = self.commit.step(iteration)
         self.records.committed(iteration)
+        has_committed()
         if (page := own_page()) is not None:
             page.commit(iteration)
         return result

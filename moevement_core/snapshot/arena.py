@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moevement_core.device import Device
+from moevement_core.device import MOST_AT_ONCE, Device
 from moevement_core.snapshot.buffer import Buffer, Extent
 
 PAGE = 64 << 10
@@ -58,14 +58,18 @@ class Arena:
             more = in_pages(nbytes) - self.nbytes
             if more <= 0:
                 return
-            # In one piece: page-locking is paid for by the call.
-            slab = self._device.host_empty(more)
-            slab.zero_()  # so that the pages are there before the first copy, which would have to wait for them
+            # In few pieces: page-locking is paid for by the call.
+            slabs = [self._slab(min(MOST_AT_ONCE, more - at)) for at in range(0, more, MOST_AT_ONCE)]
             with self._lock:
-                self._slabs.append(slab)
-                self._free = _merged([*self._free, slab], self._slabs)
+                self._slabs += slabs
+                self._free = _merged([*self._free, *slabs], self._slabs)
                 self.nbytes += more
                 self._given_back.notify_all()
+
+    def _slab(self, nbytes: int) -> torch.Tensor:
+        slab = self._device.host_empty(nbytes)
+        slab.zero_()  # so that the pages are there before the first copy, which would have to wait for them
+        return slab
 
     def reclaim(self, held: Iterable[Buffer]) -> None:
         """All that is in none of ``held``, which are all buffers of this arena, is free.

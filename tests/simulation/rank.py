@@ -61,6 +61,9 @@ class Guard:
         """Likewise."""
         return nullcontext()
 
+    def expect_progress(self) -> None:
+        """Likewise."""
+
 
 class Training(_Loop):
     """The session's own loop, which says where it goes on."""

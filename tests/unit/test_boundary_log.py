@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from moevement_core import log_buffers
 from moevement_core.boundary_log import BoundaryLog, Direction
 from moevement_core.device import CpuDevice
 from moevement_core.errors import RecoveryError
@@ -134,6 +135,21 @@ def test_memory_is_allocated_for_an_iteration_at_a_time_and_no_more_than_it_send
     assert log.memory_bytes == sum(allocated)
     fill(log, range(5, 6), count=6)
     assert log.memory_bytes == 4 * 8 * 12 + 12 * 12
+
+
+def test_a_long_iteration_is_allocated_by_calls_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_buffers, "MOST_AT_ONCE", 30)
+    log, _ = log_of()
+    allocated = list[int]()
+    original = log._buffers._device.host_empty
+
+    def host_empty(nbytes: int) -> torch.Tensor:
+        allocated.append(nbytes)
+        return original(nbytes)
+
+    log._buffers._device.host_empty = host_empty  # type: ignore[method-assign]
+    fill(log, range(1, 3))
+    assert allocated == [12] * 8 + [24] * 4
 
 
 def test_two_types_of_one_size_do_not_share_a_buffer() -> None:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from megatron.moevement.restart.alone import building_data_alone
 from megatron.moevement.runtime.job import Process
+from moevement_core.restart.generation import waiting_for_others
 
 
 def with_own_generator(process: Process) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -100,7 +101,8 @@ def retain_datasets(process: Process) -> Callable[[Callable[..., Any]], Callable
             with live.undo.nested() as inner:
                 if is_rejoining:
                     building_data_alone(inner, get_args().data_cache_path)
-                datasets = original(*args, **kwargs)
+                with waiting_for_others():  # rank 0 may build indices, for minutes
+                    datasets = original(*args, **kwargs)
             live.datasets[chunk:] = [datasets]
             return datasets
 

@@ -36,7 +36,7 @@ from megatron.moevement.runtime.results import validate_first_iteration
 from moevement_core import log
 from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
-from moevement_core.restart.generation import generation
+from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.session.exchange import from_rank_zero
 from moevement_core.session.identity import agree_on_names, job_name
 from moevement_core.session.rejoin import NoWayBack, rejoin
@@ -60,7 +60,8 @@ def enter_setup(process: Process) -> Wrapper:
                 container.model.expert_model_parallel_size = get_args().expert_model_parallel_size
 
             def setup() -> tuple[list[Any], Any, Any]:
-                return original(*args, **kwargs)
+                with waiting_for_others():  # compilers, libraries of the device, a checkpoint that is loaded
+                    return original(*args, **kwargs)
 
             now = generation()
             groups = Groups.now() if now is not None else None

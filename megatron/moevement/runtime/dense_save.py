@@ -20,7 +20,7 @@ from moevement_core import log
 from moevement_core.events import CheckpointFailed, CheckpointSaved
 from moevement_core.injection import Phase
 from moevement_core.restart import injection
-from moevement_core.restart.generation import atomic
+from moevement_core.restart.generation import atomic, waiting_for_others
 from moevement_core.session.exchange import from_rank_zero
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -40,7 +40,7 @@ def save_or_report(process: Process) -> Wrapper:
                 _report(job, iteration, problem)
                 return None
             injection.at(Phase.SAVE, iteration)
-            with _Reported(job, iteration) as outcome:
+            with _Reported(job, iteration) as outcome, waiting_for_others():
                 original(iteration, *args, **kwargs)
                 if save and torch.distributed.get_rank() == 0:
                     _mark(Path(save), iteration, job.binding.job_name)
@@ -68,7 +68,7 @@ def finalize_or_report(process: Process) -> Wrapper:
     def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
-            with _Reported(process.job, None):
+            with _Reported(process.job, None), waiting_for_others():
                 return original(*args, **kwargs)
 
         return maybe_finalize_async_save

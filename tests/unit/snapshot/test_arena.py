@@ -11,6 +11,7 @@ import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.errors import SnapshotError
+from moevement_core.snapshot import arena as arenas
 from moevement_core.snapshot.arena import PAGE, Arena, in_pages
 from moevement_core.snapshot.buffer import Buffer, spread
 
@@ -49,6 +50,46 @@ def test_parts_that_are_given_back_are_no_more_and_the_rest_is_as_it_was() -> No
     arena.release(buffer)
     assert arena.available == 6 * PAGE, "it is given back once"
     assert other.view(0, 2 * PAGE).eq(9).all()
+
+
+def test_memory_is_allocated_by_calls_of_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that page-locks all of it in one call would be taken to hang."""
+    monkeypatch.setattr(arenas, "MOST_AT_ONCE", 3 * PAGE)
+    device, asked = CpuDevice(), list[int]()
+
+    def host_empty(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return CpuDevice.host_empty(device, nbytes)
+
+    monkeypatch.setattr(device, "host_empty", host_empty)
+    arena = Arena(device)
+    arena.grow(8 * PAGE)
+    arena.grow(9 * PAGE)
+    assert asked == [3 * PAGE, 3 * PAGE, 2 * PAGE, PAGE]
+    assert arena.nbytes == arena.available == 9 * PAGE
+    buffer = arena.acquire(9 * PAGE)
+    assert buffer is not None
+    new = torch.randint(256, (9 * PAGE,), dtype=torch.uint8)
+    for source, target in spread(new, list(buffer.pieces(0, 9 * PAGE))):
+        target.copy_(source)
+    assert torch.equal(buffer.view(0, 9 * PAGE), new)
+
+
+def test_memory_that_cannot_be_had_as_a_whole_is_not_taken_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "MOST_AT_ONCE", PAGE)
+    device, left = CpuDevice(), [2]
+
+    def host_empty(nbytes: int) -> torch.Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("no memory")
+        return CpuDevice.host_empty(device, nbytes)
+
+    monkeypatch.setattr(device, "host_empty", host_empty)
+    arena = Arena(device)
+    with pytest.raises(RuntimeError):
+        arena.grow(3 * PAGE)
+    assert arena.nbytes == arena.available == 0
 
 
 @pytest.mark.parametrize(
