@@ -8,6 +8,7 @@ so waiting is free and an event is a clock reading.
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import resource
@@ -111,6 +112,13 @@ class Device(ABC):
         """Bytes of device memory in use by this process (on the CPU: its resident set)."""
 
     @abstractmethod
+    def release_cached(self) -> int:
+        """Give back device memory that torch keeps and nobody uses; returns the bytes that are free then.
+
+        (On the CPU there is none to give back, and free is what the host can still give.)
+        """
+
+    @abstractmethod
     def peak_memory_bytes(self) -> int:
         """The largest :meth:`memory_bytes` of this process so far."""
 
@@ -210,6 +218,9 @@ class CpuDevice(Device):
     def memory_bytes(self) -> int:
         return int(psutil.Process().memory_info().rss)
 
+    def release_cached(self) -> int:
+        return int(psutil.virtual_memory().available)
+
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
@@ -286,6 +297,11 @@ class CudaDevice(Device):
     def memory_bytes(self) -> int:
         return int(torch.cuda.memory_allocated(self.torch_device))
 
+    def release_cached(self) -> int:
+        gc.collect()  # what an interrupted step has left refers to itself in circles
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
     def peak_memory_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
 
@@ -303,6 +319,17 @@ def clear_last_error(loaded: Path = Path("/proc/self/maps")) -> bool:
     for name in names:
         ctypes.CDLL(name).cudaGetLastError()
     return bool(names)
+
+
+def release_cached_memory() -> int | None:
+    """Give back device memory that nobody uses, for communicators, which do not allocate through torch.
+
+    Returns:
+        Bytes of device memory that are free then; None if this process has used no device yet.
+    """
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        return None  # a device would be taken that may be another rank's
+    return current_device().release_cached()
 
 
 def current_device() -> Device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -55,6 +55,12 @@ class Account:
     """Who had failed before, and how, where the recovery from that was interrupted by this failure."""
     first_failed_at: float | None = None
     """When the first of them had; None: there are none."""
+    leaving: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase in which ranks left the generation that was interrupted, on the slowest rank: ``shut_down``
+    connections, ``drain``, ``abort`` communicators, ``unwind`` the main thread, ``collect`` what is left."""
+    free_bytes: int | None = None
+    """Device memory that was free on the rank with the least, when all had left and before communicators were made
+    again (on CPUs: host memory); None if no rank has used a device."""
 
     def parts(self) -> dict[str, float]:
         """Seconds by part, in order."""
@@ -88,6 +94,7 @@ class Account:
             ("scope", self.scope),
             ("plan", _plan(found)),
             ("seconds", f"{parts}  = {self.total_s:.2f}"),
+            *([("left", self._left)] if self.leaving else ()),
             *([("lost", found.losses)] if found is not None and found.losses else ()),
             ("verified", _verified(found)),
             ("kept", self.kept),
@@ -95,6 +102,11 @@ class Account:
             ("so far", f"{_effective(self.effective)}; {self.spares} spares are left"),
         ]
         return [f"recovery {self.generation}", *(f"  {name:<9} {text}" for name, text in rows)]
+
+    @property
+    def _left(self) -> str:
+        free = f"; {self.free_bytes / 1e9:.1f} GB of device memory were free" if self.free_bytes is not None else ""
+        return "  ".join(f"{name.replace('_', ' ')} {took:.2f}" for name, took in self.leaving.items()) + free
 
     def as_dict(self) -> dict[str, Any]:
         """For events."""

@@ -109,6 +109,8 @@ class Coordinator:
         self._attempts = Attempts()
         self._is_reported = False
         self._interrupted_at = self._proposed_at = 0.0
+        self._leave_by: dict[int, float] = {}
+        """When each member is given up that has not left since the interruption."""
         self._form_at: float | None = None
         """When the job may be formed again; nothing while that is not decided for this interruption."""
         self._short_since: float | None = None
@@ -292,6 +294,7 @@ class Coordinator:
                 self._store.set(START.format(self.roster.generation), "superseded")
             else:
                 self._interrupted_at = self._clock()
+                self._leave_by.clear()
             self.state, self._short_since, self._form_at = State.FORMING, None, None
             self.waits_for_respawn = False
 
@@ -440,17 +443,22 @@ class Coordinator:
         return False
 
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
-        """Whether everyone who had entered training has stopped; who does not in time is given up."""
+        """Whether everyone who had entered training has stopped; who does not in time is given up.
+
+        A member that reports another phase of leaving has the same time again.
+        """
         if self._entered.generation < 0:
             return True
         self._leaving()
-        late = self._clock() - self._interrupted_at > LEASES_TO_LEAVE * self.lease_s
-        inside = self._entered
+        inside, now, leave_s = self._entered, self._clock(), self.membership.leave_s
         entered = [member for member in survivors.values() if member in inside.members and member not in inside.left]
-        if entered and late:
-            for member in entered:
-                how = f"did not stop within {LEASES_TO_LEAVE * self.lease_s:g} s of an interruption"
-                self._lose(member, how, NoticedBy.TIMEOUT)
+        for member in entered:
+            if now <= self._leave_by.setdefault(member, self._interrupted_at + leave_s):
+                continue
+            if inside.has_come_further(member):
+                self._leave_by[member] = now + leave_s
+            else:
+                self._lose(member, f"did not stop within {leave_s:g} s of an interruption", NoticedBy.TIMEOUT)
         return not entered
 
     def _replace_suspect(self) -> bool:

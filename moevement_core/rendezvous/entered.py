@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from moevement_core.rendezvous.now_and_then import Now
-from moevement_core.rendezvous.roster import FINISHED, LEFT
+from moevement_core.rendezvous.roster import FINISHED, LEAVING, LEFT
 from moevement_core.rendezvous.signed_store import SignedStore
 
 
@@ -27,6 +27,8 @@ class Entered:
         self.left: dict[int, Mapping[str, Any]] = {}
         """What survivors of it wrote when they left it."""
         self._finished: set[int] = set()
+        self._phases: dict[int, bytes] = {}
+        """The phase of leaving that each member was last known to be in."""
         self._found: dict[str, int] = {}
         self._looks: dict[str, Now] = {}
         """So that a job of a thousand ranks is not asked a thousand questions at every step."""
@@ -35,7 +37,7 @@ class Entered:
     def begin(self, generation: int, members: Collection[int]) -> None:
         """These have entered it."""
         self.generation, self.members = generation, members
-        self.left, self._finished = {}, set()
+        self.left, self._finished, self._phases = {}, set(), {}
         self._looks.clear()
         self._found.clear()
 
@@ -61,6 +63,14 @@ class Entered:
                 self.left[member] = json.loads(its)
                 newly.append(self.left[member])
         return newly
+
+    def has_come_further(self, member: int) -> bool:
+        """Return whether a member has reported another phase of leaving since it was last asked for."""
+        phase = self._store.read(f"{LEAVING.format(self.generation)}/{member}")
+        if phase is None or phase == self._phases.get(member):
+            return False
+        self._phases[member] = phase
+        return True
 
     def all_finished(self) -> bool:
         """Whether every member has come to the end of the job."""

@@ -44,6 +44,11 @@ class Member:
         self._store, self._info = store, info
         self._generation = -1
 
+    @property
+    def number(self) -> int:
+        """The number of this process, which no other one of the job ever had."""
+        return self._info.member
+
     def join(self) -> None:
         """Be there to be given a rank."""
         # Asked before the coordinator knows of this member, so that no roster with it in is passed over.

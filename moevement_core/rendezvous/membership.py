@@ -10,6 +10,8 @@ from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
 """How many lease times a rank has to stop what it does after an interruption, or to acknowledge a roster."""
+LEASES_TO_LEAVE_DEVICES = 12
+"""How many it has to stop where members have devices: all communicators are aborted, and each waits for its device."""
 RESET_GRACE_S = 0.5
 """How long a supervisor whose connection broke has to connect again."""
 
@@ -37,6 +39,12 @@ class Membership:
         self._disconnected: dict[int, float] = {}
         """Members whose supervisor's connection broke, and when."""
         self._stepped_at = clock()
+
+    @property
+    def leave_s(self) -> float:
+        """Seconds that a rank has for each phase of leaving that it reports, and for all that it does not report."""
+        has_devices = any(info.devices for info in self.alive.values())
+        return (LEASES_TO_LEAVE_DEVICES if has_devices else LEASES_TO_LEAVE) * self.lease_s
 
     def welcome(self) -> list[MemberInfo]:
         """Take in, and return, who has joined since."""

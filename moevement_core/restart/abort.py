@@ -10,6 +10,7 @@ from nvidia_resiliency_ext.inprocess.state import FrozenState
 
 from moevement_core.replication import transport
 from moevement_core.restart.connections import Endpoint, Ends, shut_down
+from moevement_core.restart.leaving import Leaving, LeavingPhase
 
 DRAIN_S = 5.0
 """How long sends and receives of background threads have to notice that their connections are gone."""
@@ -25,20 +26,32 @@ class AbortAll(Abort):
         store: where the job's store listens; connections to it stay.
         groups: those of them that process groups are made through, which do not.
         before: called first; whatever must know that errors to come are nobody's fault.
+        leaving: is given each phase when it begins; the last one is the main thread's.
     """
 
-    def __init__(self, store: Collection[Endpoint], groups: Collection[Ends], before: Callable[[], None]) -> None:
-        self._store, self._of_groups, self._before = store, groups, before
+    def __init__(
+        self,
+        store: Collection[Endpoint],
+        groups: Collection[Ends],
+        before: Callable[[], None],
+        leaving: Leaving,
+    ) -> None:
+        self._store, self._of_groups, self._before, self._leaving = store, groups, before, leaving
         self._groups = AbortTorchDistributed()
 
     def __call__(self, state: FrozenState) -> FrozenState:  # on the wrapper's monitoring thread
         """Abort."""
+        leaving = self._leaving
         self._before()
+        leaving.begin(LeavingPhase.SHUT_DOWN)
         transport.refuse()
         shut_down(self._is_meant)
+        leaving.begin(LeavingPhase.DRAIN)
         transport.drained(DRAIN_S)
+        leaving.begin(LeavingPhase.ABORT)
         self._groups(state)
         _destroy_user_buffers()
+        leaving.begin(LeavingPhase.UNWIND)
         return state
 
     def _is_meant(self, ends: Ends) -> bool:

@@ -6,14 +6,15 @@ There is one in a process, so it is kept here; it is asked for from any thread.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moevement_core.rendezvous.roster import Roster
 from moevement_core.rendezvous.status_page import wait_until_held
 from moevement_core.restart.guard import Guard
+from moevement_core.restart.leaving import Leaving
 
 NOTICED_S = 2.0
 """How long the death of a process takes to be noticed at most; its broken connections are seen at once."""
@@ -39,6 +40,14 @@ class Generation:
     """When this process was interrupted in the generation before; 0 if it was not in it."""
     aborted_at: float = 0.0
     """When this one was; seconds since the epoch, both."""
+    left_in: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase in which this process left the generation before; empty if it was not in it."""
+    free_before: int | None = None
+    """Bytes of device memory that were free when it had; None if it was not in it, or has used no device."""
+    leaving: Leaving = field(default_factory=Leaving)
+    """How this process leaves this one."""
+    free_bytes: int | None = None
+    """Bytes of device memory that were free when it had left this one."""
     guard: Guard | None = None
     """Of this generation, while it runs."""
     is_interrupted: Callable[[], bool] = lambda: False
@@ -62,7 +71,10 @@ def enter_generation(roster: Roster, rank: int) -> Generation:
     """Begin a generation in this process."""
     global _generation
     before = _generation
-    _generation = Generation(roster, rank, interrupted_at=before.aborted_at if before is not None else 0.0)
+    _generation = Generation(roster, rank)
+    if before is not None:
+        _generation.interrupted_at, _generation.left_in = before.aborted_at, before.leaving.seconds
+        _generation.free_before = before.free_bytes
     return _generation
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from nvidia_resiliency_ext.inprocess.attribution import Interruption
 from nvidia_resiliency_ext.shared_utils.log_manager import LogConfig
 
+from moevement_core.device import release_cached_memory
 from moevement_core.errors import ConfigError, DataError, JobStopped, MoEvementError, ResultError, RunRecordError
 from moevement_core.exit_codes import BROKEN_DEVICE
 from moevement_core.injection import Fault, Phase
@@ -48,11 +49,14 @@ from moevement_core.restart.generation import (
 )
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import PATIENCE, Guard, Outcome
+from moevement_core.restart.leaving import Leaving, LeavingPhase
 from moevement_core.restart.store import GenerationStore, connect, connect_breakable, endpoints, store_address
 
 DUMP_AFTER = 1 / 3
 """After which part of the time for a hang a rank that does not stop prints what its threads do: two lease times of the
 three after which the job goes on without it."""
+QUIET = 1 / 6
+"""After which part of that time the coordinator hears of each further phase of leaving: a lease time."""
 REPORT_S = 5.0
 """How long a process may take to give its rank back; then it ends without a word, by its exit code."""
 
@@ -194,7 +198,7 @@ class _Restarts:
                 sys.exit(str(stopped) or None)
             if ended is Outcome.INTERRUPTED:
                 try:
-                    self._leave(roster)
+                    self._leave(now)
                 except Exception as error:
                     self._give_back_after(error)
                     raise
@@ -204,12 +208,15 @@ class _Restarts:
                 raise ended
             return ended
 
-    def _leave(self, roster: Roster) -> None:
+    def _leave(self, now: Generation) -> None:
         """Put away what an interruption has left, and have the job formed again."""
+        now.leaving.begin(LeavingPhase.COLLECT)
         torch.set_grad_enabled(True)
         forget_groups()
         self._training.interrupted()
-        had_recovered = self._training.resumed_in == roster.generation
+        now.free_bytes = release_cached_memory()
+        now.leaving.end()
+        had_recovered = self._training.resumed_in == now.roster.generation
         self._member.leave(self._reason, self._training.iteration, had_recovered=had_recovered, suspects=self._suspects)
         faulthandler.cancel_dump_traceback_later()
 
@@ -257,6 +264,9 @@ class _Restarts:
         self._reason, self._suspects = "", ()
         groups_store, its_connections = connect_breakable(self._address)
 
+        signals = GenerationStore(connect(self._address), now.roster.generation)
+        now.leaving = Leaving(watching.hang_s * QUIET, lambda phase: signals.report_leaving(self._member.number, phase))
+
         def begin_to_abort() -> None:
             now.abort()
             # A thread that waits where no abort frees it does not stop, and its process is given up. It says where.
@@ -265,8 +275,8 @@ class _Restarts:
         guard = Guard(
             now.rank,
             world,
-            GenerationStore(connect(self._address), now.roster.generation),
-            AbortAll(self._endpoints, its_connections, begin_to_abort),
+            signals,
+            AbortAll(self._endpoints, its_connections, begin_to_abort, now.leaving),
             watching.hang_s,
             watching.interval_s,
             PATIENCE * watching.hang_s if watching.devices else None,

@@ -12,7 +12,7 @@ import torch
 from nvidia_resiliency_ext.inprocess.attribution import Interruption, InterruptionRecord
 from nvidia_resiliency_ext.inprocess.store import StoreMixin
 
-from moevement_core.rendezvous.roster import INTERRUPTED
+from moevement_core.rendezvous.roster import INTERRUPTED, LEAVING
 from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
 from moevement_core.rendezvous.token import own_token
 from moevement_core.restart.connections import Endpoint, Ends, connections
@@ -82,7 +82,7 @@ class GenerationStore(StoreMixin):
     """
 
     def __init__(self, store: SignedStore, generation: int) -> None:
-        self._store, self._key = store, INTERRUPTED.format(generation)
+        self._store, self._key, self._leaving = store, INTERRUPTED.format(generation), LEAVING.format(generation)
 
     @override
     def record_interrupted(self, records: Iterable[InterruptionRecord] | None = None) -> None:
@@ -102,6 +102,10 @@ class GenerationStore(StoreMixin):
     def is_interrupted(self) -> bool:
         """Return whether anybody has recorded an interruption; one question to the store, which never waits."""
         return self._store.check([self._key])
+
+    def report_leaving(self, member: int, phase: str) -> None:
+        """Let the coordinator know that a member has come to a later phase of leaving; returns at once."""
+        self._store.set(f"{self._leaving}/{member}", phase)
 
     @override
     def wait_for_interrupted(self, timeout: timedelta) -> None:

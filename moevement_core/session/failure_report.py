@@ -12,6 +12,7 @@ from moevement_core.recovery.account import Account
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.rendezvous.roster import Death, NoticedBy
 from moevement_core.restart.generation import generation
+from moevement_core.restart.leaving import LeavingPhase
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.kept import Kept
 from moevement_core.session.session import Session
@@ -30,7 +31,7 @@ class Times:
     resumed_at: float
 
 
-_Told = tuple[float, float, float, float, float, float, int]
+_Told = tuple[float, float, float, float, float, float, int, dict[str, float], int | None]
 
 
 def report_failure(
@@ -50,9 +51,9 @@ def report_failure(
     assert now is not None
     mine = (
         now.interrupted_at, times.usable_at, times.prepared_at, times.replay_at, times.resumed_at,
-        session.saving.windows.iteration_s, session.saving.copies_missing,
+        session.saving.windows.iteration_s, session.saving.copies_missing, dict(now.left_in), now.free_before,
     )  # fmt: skip
-    *moments, iteration_s, missing = zip(*all_gather_objects(mine, _Told), strict=True)
+    *moments, iteration_s, missing, left_in, free_bytes = zip(*all_gather_objects(mine, _Told), strict=True)
     interrupted_at, usable_at, prepared_at, replay_at, resumed_at = (max(its) for its in moments)
     roster = now.roster
     failed_at = min((_lost_at(death) for death in roster.deaths), default=interrupted_at)
@@ -77,6 +78,8 @@ def report_failure(
         copies=f"{sum(missing)} snapshots are being brought to peers again" if sum(missing) else "all are there",
         earlier=[_failure(death) for death in roster.earlier],
         first_failed_at=min(map(_lost_at, roster.earlier), default=None),
+        leaving=_slowest(left_in),
+        free_bytes=min((free for free in free_bytes if free is not None), default=None),
     )
     if dist.get_rank() == 0:
         for line in account.lines():
@@ -85,6 +88,11 @@ def report_failure(
     if roster.split:
         nodes = tuple(roster.nodes_of(*block) for block in roster.split)
         session.saving.reports.event(GroupsSplit(roster.split, nodes))
+
+
+def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The longest of each phase of leaving, over all ranks that were in the generation."""
+    return {phase: max(of_rank.get(phase, 0.0) for of_rank in seconds) for phase in map(str, LeavingPhase)}
 
 
 def _lost_at(death: Death) -> float:

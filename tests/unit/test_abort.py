@@ -20,6 +20,7 @@ from moevement_core.replication import transport
 from moevement_core.replication.connections import Address, Connections
 from moevement_core.restart.abort import AbortAll
 from moevement_core.restart.connections import Patience, connections, shut_down
+from moevement_core.restart.leaving import Leaving
 from moevement_core.session.exchange import all_gather_objects
 from tests.harness import run_ranks
 
@@ -65,7 +66,9 @@ def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
         for_groups = socket.create_connection(store.getsockname())
         (others, _), *served = peers.accept(), store.accept()[0], store.accept()[0]
         groups = {ends for ends, _ in connections() if ends.local == for_groups.getsockname()}
-        AbortAll({("127.0.0.1", port)}, groups, lambda: None)(State(0, 1).freeze())
+        leaving = Leaving()
+        AbortAll({("127.0.0.1", port)}, groups, lambda: None, leaving)(State(0, 1).freeze())
+        assert list(leaving.seconds) == ["shut_down", "drain", "abort"]
         assert others.recv(1) == b"", "the peer is shut down"
         assert served[1].recv(1) == b"", "what process groups are made through, too"
         to_store.sendall(b"x")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moevement_core.device import CpuDevice, clear_last_error, current_device
+from moevement_core.device import CpuDevice, CudaDevice, clear_last_error, current_device, release_cached_memory
 
 
 def test_copies_on_a_side_stream_are_there_after_its_event() -> None:
@@ -119,3 +119,23 @@ def test_the_runtime_is_asked_for_its_last_error(tmp_path: Path) -> None:
     assert clear_last_error(maps)
     assert asked.exists()
     assert not clear_last_error(tmp_path / "asked"), "there is no runtime"
+
+
+def test_memory_is_given_back_after_what_refers_to_it_was_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communicators allocate beside torch, which keeps what is free; an interrupted step holds itself in a circle."""
+    calls = list[str]()
+    device = object.__new__(CudaDevice)
+    device.torch_device = torch.device("cuda", 0)
+    monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda of: (7 << 30, 80 << 30))
+    assert device.release_cached() == 7 << 30
+    assert calls == ["collect", "empty"]
+
+
+def test_no_device_is_taken_to_ask_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has not been given one would take another rank's."""
+    assert torch.cuda.is_available() or (release_cached_memory() or 0) > 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert release_cached_memory() is None

@@ -47,6 +47,13 @@ def test_the_block_says_everything_once() -> None:
     assert texts_of(ACCOUNT)["kept"] == ACCOUNT.kept
 
 
+def test_how_ranks_left_is_told_where_it_is_known() -> None:
+    left = replace(ACCOUNT, leaving={"shut_down": 0.021, "abort": 41.5}, free_bytes=31_400_000_000)
+    assert re.findall(r"\d+\.\d+", texts_of(left)["left"]) == ["0.02", "41.50", "31.4"]
+    assert (left.as_dict()["leaving"]["abort"], left.as_dict()["free_bytes"]) == (41.5, 31_400_000_000)
+    assert "left" not in texts_of(ACCOUNT)
+
+
 def test_what_is_not_known_is_not_claimed() -> None:
     unverified = replace(RECOVERY, verified_until=None).as_dict()
     texts = texts_of(replace(ACCOUNT, recovery=unverified, effective=None))

@@ -17,7 +17,7 @@ from moevement_core.rendezvous import attempts
 from moevement_core.rendezvous.coordinator import Coordinator, State
 from moevement_core.rendezvous.devices import CHECK_S
 from moevement_core.rendezvous.member import Member
-from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, RESET_GRACE_S
+from moevement_core.rendezvous.membership import LEASES_TO_LEAVE, LEASES_TO_LEAVE_DEVICES, RESET_GRACE_S
 from moevement_core.rendezvous.respawns import WAIT_S
 from moevement_core.rendezvous.roster import (
     ACKNOWLEDGED,
@@ -32,6 +32,7 @@ from moevement_core.rendezvous.roster import (
 )
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.token import Token
+from moevement_core.restart.store import GenerationStore
 
 TOKEN = Token.new()
 KILLED = "was killed by signal 9"
@@ -365,6 +366,37 @@ def test_a_rank_that_does_not_stop_after_an_interruption_is_given_up(store: Any)
     assert job.coordinator.roster.ranks == {0: 2, 1: 3}
     assert job.coordinator.died(0, 1000, "ended with 1") is None
     assert job.coordinator.state is State.RUNNING
+
+
+def test_a_rank_that_comes_further_while_it_leaves_has_the_same_time_again(store: Any) -> None:
+    job = Job(store, 3, 6, lease_s=10.0)
+    leave_s = 10.0 * LEASES_TO_LEAVE
+    job.coordinator.died(1, 1001, KILLED)
+    job.passes(leave_s - 1, range(6))
+    GenerationStore(another(store), 0).report_leaving(0, "abort")
+    job.passes(2.0, range(6))
+    job.settle()
+    assert job.coordinator.given_up == {2}, "it has reported nothing"
+    job.passes(leave_s - 1, range(6))
+    assert job.coordinator.given_up == {2}
+    GenerationStore(another(store), 0).report_leaving(0, "unwind")
+    job.passes(leave_s, range(6))
+    assert job.coordinator.given_up == {2}
+    job.passes(2.0, range(6))
+    assert job.coordinator.given_up == {0, 2}, "a phase that does not end"
+
+
+def test_ranks_with_devices_have_longer_to_leave(store: Any) -> None:
+    job = Job(store, 2, 0, lease_s=10.0)
+    for number in range(4):
+        job.members[number] = Member(store, MemberInfo(number, 1000 + number, "host", "node", number % 2, ("a", "b")))
+        job.members[number].join()
+        job.settle()
+    job.coordinator.died(1, 1001, KILLED)
+    job.passes(10.0 * LEASES_TO_LEAVE_DEVICES - 1, range(4))
+    assert job.coordinator.given_up == set()
+    job.passes(2.0, range(4))
+    assert job.coordinator.given_up == {0}
 
 
 def test_a_coordinator_that_did_not_run_for_a_while_takes_nobody_for_dead(store: Any) -> None:
