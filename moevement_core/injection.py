@@ -42,6 +42,8 @@ class Phase(StrEnum):
     SAVE = "save"
     GROUPS = "groups"
     """After a failure, before the process groups are made: the others wait for this rank. It knows no iteration yet."""
+    COMMUNICATORS = "communicators"
+    """After a failure, when the process groups are made and not used yet. It knows no iteration yet."""
     RECOVER = "recover"
     """Where ranks meet after a failure; the iteration is the one that they resume."""
     REDO = "redo"
@@ -92,7 +94,7 @@ class Fault:
         for name, known in (("phase", Phase), ("signal", Signal)):
             if name in words and words[name] not in list(known):
                 raise ConfigError(f"{flag}: {name}={words[name]}; needs one of {', '.join(known)}")
-        if words["phase"] == Phase.GROUPS and "iteration" in words:
+        if words["phase"] in (Phase.GROUPS, Phase.COMMUNICATORS) and "iteration" in words:
             raise ConfigError(f"{flag}: a rank that makes process groups knows no iteration yet; leave iteration= out")
         iteration = int(words["iteration"]) if "iteration" in words else None
         return Fault(int(words["rank"]), Phase(words["phase"]), Signal(words.get("signal", Signal.KILL)), iteration)

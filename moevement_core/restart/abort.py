@@ -9,7 +9,7 @@ from nvidia_resiliency_ext.inprocess.abort import Abort, AbortTorchDistributed
 from nvidia_resiliency_ext.inprocess.state import FrozenState
 
 from moevement_core.replication import transport
-from moevement_core.restart.connections import Endpoint, Ends, shut_down
+from moevement_core.restart.connections import Endpoint, Ends, shut_down, shut_down_listeners
 from moevement_core.restart.leaving import Leaving, LeavingPhase
 
 DRAIN_S = 5.0
@@ -27,6 +27,7 @@ class AbortAll(Abort):
         groups: those of them that process groups are made through, which do not.
         before: called first; whatever must know that errors to come are nobody's fault.
         leaving: is given each phase when it begins; the last one is the main thread's.
+        listeners: sockets that listened before any process group was made, by inode; they go on.
     """
 
     def __init__(
@@ -35,7 +36,9 @@ class AbortAll(Abort):
         groups: Collection[Ends],
         before: Callable[[], None],
         leaving: Leaving,
+        listeners: Collection[int],
     ) -> None:
+        self._listeners = listeners
         self._store, self._of_groups, self._before, self._leaving = store, groups, before, leaving
         self._groups = AbortTorchDistributed()
 
@@ -45,6 +48,7 @@ class AbortAll(Abort):
         self._before()
         leaving.begin(LeavingPhase.SHUT_DOWN)
         transport.refuse()
+        shut_down_listeners(self._listeners)  # a rank that makes a communicator of NCCL may wait to be called
         shut_down(self._is_meant)
         leaving.begin(LeavingPhase.DRAIN)
         transport.drained(DRAIN_S)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import stat
 import struct
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 LOOK_S = 0.005
 """Between two looks at what has moved."""
@@ -22,6 +24,8 @@ _ESTABLISHED = 1
 _MOVED = struct.Struct("=QQ")
 _MOVED_AT = 120
 """Bytes acknowledged and received, in Linux's ``struct tcp_info``."""
+_WATCHED_INODE = re.compile(r"^tfd:.*\bino:\s*([0-9a-f]+)", re.MULTILINE)
+"""In what ``/proc`` shows of an epoll: a line for each descriptor that it watches (Linux 5.1)."""
 
 type Endpoint = tuple[str, int]
 """Address and port."""
@@ -60,7 +64,7 @@ def connections() -> Iterator[tuple[Ends, socket.socket]]:
 
 def _ends_of(connection: socket.socket) -> Ends | None:
     """Nothing if it is no connection."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+    if not _is_tcp(connection):
         return None
     if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return None
@@ -68,6 +72,52 @@ def _ends_of(connection: socket.socket) -> Ends | None:
     with suppress(OSError):
         remote = _endpoint(connection.getpeername())
     return Ends(_endpoint(connection.getsockname()), remote)
+
+
+def listening() -> set[int]:
+    """Return the sockets of this process that listen for TCP connections, by their inodes."""
+    return {inode for inode, _ in _listeners()}
+
+
+def shut_down_listeners(kept: Collection[int]) -> None:
+    """End every wait for a caller: who waits in ``accept`` gets an error, and nobody can connect any more.
+
+    A socket that an epoll watches stays as it is: nobody waits in ``accept`` on it, and the thread of gloo that owns
+    the epoll would be told of the end again and again.
+
+    Args:
+        kept: inodes of sockets that stay as they are; see :func:`listening`.
+    """
+    watched = _watched()
+    for inode, listener in _listeners():
+        if inode not in kept and inode not in watched:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+
+
+def _listeners() -> Iterator[tuple[int, socket.socket]]:
+    """Every listening TCP socket, as a duplicate that is closed when the next is asked for."""
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if (duplicate := _duplicate(descriptor)) is None:
+            continue
+        with duplicate:
+            if _is_tcp(duplicate) and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield os.fstat(duplicate.fileno()).st_ino, duplicate
+
+
+def _watched() -> set[int]:
+    """Return the inodes of all that the epolls of this process watch."""
+    found = set[int]()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{descriptor}") == "anon_inode:[eventpoll]":
+                text = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii")
+                found |= {int(inode, 16) for inode in _WATCHED_INODE.findall(text)}
+    return found
+
+
+def _is_tcp(one: socket.socket) -> bool:
+    return one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
 
 
 def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience()) -> None:

@@ -133,6 +133,12 @@ def waiting_for_others() -> AbstractContextManager[Any]:
     return _generation.guard.waiting_for_others()
 
 
+def connecting() -> AbstractContextManager[Any]:
+    """Ranks make communicators with each other; a call that takes long hangs, however new the generation is."""
+    now = _generation
+    return now.guard.connecting() if now is not None and now.guard is not None else nullcontext()
+
+
 def working() -> AbstractContextManager[Any]:
     """Within :func:`waiting_for_others`: this rank is one of those that are at work."""
     return _generation.guard.working() if _generation is not None and _generation.guard is not None else nullcontext()

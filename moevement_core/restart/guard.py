@@ -114,6 +114,10 @@ class Guard:
         """Within :meth:`waiting_for_others`: this rank is one of those that are at work."""
         return self._limit(self._usual_s)
 
+    def connecting(self) -> AbstractContextManager[None]:
+        """Ranks make communicators with each other: each of these calls is short, in the time of ``set_up_s``, too."""
+        return self._limit(self._hang_s)
+
     @contextmanager
     def _limit(self, seconds: float) -> Iterator[None]:
         before = self._limited_s

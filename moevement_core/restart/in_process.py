@@ -37,6 +37,7 @@ from moevement_core.rendezvous.resizing import Grid
 from moevement_core.rendezvous.roster import BLOCKS, ELASTIC, GivenBack, MemberInfo, Roster
 from moevement_core.restart import injection
 from moevement_core.restart.abort import AbortAll
+from moevement_core.restart.connections import listening
 from moevement_core.restart.device_health import DeviceFault, DeviceHealth, fault_of
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV
 from moevement_core.restart.generation import (
@@ -276,7 +277,7 @@ class _Restarts:
             now.rank,
             world,
             signals,
-            AbortAll(self._endpoints, its_connections, begin_to_abort, now.leaving),
+            AbortAll(self._endpoints, its_connections, begin_to_abort, now.leaving, listening()),
             watching.hang_s,
             watching.interval_s,
             PATIENCE * watching.hang_s if watching.devices else None,

@@ -30,6 +30,7 @@ from moevement_core.injection import Phase
 from moevement_core.recovery.agree import NothingToResume
 from moevement_core.rendezvous.config import LEASES_TO_HANG
 from moevement_core.restart import injection
+from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import Training, Watching, is_restarted_in_process, run_through_failures
 from moevement_core.restart.store import connect_plain, store_address
@@ -153,6 +154,8 @@ class _Loop(Training):
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(self._backend, store=store, timeout=TIMEOUT, rank=rank, world_size=world)
         now = generation()
+        if now is not None:
+            make_communicators()
         if now is None or now.roster.generation == 0 or not self._take_up():
             self._begin()
         session = self._session

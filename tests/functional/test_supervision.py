@@ -129,6 +129,20 @@ def test_a_rank_that_is_stopped_during_a_recovery_is_replaced(tmp_path: Path) ->
     assert re.search(r"\blease\b", survived.failures()[-1]["noticed_by"])
 
 
+def test_a_replacement_that_is_killed_while_communicators_are_made_holds_up_nobody(tmp_path: Path) -> None:
+    """The other rank waits for it in a collective of a group that is used for the first time."""
+    survived = survive(
+        2, 1, tmp_path / "run", inject=("rank=1,iteration=8,phase=forward", "rank=1,phase=communicators"),
+        **FLAGS, train_iters=14,
+    )  # fmt: skip
+    assert survived.digest == digest_of(failure_free(2, **FLAGS, train_iters=14))
+    survived.check_metrics(14)
+    (failure,) = survived.failures()
+    assert len(failure["earlier"]) == 1
+    assert set(failure["leaving"]) == {"shut_down", "drain", "abort", "unwind", "collect"}
+    assert failure["free_bytes"] > 0
+
+
 @pytest.mark.full
 def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: Path) -> None:
     words = flags(**FLAGS, train_iters=14)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import sys
 import threading
@@ -19,7 +20,13 @@ from nvidia_resiliency_ext.inprocess.state import State
 from moevement_core.replication import transport
 from moevement_core.replication.connections import Address, Connections
 from moevement_core.restart.abort import AbortAll
-from moevement_core.restart.connections import Patience, connections, shut_down
+from moevement_core.restart.connections import (
+    Patience,
+    connections,
+    listening,
+    shut_down,
+    shut_down_listeners,
+)
 from moevement_core.restart.leaving import Leaving
 from moevement_core.session.exchange import all_gather_objects
 from tests.harness import run_ranks
@@ -53,7 +60,7 @@ def test_user_buffers_are_destroyed_and_the_registry_of_fp8_stays(monkeypatch: p
     engine.fp8 = fp8  # type: ignore[attr-defined]
     for module in (ModuleType("transformer_engine"), engine, fp8):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    AbortAll({}, {}, lambda: None)(State(0, 1).freeze())
+    AbortAll({}, {}, lambda: None, Leaving(), listening())(State(0, 1).freeze())
     assert called == ["destroy_ub"]
 
 
@@ -66,8 +73,8 @@ def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
         for_groups = socket.create_connection(store.getsockname())
         (others, _), *served = peers.accept(), store.accept()[0], store.accept()[0]
         groups = {ends for ends, _ in connections() if ends.local == for_groups.getsockname()}
-        leaving = Leaving()
-        AbortAll({("127.0.0.1", port)}, groups, lambda: None, leaving)(State(0, 1).freeze())
+        leaving, kept = Leaving(), listening()
+        AbortAll({("127.0.0.1", port)}, groups, lambda: None, leaving, kept)(State(0, 1).freeze())
         assert list(leaving.seconds) == ["shut_down", "drain", "abort"]
         assert others.recv(1) == b"", "the peer is shut down"
         assert served[1].recv(1) == b"", "what process groups are made through, too"
@@ -75,6 +82,37 @@ def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
         assert served[0].recv(1) == b"x"
         for one in (peer, others, to_store, for_groups, *served):
             one.close()
+
+
+def test_who_waits_for_a_caller_is_freed_and_other_servers_go_on() -> None:
+    """A rank that makes a communicator of NCCL may wait so, for one that is lost; no exception reaches it there."""
+    with socket.create_server(("127.0.0.1", 0)) as of_the_script:
+        kept = listening()
+        assert os.fstat(of_the_script.fileno()).st_ino in kept
+        with (
+            socket.create_server(("127.0.0.1", 0)) as waiting,
+            socket.create_server(("127.0.0.1", 0)) as watched,
+            select.epoll() as epoll,
+        ):
+            epoll.register(watched, select.EPOLLIN)
+            failed: list[OSError] = []
+
+            def wait() -> None:
+                try:
+                    waiting.accept()
+                except OSError as error:
+                    failed.append(error)
+
+            thread = threading.Thread(target=wait, daemon=True)
+            thread.start()
+            shut_down_listeners(kept)
+            thread.join(10)
+            assert len(failed) == 1
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(waiting.getsockname())
+            for server in (of_the_script, watched):
+                with socket.create_connection(server.getsockname()):
+                    server.accept()[0].close()
 
 
 def test_nothing_but_connections_is_touched(tmp_path: Path) -> None:

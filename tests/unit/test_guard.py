@@ -47,7 +47,7 @@ def test_a_rank_that_hangs_is_interrupted_and_names_the_place() -> None:
 
 
 def test_what_counts_as_a_hang_depends_on_what_a_rank_does() -> None:
-    """Long calls are expected before the first iteration, and where others work."""
+    """Long calls are expected before the first iteration, and where others work; but not while ranks connect."""
     store = GenerationStore(SignedStore(dist.HashStore(), Token.new()), 0)
     guard = Guard(0, 1, store, _Free(threading.Lock()), hang_s=60.0, interval_s=0.5, set_up_s=300.0)
     limits = [guard.limit_s]
@@ -55,8 +55,10 @@ def test_what_counts_as_a_hang_depends_on_what_a_rank_does() -> None:
         limits.append(guard.limit_s)
         with guard.working():
             limits.append(guard.limit_s)
+    with guard.connecting():
+        limits.append(guard.limit_s)
     limits.append(guard.limit_s)
-    assert limits == [300.0, 600.0, 300.0, 300.0]
+    assert limits == [300.0, 600.0, 300.0, 60.0, 300.0]
     guard.expect_progress()
     assert guard.limit_s == 60.0
     with guard.waiting_for_others(), guard.working():

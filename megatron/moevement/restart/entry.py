@@ -36,6 +36,7 @@ from megatron.moevement.runtime.results import validate_first_iteration
 from moevement_core import log
 from moevement_core.events import Restarted
 from moevement_core.recovery.agree import NothingToResume
+from moevement_core.restart.communicators import make_communicators
 from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.session.exchange import from_rank_zero
 from moevement_core.session.identity import agree_on_names, job_name
@@ -65,6 +66,8 @@ def enter_setup(process: Process) -> Wrapper:
 
             now = generation()
             groups = Groups.now() if now is not None else None
+            if now is not None:
+                make_communicators(_pipelines())
             take_up = reassemble if get_args().moevement_elastic else _take_up
             if now is None or now.roster.generation == 0 or not take_up(process, setup, groups, first):
                 _begin(process, setup, groups, first)
@@ -74,6 +77,14 @@ def enter_setup(process: Process) -> Wrapper:
         return setup_model_and_optimizer
 
     return wrapper
+
+
+def _pipelines() -> list[Any]:
+    """Groups of pipeline stages that this rank is in."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_pipeline_model_parallel_group()
+    return list(group) if isinstance(group, list) else [group]
 
 
 def _begin(process: Process, setup: Setup, groups: Groups | None, first: FirstProgress) -> None:

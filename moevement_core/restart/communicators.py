@@ -1,0 +1,73 @@
+"""What process groups communicate through, made at once instead of at the first use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
+
+from moevement_core.device import current_device
+from moevement_core.injection import Phase
+from moevement_core.restart import injection
+from moevement_core.restart.generation import connecting, generation
+
+
+def make_communicators(pipelines: Iterable[Any] = ()) -> int:
+    """Use each process group of this rank once; every rank of the job calls it when its groups are made.
+
+    NCCL makes a communicator when its group is first used, in a call in which a rank waits for all others. In the
+    middle of a replay a further failure would find state half replaced; here nothing has been touched. Groups are used
+    in the order in which they were made, which is the same on all ranks. Over gloo connections are there already.
+
+    Args:
+        pipelines: groups whose neighbours, first and last included, also send to each other. NCCL has a communicator
+            for each such pair.
+
+    Returns:
+        How many groups and pairs were used.
+    """
+    if (now := generation()) is not None and now.roster.generation > 0:
+        injection.at(Phase.COMMUNICATORS)
+    device, used = current_device(), 0
+    with connecting():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(_token(group), group=group)
+                device.synchronize()
+                used += 1
+        for group in pipelines:
+            used += _connect_neighbours(group)
+            device.synchronize()
+    return used
+
+
+def neighbours(ranks: int) -> list[tuple[int, int]]:
+    """Return all pairs of neighbours in a ring, in an order in which ranks never wait for each other in a circle.
+
+    ``neighbours(4)`` is ``[(0, 1), (2, 3), (1, 2), (0, 3)]``.
+    """
+    chain = [(rank, rank + 1) for first in (0, 1) for rank in range(first, ranks - 1, 2)]
+    return chain + ([(0, ranks - 1)] if ranks > 2 else [])
+
+
+def _connect_neighbours(group: Any) -> int:
+    ranks, here, used = dist.get_process_group_ranks(group), dist.get_rank(group), 0
+    for pair in neighbours(len(ranks)):
+        if here in pair:
+            _pass_token(group, [ranks[place] for place in pair], is_first=here == pair[0])
+            used += 1
+    return used
+
+
+def _pass_token(group: Any, pair: Sequence[int], *, is_first: bool) -> None:
+    if is_first:
+        dist.send(_token(group), pair[1], group=group)
+    else:
+        dist.recv(_token(group), pair[0], group=group)
+
+
+def _token(group: Any) -> torch.Tensor:
+    return torch.ones(1, device=_get_object_coll_device(group))
