@@ -61,6 +61,10 @@ class Guard:
         """Likewise."""
         return nullcontext()
 
+    def connecting(self) -> AbstractContextManager[None]:
+        """Likewise."""
+        return nullcontext()
+
     def expect_progress(self) -> None:
         """Likewise."""
 

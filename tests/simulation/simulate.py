@@ -117,11 +117,11 @@ def stand_ins() -> Iterator[None]:
         (replication_config, "os", its_os),
         (loop, "os", its_os),
         (loop, "state_digest", lambda parts: {}),
-        (topology, "Connections", Connections),
+        (topology, "connections_of", lambda copies: Connections("simulated")),
         (Peers, "_acknowledged", _acknowledged),
         (saving, "RECORD_SLACK_BYTES", 4096),
         (boundary_log, "_Digests", _Digests),
-        *((module, "own_address", lambda: "simulated") for module in (topology, saving, window_start)),
+        *((module, "own_address", lambda *_: "simulated") for module in (saving, window_start)),
         *((log, level, _log(level)) for level in ("info", "warning")),
         *((place, name, _current(name)) for place, name, _ in distributed(None)),  # type: ignore[arg-type]
     ]
