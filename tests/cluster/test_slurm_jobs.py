@@ -56,7 +56,8 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
     assert_undisturbed(training, **its)
 
 
-def test_a_spare_on_another_node_takes_over_a_rank(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_rank_that_dies_on_a_healthy_node_is_replaced_there(cluster: Cluster, tmp_path: Path) -> None:
+    """Ranks 2 and 3 exchange tokens in every layer: two spares wait on n3, and are not taken."""
     training = train(cluster, tmp_path, tasks_per_node=2)
     training.wait_for_iteration(5)
     at = training.kill_rank(2)
@@ -65,7 +66,8 @@ def test_a_spare_on_another_node_takes_over_a_rank(cluster: Cluster, tmp_path: P
     assert_undisturbed(training)
     (failure,) = training.events("failure")
     assert failure["failures"][0].startswith("rank 2 ")
-    assert training.node_of(2) == "n3"
+    assert training.nodes_of(2, 3) == ["n2", "n2"]
+    assert training.events("groups_split") == []
 
 
 def test_a_signal_to_every_process_of_a_job_ends_it_in_order(cluster: Cluster, tmp_path: Path) -> None:
