@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from subprocess import SubprocessError
 
 import torch
 import xxhash
@@ -82,7 +81,7 @@ def _kernel() -> Callable[[torch.Tensor, int, tuple[int, int], torch.Tensor], No
 
         word, total = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
         add(word, 1, _MULTIPLIERS, total)
-    except (ImportError, OSError, RuntimeError, SubprocessError) as error:
+    except Exception as error:  # no Triton, no C compiler, a device that ptxas does not know: torch has the same sums
         log.warning(f"state is digested by torch, in many launches: Triton does not work here ({error})")
         return None
     return add

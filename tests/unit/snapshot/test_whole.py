@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 
 import pytest
 import torch
+from triton.runtime.errors import PTXASError
 
 from moevement_core.snapshot import whole
 from moevement_core.snapshot.whole import _hexadecimal, _sums, begin_whole
@@ -44,6 +47,17 @@ def test_nan_and_zero_are_told_apart_by_their_bits() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton works here")
 def test_where_triton_does_not_work_torch_sums() -> None:
+    assert whole._kernel.__wrapped__() is None
+
+
+def test_a_compiler_that_fails_leaves_sums_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own errors are no RuntimeErrors."""
+
+    class Failing(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise PTXASError("unknown architecture")
+
+    monkeypatch.setitem(sys.modules, "moevement_core.snapshot.triton_sums", Failing("triton_sums"))
     assert whole._kernel.__wrapped__() is None
 
 
