@@ -1,1 +1,1 @@
-"""Everything of this project that one GPU can check, in one call and ten minutes."""
+"""What only a GPU can settle, checked in one call: ``python -m benchmarks.gpu``."""

@@ -1,111 +1,118 @@
-"""Everything that one GPU can check, in one call and ten minutes; writes benchmarks/gpu.json and benchmarks/gpu.md.
+"""Checks on GPUs what the documentation says of them: twenty checks of one device, ten of several.
 
 python -m benchmarks.gpu
 
-Each part runs in a process of its own, with a limit of its own: what fails or hangs is reported, and the others go on.
-Without a GPU the parts that do not need one run, and nothing is written.
+Each check runs in a process of its own, with a time limit of its own, so a check that crashes or hangs harms no other. Results
+stand in one folder (--out), a JSON file a check. A check that has a result is not run again, so a call that was cut off
+goes on where it was. After each check the page gpu.md and all results in one file, gpu.json, are written there.
+Without a GPU the parts that a CPU can run are rehearsed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import fcntl
 import json
-import os
-import signal
-import subprocess
+import math
+import shlex
 import sys
-import time
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO
 
-import torch
+from benchmarks.gpu.catalogue import CHECKS
+from benchmarks.gpu.check import Check, Status, write_whole
+from benchmarks.gpu.machine import describe
+from benchmarks.gpu.page import page
+from benchmarks.gpu.processes import ROOT, call
+from benchmarks.gpu.runner import Result, duration, result_of, run
 
-from benchmarks.environment import measured_on
-from benchmarks.gpu import copies, recipes, takeover, training
-from benchmarks.papers.common import table
-
-FOLDER = Path(__file__).parents[1]
-PAGE, NUMBERS = FOLDER / "gpu.md", FOLDER / "gpu.json"
-PARTS = {"copies": copies, "recipes": recipes, "takeover": takeover, "training": training}
-LIMITS_S = {"copies": 60, "recipes": 45, "takeover": 60, "training": 210, "kernels": 180}
-_MARK = "benchmarks.gpu: "
+OUT = ROOT / "runs" / "gpu"
+PAGE, ALL, LOCK = "gpu.md", "gpu.json", ".lock"
+USAGE_ERROR = 2
+DESCRIBE_S = 120
+"""Limit for asking what hardware there is, seconds."""
 
 
-def main() -> int:
-    """Run the parts; returns the exit code."""
-    parser = argparse.ArgumentParser(
+class _OneLineParser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        print(f"{self.prog}: {message}; --help says more", file=sys.stderr)
+        raise SystemExit(USAGE_ERROR)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run checks; returns 0, 1 if one of those that ran now failed, crashed or timed out, 2 for bad input."""
+    parser = _OneLineParser(
         prog="python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=PARTS, help="this part alone, in this process")
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS, "kernels"], default=[*PARTS, "kernels"])
-    parser.add_argument("--output", type=Path, default=FOLDER, metavar="FOLDER", help="of the page and the numbers")
-    given = parser.parse_args()
-    if given.part:
-        print(_MARK + json.dumps(PARTS[given.part].measure()))
-        return 0
-    found: dict[str, dict[str, Any]] = {}
-    for name in given.parts:
-        found[name] = _alone(name)
-        if torch.cuda.is_available():  # after each part: a machine that is lent for a while may be gone before the last
-            (given.output / NUMBERS.name).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            (given.output / PAGE.name).write_text(report(found), encoding="utf-8")
-    if not torch.cuda.is_available():
-        print("benchmarks.gpu: there is no GPU here; nothing is written", file=sys.stderr)
-    return 1 if any("failed" in part for part in found.values()) else 0
-
-
-def _alone(name: str) -> dict[str, Any]:
-    """What a part found, or ``failed``: why it did not."""
-    print(f"{name} ...", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "benchmarks.gpu", "--part", name]
-    if name == "kernels":
-        command = [sys.executable, "-m", "benchmarks.kernels", "--rounds", "5"]
-    began = time.perf_counter()
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=FOLDER.parent, start_new_session=True
+    parser.add_argument("--list", action="store_true", help="list the checks and run none")
+    parser.add_argument(
+        "--only", nargs="+", metavar="CHECK", help="names or numbers (E1), or E for one device, M for several"
     )
+    parser.add_argument("--again", action="store_true", help="run checks that have a result, too")
+    parser.add_argument("--limit", type=float, metavar="S", help="seconds for each check, instead of its own limit")
+    parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="folder of results (default: runs/gpu)")
+    given = parser.parse_args(argv)
+    checks = _chosen(given.only, parser)
+    if given.limit is not None and not (0 < given.limit < math.inf):
+        parser.error(f"--limit {given.limit:g}: needs seconds above 0")
+    if given.list:
+        for check in checks:
+            print(f"{check.number:4} {check.name:18} {duration(check.limit_s):>6} {check.devices} GPU  {check.claim}")
+        return 0
+    with _locked_folder(given.out, parser):
+        return _run(checks, given)
+
+
+def _run(checks: Sequence[Check], given: argparse.Namespace) -> int:
+    machine = call(describe, DESCRIBE_S)
+    if machine["devices"] == "0":
+        print("benchmarks.gpu: there is no GPU here: a rehearsal, which settles nothing", file=sys.stderr)
+    is_good = True
+    _write(given.out, machine)
+    for result in run(checks, given.out, machine, again=given.again, limit_s=given.limit):
+        is_good &= result.status not in (Status.FAILED, Status.CRASHED, Status.TIMED_OUT)
+        why = result.why.splitlines()[-1] if result.why else ""
+        print(f"{result.number:4} {result.name:18} {duration(result.took_s):>6}  {result.status}  {why}", flush=True)
+        _write(given.out, machine)
+    print(f"benchmarks.gpu: results are in {given.out / PAGE} and {given.out / ALL}", file=sys.stderr)
+    return 0 if is_good else 1
+
+
+def _chosen(words: Sequence[str] | None, parser: argparse.ArgumentParser) -> list[Check]:
+    if words is None:
+        return list(CHECKS)
+    chosen = set()
+    for word in words:
+        found = {check.name for check in CHECKS if word in (check.name, check.number, check.number[0])}
+        if not found:
+            parser.error(f"--only {word}: no such check; --list names them")
+        chosen |= found
+    return [check for check in CHECKS if check.name in chosen]
+
+
+def _locked_folder(out: Path, parser: argparse.ArgumentParser) -> IO[str]:
+    """Return the open lock of the folder, which is made if need be; two calls would overwrite each other's results."""
     try:
-        printed, _ = process.communicate(timeout=LIMITS_S[name])
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not over in {LIMITS_S[name]} s"}
-    finally:  # all that it has started: it would keep the GPU
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    found: dict[str, Any] = {"took_s": round(time.perf_counter() - began, 1)}
-    told = [line for line in printed.splitlines() if line.startswith(_MARK)]
-    if told:
-        found |= json.loads(told[-1].removeprefix(_MARK))
-    elif name == "kernels" and process.returncode == 0:
-        found["rows"] = [["see", "benchmarks/kernels.md"]]
-    elif name == "kernels" and not torch.cuda.is_available():
-        found["skipped"] = "needs a GPU"
-    else:
-        found["failed"] = "\n".join(printed.splitlines()[-15:])
-    print(json.dumps(found, indent=1), file=sys.stderr, flush=True)
-    return found
+        out.mkdir(parents=True, exist_ok=True)
+        lock = (out / LOCK).open("w")
+    except OSError as error:
+        parser.error(f"--out {out}: {error.strerror}; give a folder that can be written")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        parser.error(f"--out {out}: another call is writing there; wait for it or give another folder")
+    return lock
 
 
-def report(found: dict[str, Any]) -> str:
-    """The whole page."""
-    sections = []
-    for name, part in found.items():
-        if "failed" in part or "skipped" in part:
-            text = f"```\n{part.get('failed') or part['skipped']}\n```"
-        else:
-            text = table(part.get("header", ["", ""]), part["rows"])
-        about = (PARTS[name].__doc__ or "").strip() if name in PARTS else "Kernels against references, and timed."
-        sections.append(f"## {name.capitalize()}\n\n{about}\n\n{text}")
-    body = "\n\n".join(sections)
-    return f"""# On a GPU
-
-    python -m benchmarks.gpu        (writes this file and gpu.json)
-
-{body}
-
-{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}; {measured_on("torch", "megatron-core", "triton")}.
-"""
+def _write(out: Path, machine: dict[str, str]) -> None:
+    results: dict[str, Result] = {
+        check.name: result for check in CHECKS if (result := result_of(out, check)) is not None
+    }
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+    write_whole(out / ALL, json.dumps({name: asdict(result) for name, result in results.items()}, indent=1) + "\n")
+    write_whole(out / PAGE, page(CHECKS, results, machine, command))
 
 
 if __name__ == "__main__":

@@ -1,82 +1,209 @@
-"""Copies of live state to page-locked host memory, by the engine that takes snapshots, alone and beside products that keep the
-GPU busy: bandwidth, how much longer the products take, and how long a step would have waited.
+"""Copies of live state to page-locked host memory, by the engine that takes snapshots: what they do to a small copy of
+training's, to products and to memory-bound kernels beside them, from each memory node, and to the thread that waits.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.check import Report
+from benchmarks.gpu.processes import call
 from moevement_core.device import Device, current_device
-from moevement_core.snapshot.copies import CopyEngine, copy_engine
+from moevement_core.snapshot.copies import Capture, CopyEngine, copy_engine
 
-MEGABYTES = (64, 512, 2048)
-ROUNDS = 7
+CONNECTIONS, COPY_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
+QUEUES: dict[str, dict[str, str | None]] = {
+    "1 connection": {CONNECTIONS: "1", COPY_CONNECTIONS: None},
+    "8 connections": {CONNECTIONS: "8", COPY_CONNECTIONS: None},
+    "32 connections": {CONNECTIONS: "32", COPY_CONNECTIONS: None},
+    "1 connection, 8 for copies": {CONNECTIONS: "1", COPY_CONNECTIONS: "8"},
+}
+CHUNK_BYTES = 8 << 20
+ELEMENTS = 64
+"""Of the small copy: what a dispatcher asks for in every layer."""
+WAITS_FOR_COPY = 0.25
+"""Share of a snapshot's copying time from which a small copy is said to have waited behind it."""
+CORE_SHARE = 0.5
+"""Share of a copy's time from which the thread that waits is said to burn a core."""
+ROUNDS = 5
 
 
-def measure() -> dict[str, Any]:
-    """Medians over rounds, each of which has every case once."""
+def latency(report: Report) -> None:
+    """Time a small copy while the engine copies a snapshot, by the queues that the driver makes."""
+    nbytes = (2 << 30) if torch.cuda.is_available() else (16 << 20)
+    latest = {}
+    for name, environment in QUEUES.items() if torch.cuda.is_available() else list(QUEUES.items())[:1]:
+        for kind, chunk_bytes in (("whole", nbytes), ("paced", CHUNK_BYTES)):
+            case = call(latency_case, 30, environment, nbytes=nbytes, chunk_bytes=chunk_bytes)
+            latest[name, kind] = case
+            for what, unit in (("quiet", "ms"), ("median", "ms"), ("longest", "ms"), ("copy", "ms")):
+                report.figure(f"{name}, {kind}: {what}", case[what], unit)
+    if torch.cuda.is_available():
+        for (name, kind), case in latest.items():
+            if kind == "whole":
+                holds = case["longest"] < WAITS_FOR_COPY * case["copy"]
+                report.claim(f"a small copy does not wait for the snapshot's, {name}", holds)
+
+
+def latency_case(nbytes: int, chunk_bytes: int) -> dict[str, float]:
+    """Return milliseconds of the small copy, quiet and beside a snapshot of ``nbytes``, and of the snapshot."""
     device = current_device()
-    rows = []
-    for megabytes in MEGABYTES if device.kind == "cuda" else MEGABYTES[:1]:
-        engine = copy_engine(device)
-        nbytes = megabytes << 20
-        source = torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device)
-        target = device.host_empty(nbytes)
-        target.zero_()
-        work = _work(device)
-        alone_s, restore_s, busy_s, beside_s, stall_s, copy_s = [], [], [], [], [], []
+    engine, stream = copy_engine(device), device.stream()
+    source, target = _buffers(device, nbytes)
+    small = torch.zeros(ELEMENTS, dtype=torch.int64, device=device.torch_device)
+    on_host = device.host_empty(small.nbytes).view(torch.int64)
+
+    def small_copy() -> float:
+        began = time.perf_counter()
+        with device.use_stream(stream):
+            on_host.copy_(small, non_blocking=True)
+            event = device.event()
+            event.record(stream)
+        event.synchronize()
+        return 1e3 * (time.perf_counter() - began)
+
+    copy_in_chunks(engine, source, target, chunk_bytes)  # everything is made and warm
+    quiet = statistics.median(small_copy() for _ in range(20))
+    beside: list[float] = []
+    began = time.perf_counter()
+    thread = threading.Thread(target=copy_in_chunks, args=(engine, source, target, chunk_bytes))
+    thread.start()
+    time.sleep(0.001)
+    while thread.is_alive() or not beside:
+        beside.append(small_copy())
+    copy_ms = 1e3 * (time.perf_counter() - began)
+    engine.close()
+    return {"quiet": quiet, "median": statistics.median(beside), "longest": max(beside), "copy": copy_ms}
+
+
+def copy_in_chunks(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> None:
+    """Copy by the engine with at most two chunks under way, and return when all is copied."""
+    under_way: list[Capture] = []
+    for from_, to in zip(source.split(chunk_bytes), target.split(chunk_bytes), strict=True):
+        under_way.append(_start(engine, from_, to))
+        if len(under_way) > 1:
+            under_way.pop(0).wait_copied()
+    for capture in under_way:
+        capture.wait_copied()
+
+
+def numa(report: Report) -> None:
+    """Rates and slow-downs with this process on each memory node."""
+    for node, cpus in _nodes().items():
+        case = call(numa_case, 45, cpus=cpus)
+        for name, (value, unit) in case.items():
+            report.figure(f"node {node}: {name}", value, unit)
+    if torch.cuda.is_available():
+        report.figure("memory node of GPU 0", _node_of_device())
+
+
+def numa_case(cpus: list[int]) -> dict[str, tuple[float, str]]:
+    """Return rates of copies alone and beside work, and by how much the work slows down, on these processors."""
+    os.sched_setaffinity(0, cpus)
+    device = current_device()
+    nbytes = (2 << 30) if device.kind == "cuda" else (16 << 20)
+    engine = copy_engine(device)
+    source, target = _buffers(device, nbytes)
+    to_host = _median(lambda: copy_s(engine, source, target))
+    back = _median(lambda: timed(device, partial(source.copy_, target, non_blocking=True)))
+    found = {"to the host": (nbytes / to_host / 1e9, "GB/s"), "back": (nbytes / back / 1e9, "GB/s")}
+    for name, work in (("products", products(device)), ("memory-bound kernels", _memory_bound(device))):
+        alone, beside, copied, stalls = [], [], [], []
         for _ in range(ROUNDS):
-            alone_s.append(_copied(engine, source, target))
-            restore_s.append(_timed(device, partial(source.copy_, target, non_blocking=True)))
-            busy_s.append(_timed(device, work))
+            alone.append(timed(device, work))
             began = time.perf_counter()
-            capture = engine.start((), [(source, [target])], {}, lambda done: None, lambda: None)
+            capture = _start(engine, source, target)
             work()
-            device.current_stream().synchronize()  # not the copies' own
-            stall_s.append(capture.wait_copied())
-            beside_s.append(time.perf_counter() - began)
+            device.current_stream().synchronize()  # not the stream of the copies
+            beside.append(time.perf_counter() - began)
+            stalls.append(capture.wait_copied())
             capture.finished.wait()
-            copy_s.append(capture.copy_s)
-        engine.close()
-        rows.append(
-            [
-                f"{megabytes} MiB", _rate(nbytes, alone_s), _rate(nbytes, restore_s), _rate(nbytes, copy_s),
-                f"{1e3 * statistics.median(busy_s):.2f} ms",
-                f"{statistics.median(beside_s) / statistics.median(busy_s):.3f}",
-                f"{1e3 * statistics.median(stall_s):.2f} ms",
-            ]
-        )  # fmt: skip
-    header = ["size", "to the host", "back", "to the host beside products", "products alone", "beside copies", "stall"]
-    return {"device": device.kind, "header": header, "rows": rows}
+            copied.append(capture.copy_s)
+        found[f"to the host beside {name}"] = (nbytes / statistics.median(copied) / 1e9, "GB/s")
+        found[f"{name} beside copies over alone"] = (statistics.median(beside) / statistics.median(alone), "")
+        found[f"stall after {name}"] = (1e3 * statistics.median(stalls), "ms")
+    engine.close()
+    return found
 
 
-def _work(device: Device) -> Callable[[], object]:
-    """About 50 ms of products on a Hopper GPU."""
-    size = 8192 if device.kind == "cuda" else 256
-    dtype = torch.bfloat16 if device.kind == "cuda" else torch.float32
-    left, right = (torch.randn(size, size, device=device.torch_device, dtype=dtype) for _ in range(2))
+def waiting(report: Report) -> None:
+    """Processor time of the thread that waits for a copy: of the engine, and of events that spin or block."""
+    device = current_device()
+    nbytes = (4 << 30) if device.kind == "cuda" else (16 << 20)
+    engine = copy_engine(device)
+    source, target = _buffers(device, nbytes)
+    capture = _start(engine, source, target)
+    capture.finished.wait()
+    engine.close()
+    report.figure("copy of the engine", capture.copy_s, "s")
+    report.figure("processor time of its thread", capture.copy_cpu_s / (nbytes / 1e9), "s/GB")
+    if device.kind != "cuda":
+        return  # without a device that thread makes the copy itself
+    report.claim("the engine's thread does not burn a core", capture.copy_cpu_s < CORE_SHARE * capture.copy_s)
+    for is_blocking in (False, True):
+        event = torch.cuda.Event(blocking=is_blocking)
+        target.copy_(source, non_blocking=True)
+        event.record()
+        began = time.thread_time()
+        event.synchronize()
+        seconds = (time.thread_time() - began) / (nbytes / 1e9)
+        report.figure(f"torch event, blocking={is_blocking}", seconds, "s/GB")
 
-    def products() -> None:
-        for _ in range(32):
-            torch.mm(left, right)
 
-    products()
-    return products
+def _buffers(device: Device, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device.torch_device)
+    target = device.host_empty(nbytes)
+    target.zero_()
+    return source, target
 
 
-def _copied(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor) -> float:
-    capture = engine.start((), [(source, [target])], {}, lambda done: None, lambda: None)
+def _start(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor) -> Capture:
+    return engine.start((), [(source, [target])], {}, lambda done: None, lambda: None)
+
+
+def copy_s(engine: CopyEngine, source: torch.Tensor, target: torch.Tensor) -> float:
+    """Return the seconds that the engine's copy takes, by the device's clock."""
+    capture = _start(engine, source, target)
     capture.finished.wait()
     return capture.copy_s
 
 
-def _timed(device: Device, function: Callable[[], object]) -> float:
+def products(device: Device) -> Callable[[], object]:
+    """Return about 50 ms of products on a Hopper GPU."""
+    size = 8192 if device.kind == "cuda" else 256
+    dtype = torch.bfloat16 if device.kind == "cuda" else torch.float32
+    left, right = (torch.randn(size, size, device=device.torch_device, dtype=dtype) for _ in range(2))
+
+    def work() -> None:
+        for _ in range(32):
+            torch.mm(left, right)
+
+    work()
+    return work
+
+
+def _memory_bound(device: Device) -> Callable[[], object]:
+    values = torch.zeros((1 << 29) if device.kind == "cuda" else (1 << 18), device=device.torch_device)
+
+    def work() -> None:
+        for _ in range(32):
+            values.add_(1.0)
+
+    work()
+    return work
+
+
+def timed(device: Device, function: Callable[[], object]) -> float:
+    """Return the seconds until the device has done what ``function`` issues."""
     device.synchronize()
     began = time.perf_counter()
     function()
@@ -84,5 +211,29 @@ def _timed(device: Device, function: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _rate(nbytes: int, seconds: list[float]) -> str:
-    return f"{nbytes / statistics.median(seconds) / 1e9:.1f} GB/s"
+def _median(sample: Callable[[], float]) -> float:
+    return statistics.median(sample() for _ in range(ROUNDS))
+
+
+def _nodes() -> dict[str, list[int]]:
+    """Return the processors of each memory node that this process may run on."""
+    allowed, nodes = os.sched_getaffinity(0), {}
+    for path in sorted(Path("/sys/devices/system/node").glob("node[0-9]*/cpulist")):
+        if cpus := sorted(allowed & _numbers(path.read_text())):
+            nodes[path.parent.name.removeprefix("node")] = cpus
+    return nodes or {"0": sorted(allowed)}
+
+
+def _numbers(text: str) -> set[int]:
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def _node_of_device() -> str:
+    properties: Any = torch.cuda.get_device_properties(0)
+    place = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    path = Path("/sys/bus/pci/devices", place, "numa_node")
+    return path.read_text().strip() if path.exists() else "unknown"

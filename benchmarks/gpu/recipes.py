@@ -1,5 +1,5 @@
-"""Our quantisers (docs/fp8.md) against Transformer Engine's, byte for byte: codes and inverse scales of a weight, for each
-recipe that the GPU has; MXFP8 needs Blackwell.
+"""FP8 with Transformer Engine: our quantisers (docs/fp8.md) against its own, byte for byte, for each recipe that the GPU has
+(MXFP8 needs Blackwell); and whether the scales of a survivor go on moving after the abort of a failure.
 """
 
 from __future__ import annotations
@@ -10,25 +10,52 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.check import NotRun, Report
 from megatron.moevement.fp8 import formats
 from megatron.moevement.fp8.formats import E4M3, Form
 
 
-def measure() -> dict[str, Any]:
-    """How many codes and scales are equal."""
-    if importlib.util.find_spec("transformer_engine") is None or not torch.cuda.is_available():
-        return {"skipped": "needs a GPU and Transformer Engine"}
+def fp8(report: Report) -> None:
+    """Compare quantisers, then abort between iterations of a layer with delayed scaling."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise NotRun("Transformer Engine is not installed")
+    _survivor(report)
     values = (torch.randn(1024, 2048, generator=torch.Generator().manual_seed(0)) / 32).bfloat16()
-    rows = []
     for name, (theirs, ours) in _cases().items():
         try:
             made = theirs(values.cuda())
         except Exception as error:  # a recipe that this GPU does not have
-            rows.append([name, "not run", str(error).splitlines()[0][:100]])
+            report.figure(name, f"not run: {str(error).splitlines()[0][:100]}")
             continue
         codes, scales = _buffers(made)
-        rows.append([name, *_compared(codes.cpu(), scales.cpu(), ours(values))])
-    return {"header": ["recipe", "equal codes", "equal inverse scales"], "rows": rows}
+        found = _compared(codes.cpu(), scales.cpu(), ours(values))
+        report.figure(f"{name}: equal codes, equal inverse scales", ", ".join(f"{share:.6%}" for share in found))
+        report.claim(f"{name}: all bytes are Transformer Engine's", found == (1.0, 1.0))
+
+
+def _survivor(report: Report) -> None:
+    import transformer_engine.pytorch as te
+    from nvidia_resiliency_ext.inprocess.state import State
+    from transformer_engine.common.recipe import DelayedScaling
+
+    from moevement_core.restart.abort import AbortAll
+
+    layer = te.Linear(256, 256, params_dtype=torch.bfloat16).cuda()
+
+    def histories() -> list[torch.Tensor]:
+        for number in range(3):
+            x = (1 + number) * torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+            with te.fp8_autocast(enabled=True, fp8_recipe=DelayedScaling()):
+                layer(x).float().square().sum().backward()
+        return [layer.fp8_meta[part].amax_history.clone() for part in ("scaling_fwd", "scaling_bwd")]
+
+    first, second = histories(), histories()
+    AbortAll(set(), set(), lambda: None)(State(0, 1).freeze())
+    third = histories()
+    moves = [not torch.equal(one, other) for one, other in zip(first, second, strict=True)]
+    still = [not torch.equal(one, other) for one, other in zip(second, third, strict=True)]
+    report.figure("histories that move: before the abort, after it", f"{sum(moves)}, {sum(still)}")
+    report.claim("scales go on moving after an abort", still == moves)
 
 
 def _cases() -> dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], Form]]]:
@@ -70,11 +97,11 @@ def _buffers(made: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return buffers.codes, next(iter(buffers.scales.values()))
 
 
-def _compared(codes: torch.Tensor, scales: torch.Tensor, ours: Form) -> list[str]:
-    """Transformer Engine pads scales to multiples that its kernels want; what is there of ours is compared."""
+def _compared(codes: torch.Tensor, scales: torch.Tensor, ours: Form) -> tuple[float, float]:
+    """Return the shares of equal codes and inverse scales; Transformer Engine pads scales, and what is ours counts."""
     rows, columns = ours.scale_inv.shape
     theirs = scales.reshape(1, 1) if scales.numel() == 1 else scales[:rows, :columns]
-    return [
-        f"{(codes.view(torch.uint8) == ours.codes.view(torch.uint8)).double().mean():.6%}",
-        f"{(theirs == ours.scale_inv).double().mean():.6%}",
-    ]
+    return (
+        float((codes.view(torch.uint8) == ours.codes.view(torch.uint8)).double().mean()),
+        float((theirs == ours.scale_inv).double().mean()),
+    )

@@ -4,76 +4,103 @@ process that has its CUDA context already, and by one that makes it then.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
-import statistics
+import tempfile
 import time
-from typing import Any
+from pathlib import Path
 
 import torch
 
-ROUNDS = 3
-_SHARE = 0.6
-"""Of the GPU's memory: two processes cannot have so much at once."""
+from benchmarks.gpu.check import Report
+from benchmarks.gpu.processes import Process
+from moevement_core.device import current_device
+from moevement_core.host_memory import node_memory
+
+SHARE = 0.6
+"""Share of the GPU's memory: two processes cannot have so much at once."""
+LOCKED_BYTES = 32 << 30
+UP_S, TAKEN_S = 40.0, 15.0
+"""Limits: until both processes are up, and from the kill until the memory is had."""
+BUILT_S = 5.0
+"""Seconds that a replacement takes until it asks for the memory, and within which it is to be free."""
 
 
-def measure() -> dict[str, Any]:
-    """Medians over rounds."""
-    if not torch.cuda.is_available():
-        return {"skipped": "needs a GPU"}
-    rows = [
-        [name, f"{statistics.median(_taken_over(is_warm) for _ in range(ROUNDS)):.2f} s"]
-        for name, is_warm in (("with a context", True), ("without", False))
-    ]
-    return {"header": ["spare", "until it has the memory"], "rows": rows}
+def takeover(report: Report) -> None:
+    """Kill a process that holds most of the memory, in four situations."""
+    locked_bytes = min(LOCKED_BYTES, int(0.4 * node_memory().nbytes))
+    cases = {
+        "spare with a context": (True, False, 0),
+        "spare without": (False, False, 0),
+        "a forked child holds the device files": (True, True, 0),
+        "page-locked host memory": (True, False, locked_bytes),
+    }
+    for name, (is_warm, forks, locked) in cases.items():
+        seconds = _taken_over(is_warm, forks, locked)
+        report.figure(name, seconds if seconds is not None else f"not in {TAKEN_S:g} s", "s")
+        report.claim(f"{name}: free before a replacement is built", seconds is not None and seconds < BUILT_S)
 
 
-def _taken_over(is_warm: bool) -> float:
-    context = multiprocessing.get_context("spawn")
-    ready, spare_ready, go, taken = (context.Event() for _ in range(4))
-    first = context.Process(target=_hold, args=(ready,))
-    spare = context.Process(target=_take, args=(is_warm, spare_ready, go, taken))
-    first.start()
-    spare.start()
-    try:
-        if not (ready.wait(60) and spare_ready.wait(60)):
-            raise RuntimeError("processes did not come up in a minute")
-        began = time.perf_counter()
-        assert first.pid is not None
-        os.kill(first.pid, signal.SIGKILL)
-        go.set()
-        if not taken.wait(60):
-            raise RuntimeError("the memory could not be had in a minute")
-        return time.perf_counter() - began
-    finally:
-        for process in (first, spare):
-            process.kill()
-            process.join()
+def _taken_over(is_warm: bool, forks: bool, locked_bytes: int) -> float | None:
+    with tempfile.TemporaryDirectory() as folder:
+        with (
+            Process(hold, {"folder": folder, "forks": forks, "locked_bytes": locked_bytes}) as holder,
+            Process(take, {"folder": folder, "is_warm": is_warm}) as spare,
+        ):
+            _wait_for(Path(folder, "held"), UP_S, holder)
+            _wait_for(Path(folder, "ready"), UP_S, spare)
+            began = time.perf_counter()
+            os.kill(holder.pid, signal.SIGKILL)
+            Path(folder, "go").touch()
+            try:
+                spare.result(TAKEN_S)
+                return time.perf_counter() - began
+            except TimeoutError:
+                return None
+            finally:
+                if (forked := Path(folder, "forked")).exists():
+                    os.kill(int(forked.read_text()), signal.SIGKILL)
 
 
-def _bytes() -> int:
-    return int(_SHARE * torch.cuda.get_device_properties(0).total_memory)
+def _wait_for(path: Path, limit_s: float, process: Process) -> None:
+    deadline = time.monotonic() + limit_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a process did not come up in {limit_s:g} s: {process.tail()}")
+        time.sleep(0.01)
 
 
-def _hold(ready: Any) -> None:
+def hold(folder: str, forks: bool, locked_bytes: int) -> None:
+    """Hold most of the device's memory until the kill."""
     memory = torch.zeros(_bytes(), dtype=torch.uint8, device="cuda")
+    locked = current_device().host_empty(locked_bytes)
+    locked.zero_()
     torch.cuda.synchronize()
-    ready.set()
+    if forks and (child := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    elif forks:
+        Path(folder, "forked").write_text(str(child))
+    Path(folder, "held").touch()
     while memory is not None:
         time.sleep(1)
 
 
-def _take(is_warm: bool, ready: Any, go: Any, taken: Any) -> None:
+def take(folder: str, is_warm: bool) -> None:
+    """Take as much memory once the other process is killed."""
     if is_warm:
         torch.zeros(1, device="cuda")
-    ready.set()
-    go.wait()
+    Path(folder, "ready").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.001)
     while True:
         try:
             torch.zeros(_bytes(), dtype=torch.uint8, device="cuda")
             torch.cuda.synchronize()
-            break
+            return
         except torch.OutOfMemoryError:
             time.sleep(0.01)
-    taken.set()
+
+
+def _bytes() -> int:
+    return int(SHARE * torch.cuda.get_device_properties(0).total_memory)

@@ -1,92 +1,139 @@
-"""A training on one rank whose whole device memory is wiped in the middle and brought back from snapshots: each byte is
-compared with what was lost, and the end with that of a run that nothing happened to. Then the same model with and without
-snapshots, in turns.
+"""Training on one rank: its device memory wiped and brought back from snapshots; operators that are run again; and
+iterations with and without snapshots.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import importlib.util
+import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
-MODEL = {
-    "num-layers": 4, "hidden-size": 1024, "num-attention-heads": 16, "ffn-hidden-size": 2048, "num-experts": 8,
-    "moe-router-topk": 2, "moe-ffn-hidden-size": 2048, "seq-length": 512, "max-position-embeddings": 512,
-    "position-embedding-type": "rope", "normalization": "RMSNorm", "micro-batch-size": 4, "global-batch-size": 16,
-    "lr": 1e-3, "lr-decay-style": "constant", "lr-decay-iters": 100, "seed": 1234, "eval-iters": 0,
-    "eval-interval": 1000, "log-interval": 1, "attention-dropout": 0.0, "hidden-dropout": 0.0,
-    "make-vocab-size-divisible-by": 64, "num-workers": 0, "moe-token-dispatcher-type": "alltoall",
-}  # fmt: skip
-SMALL = {
-    "num-layers": 2, "hidden-size": 32, "num-attention-heads": 4, "ffn-hidden-size": 64, "num-experts": 4,
-    "moe-ffn-hidden-size": 48, "seq-length": 32, "max-position-embeddings": 32, "micro-batch-size": 2,
-    "global-batch-size": 4,
-}  # fmt: skip
-"""Where there is no GPU."""
-SWITCHES = (
-    "--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--bf16",
-    "--use-distributed-optimizer", "--transformer-impl", "local", "--attention-backend", "unfused",
-    "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion", "--no-bias-gelu-fusion",
-    "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm",
-)  # fmt: skip
-ITERATIONS, WIPED_AT = 30, 17
-SNAPSHOTS = ("--moevement-sparse-ckpt", "--moevement-replicas", "0", "--moevement-window", "4")
+from benchmarks.gpu.check import Report
+from benchmarks.gpu.launched import LOCAL, events, is_equal, pretrain
+from moevement_core.run_record import RunRecord
+
+ITERATIONS, WIPED_AT = 16, 11
+SNAPSHOTS = ("--moevement-sparse-ckpt", "--moevement-replicas", "0", "--moevement-window")
+DETERMINISTIC = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+STALL_ERROR = 0.02
+"""Share of an iteration by which the reported stall may miss what snapshots cost."""
+TIMES = 20
 
 
-def measure() -> dict[str, Any]:
-    """Run, compare, time."""
+def recovery(report: Report) -> None:
+    """Wipe all state with default kernels, then in deterministic mode, and compare with runs that lost nothing."""
+    modes: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {"default": ((), {})}
+    if torch.cuda.is_available():
+        modes["deterministic"] = (("--deterministic-mode",), DETERMINISTIC)
     with tempfile.TemporaryDirectory() as folder:
-        runs = {name: Path(folder, name) for name in ("plain", "wiped", "free", "plain again", "free again")}
-        for name, path in runs.items():
-            _train(path, () if "plain" in name else SNAPSHOTS, wiped_at=WIPED_AT if name == "wiped" else None)
-        command = [str(Path(sys.executable).with_name("moevement")), "verify", str(runs["free"]), str(runs["wiped"])]
-        told = subprocess.run(command, capture_output=True, text=True, check=False)
-        seconds = {name: _median_s(path) for name, path in runs.items()}
-        recovery = _recovery(runs["wiped"])
-    rows = [
-        ["wiped and recovered against failure-free", (told.stdout + told.stderr).strip().splitlines()[-1]],
-        ["recovery", recovery],
-        *([f"iteration, {name}", f"{1e3 * value:.1f} ms"] for name, value in seconds.items()),
-        [
-            "with snapshots over without",
-            f"{(seconds['free'] + seconds['free again']) / (seconds['plain'] + seconds['plain again']):.3f}",
-        ],
-    ]
-    return {"rows": rows, "is_equal": told.returncode == 0}
+        for mode, (words, environment) in modes.items():
+            free, wiped = (
+                pretrain(
+                    Path(folder, f"{mode}-{name}"), ITERATIONS, *SNAPSHOTS, "4", *words, *more, environment=environment
+                )
+                for name, more in (("free", ()), ("wiped", ("--moevement-wipe-at", str(WIPED_AT))))
+            )
+            recoveries = events(wiped, "recovery")
+            report.claim(f"{mode}: the recovery goes on", len(recoveries) == 1)
+            equal = is_equal(free, wiped)
+            for name in ("largest_difference", "replayed", "recomputed", "fetch_s", "replay_s"):
+                report.figure(f"{mode}: {name}", str(recoveries[-1][name]) if recoveries else "no recovery")
+            report.figure(f"{mode}: bits of the failure-free run", str(equal))
+            if mode == "deterministic" or not torch.cuda.is_available():
+                report.claim(f"{mode}: equal bits", equal)
+        if importlib.util.find_spec("transformer_engine") is not None:
+            layers = [word for word in LOCAL if word not in ("local", "--transformer-impl")]
+            record = pretrain(
+                Path(folder, "te"), ITERATIONS, *SNAPSHOTS, "4", "--moevement-wipe-at", str(WIPED_AT), layers=layers
+            )
+            found = events(record, "recovery")
+            report.figure("Transformer Engine: largest_difference", str(found[-1]["largest_difference"]))
+        else:
+            report.figure("Transformer Engine's layers", "not run: not installed")
 
 
-def _train(run_dir: Path, words: tuple[str, ...], wiped_at: int | None) -> None:
-    model = MODEL if torch.cuda.is_available() else MODEL | SMALL
-    flags = [word for name, value in model.items() for word in (f"--{name}", str(value))]
-    wipe = [] if wiped_at is None else ["--moevement-wipe-at", str(wiped_at)]
-    command = [
-        str(Path(sys.executable).with_name("moevement")), "launch", "--nproc", "1", str(SCRIPT), *flags, *SWITCHES,
-        "--train-iters", str(ITERATIONS), "--run-dir", str(run_dir), *words, *wipe,
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ended.returncode != 0:
-        raise RuntimeError((ended.stdout + ended.stderr)[-3000:])
+def first_difference(report: Report) -> None:
+    """Run the operators of an expert layer, forward and backward, many times on the same values."""
+    for name, operator in _operators().items():
+        first = operator()
+        largest, scale = 0.0, float(first.abs().max())
+        for _ in range(TIMES):
+            largest = max(largest, float((operator() - first).abs().max()) / scale)
+        report.figure(f"{name}: largest relative difference of {TIMES} runs", largest)
+        report.claim(f"{name} comes to the same bits", largest == 0.0)
 
 
-def _median_s(run_dir: Path) -> float:
-    """Of the later half, without what a recovery left out."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    times = sorted(line["iteration_s"] for line in lines[ITERATIONS // 2 :])
-    return float(times[len(times) // 2])
+def _operators() -> dict[str, Callable[[], torch.Tensor]]:
+    """Return functions that compute in FP32 what an operator gives: Megatron's own, in the order of a layer."""
+    from megatron.core.transformer.moe.moe_utils import permute, unpermute
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens, hidden, experts, most = (4096, 1024, 8, 2) if device.type == "cuda" else (64, 16, 4, 2)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, hidden, generator=draw).to(device, torch.bfloat16)
+    logits = torch.randn(tokens, experts, generator=draw).to(device)
+    probs, chosen = logits.softmax(-1).topk(most, -1)
+    routing = torch.zeros_like(logits).scatter(1, chosen, 1).bool()
+    routed = torch.zeros_like(logits).scatter(1, chosen, probs)
+    ids = torch.randint(512, (tokens,), generator=draw).to(device)
+
+    def routed_and_back() -> torch.Tensor:
+        permuted = permute(x, routing, probs=routed, num_out_tokens=tokens * most)
+        values, order = permuted[0], permuted[2]
+        return unpermute(values, order, x.shape, probs=routed, routing_map=routing).float()
+
+    def routed_backward() -> torch.Tensor:
+        leaf = x.detach().requires_grad_()
+        permute(leaf, routing, probs=routed, num_out_tokens=tokens * most)[0].float().square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad.float()
+
+    def embedding_backward() -> torch.Tensor:
+        table = torch.zeros(512, hidden, device=device, requires_grad=True)
+        torch.nn.functional.embedding(ids, table).mul(x.float()).sum().backward()
+        assert table.grad is not None
+        return table.grad
+
+    def attention_backward() -> torch.Tensor:
+        parts = [x.view(1, -1, 8, hidden // 8)[:, :1024].transpose(1, 2).detach().requires_grad_() for _ in range(3)]
+        torch.nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True).sum().backward()
+        return torch.cat([one.grad.flatten() for one in parts if one.grad is not None]).float()
+
+    return {
+        "unpermute": routed_and_back, "permute, backward": routed_backward,
+        "embedding, backward": embedding_backward, "attention, backward": attention_backward,
+        "product": lambda: (x @ x.T).float(),
+    }  # fmt: skip
 
 
-def _recovery(run_dir: Path) -> str:
-    events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
-    found = [event for event in events if event["event"] == "recovery"]
-    if not found:
-        return "no recovery"
-    its = found[-1]
-    seconds = {name: value for name, value in its.items() if name.endswith("_s") and isinstance(value, float)}
-    return ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()) or json.dumps(its)[:200]
+def snapshot_cost(report: Report) -> None:
+    """Time iterations without snapshots, and with windows of 4 and of 1."""
+    windows = ("4", "1") if torch.cuda.is_available() else ("4",)
+    with tempfile.TemporaryDirectory() as folder:
+        base = _iteration_s(pretrain(Path(folder, "plain"), ITERATIONS))
+        records = {window: pretrain(Path(folder, window), ITERATIONS, *SNAPSHOTS, window) for window in windows}
+        report.figure("iteration without snapshots", 1e3 * base, "ms")
+        for window, record in records.items():
+            seconds, stall = _iteration_s(record), _median(record, "stall_s")
+            report.figure(f"window {window}: iteration", 1e3 * seconds, "ms")
+            report.figure(f"window {window}: copied in an iteration", _median(record, "copied_bytes") / 1e9, "GB")
+            report.figure(f"window {window}: more than without", 1e3 * (seconds - base), "ms")
+            report.figure(f"window {window}: stall as reported", 1e3 * stall, "ms")
+            if torch.cuda.is_available():
+                report.claim(
+                    f"window {window}: the stall is what snapshots cost", seconds - base - stall < STALL_ERROR * base
+                )
+
+
+def _iteration_s(record: RunRecord) -> float:
+    return _median(record, "iteration_s")
+
+
+def _median(record: RunRecord, name: str) -> float:
+    """Of the later half: the first iterations compile and allocate."""
+    values = [line[name] for line in record.metrics()[ITERATIONS // 2 :] if line.get(name) is not None]
+    return float(statistics.median(values))

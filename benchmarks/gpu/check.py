@@ -1,0 +1,154 @@
+"""What a check is, and how its body reports what it finds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+OWN_PACKAGES = ("benchmarks", "megatron.moevement", "moevement_cli", "moevement_core", "moevement_kernels", "tests")
+"""Packages of this repository: if one of their modules is missing, that is a defect and no missing requirement."""
+
+
+class Form(StrEnum):
+    """Hardware that the checks of a call run on."""
+
+    GPU = "gpu"
+    CPU = "cpu"
+    """A rehearsal: gloo, host memory, Triton's interpreter, tiny sizes. Settles nothing about a GPU."""
+
+
+class Status(StrEnum):
+    """Outcome of a check."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    FIGURE = "figure"
+    """Measured; the check makes no claim that could fail."""
+    NOT_RUN = "not run"
+    TIMED_OUT = "timed out"
+    CRASHED = "crashed"
+
+
+class NotRun(Exception):
+    """Reason why a check cannot run here, in words."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question that only a GPU answers."""
+
+    number: str
+    """``E1`` to ``E20`` on one device, ``M1`` to ``M10`` on several."""
+    name: str
+    """Word by which it is chosen, and name of its result file."""
+    claim: str
+    """Statement of the documentation that it settles, as a sentence."""
+    page: str
+    """Page that makes the statement, from the root of the repository."""
+    body: str
+    """``module:function``, called with a :class:`Report` in a process of its own."""
+    limit_s: float
+    """Seconds after which its processes are killed."""
+    devices: int = 1
+    """GPUs that it needs."""
+    has_cpu_form: bool = False
+    """True if a part of it runs without a GPU."""
+
+
+@dataclass
+class Found:
+    """What a body has found so far."""
+
+    figures: list[list[str]] = field(default_factory=list)
+    """Name, value and unit of each measurement."""
+    claims: list[list[Any]] = field(default_factory=list)
+    """Each statement that was tested, and whether it held."""
+    not_run: str = ""
+    """Why the body stopped without an answer; empty if it did not."""
+    is_complete: bool = False
+    """True if the body returned."""
+
+
+class Report:
+    """Findings of one check, written to a file at every addition, so that a kill loses nothing.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._found = path, Found()
+
+    def figure(self, name: str, value: float | str, unit: str = "") -> None:
+        """Record a measurement; numbers are rounded to four digits."""
+        text = value if isinstance(value, str) else f"{value:.4g}" if isinstance(value, float) else str(value)
+        self._found.figures.append([name, text, unit])
+        self._keep()
+
+    def claim(self, statement: str, holds: bool) -> None:
+        """Record whether a statement held here; the check fails if one did not."""
+        self._found.claims.append([statement, bool(holds)])
+        self._keep()
+
+    def not_run(self, reason: str) -> None:
+        """Record why the check gives no answer here."""
+        self._found.not_run = reason
+        self._keep()
+
+    def complete(self) -> None:
+        """Record that the body returned."""
+        self._found.is_complete = True
+        self._keep()
+
+    def _keep(self) -> None:
+        write_whole(self._path, json.dumps(asdict(self._found)))
+
+
+def read_found(path: Path) -> Found:
+    """Return what a body has reported; nothing if it was killed before it reported anything."""
+    try:
+        return Found(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return Found()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file at ``path``, so that a reader, or a kill, finds the old text or the new one and no part of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+
+
+def run_body(body: str, path: str) -> None:
+    """Run the body of a check in this process, and report to the file at ``path``."""
+    report = Report(Path(path))
+    try:
+        function_of(body)(report)
+    except NotRun as reason:
+        report.not_run(str(reason))
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(OWN_PACKAGES):
+            raise
+        report.not_run(f"needs the package {error.name}")
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # with a broken CUDA context the interpreter may hang on its way out
+    report.complete()
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """Return the function that ``module:function`` names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)

@@ -1,0 +1,249 @@
+"""Process groups that are aborted as a failure aborts them (``AbortAll``): alone with work queued, while a neighbour
+waits in a collective, seconds apart; and collectives of a group that spans nodes.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import threading
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nvidia_resiliency_ext.inprocess.state import State
+
+from benchmarks.gpu.check import Report
+from benchmarks.gpu.processes import call_ranks
+from moevement_core.restart.abort import AbortAll
+from moevement_core.restart.groups import forget_groups
+
+GENERATIONS = 20
+LEFT_BYTES = 256 << 20
+"""Device memory that the generations after the third may keep."""
+ABORT_S = 10.0
+"""Limit of an abort with two seconds of work queued."""
+QUEUED_S, BEHIND_WORK = 2.0, 3
+"""Seconds of queued work, and in how many of the first generations."""
+COLLECTIVE_S = timedelta(seconds=20)
+LEAVE_S = 2.0
+"""For how long the neighbour of an aborted collective is left to itself."""
+SKEW_S = 5.0
+
+
+def abort_alone(report: Report) -> None:
+    """Abort a communicator of one rank behind queued work, again and again, with the cache of torch kept and emptied."""
+    is_gpu = torch.cuda.is_available()
+    for empties in (False, True) if is_gpu else (False,):
+        case = call_ranks(
+            generations, 1, 50, number=GENERATIONS // 2 if is_gpu else 2, queued_s=QUEUED_S if is_gpu else 0.0,
+            empties=empties,
+        )[0]  # fmt: skip
+        _report_generations(report, f"cache {'emptied' if empties else 'kept'}", case)
+
+
+def nvls(report: Report) -> None:
+    """Abort groups of all ranks twenty times with NVLS off and on; and the rate of an all-reduce."""
+    is_gpu = torch.cuda.is_available()
+    world = torch.cuda.device_count() if is_gpu else 2
+    for value in ("0", "1") if is_gpu else ("0",):
+        cases = call_ranks(
+            generations, world, 110, [{"NCCL_NVLS_ENABLE": value}] * world, number=GENERATIONS if is_gpu else 2
+        )
+        _report_generations(report, f"NCCL_NVLS_ENABLE={value}", cases[0])
+
+
+def _report_generations(report: Report, name: str, case: Any) -> None:
+    if not isinstance(case, dict):
+        report.claim(f"{name}: every generation ends ({case})", False)
+        return
+    report.figure(f"{name}: abort, median", statistics.median(case["abort_s"]), "s")
+    report.figure(f"{name}: abort, longest", max(case["abort_s"]), "s")
+    report.figure(f"{name}: all-reduce of 64 MB", 1e3 * statistics.median(case["reduce_s"]), "ms")
+    report.claim(f"{name}: an abort takes less than {ABORT_S:g} s", max(case["abort_s"]) < ABORT_S)
+    if case["used_bytes"]:
+        report.figure(f"{name}: device memory by generation", str([used >> 20 for used in case["used_bytes"]]), "MiB")
+        settled = case["used_bytes"][min(2, len(case["used_bytes"]) - 1)]
+        report.claim(f"{name}: no generation keeps memory", case["used_bytes"][-1] - settled < LEFT_BYTES)
+
+
+def generations(
+    rank: int, world: int, port: int, number: int, queued_s: float = 0.0, empties: bool = False, skew_s: float = 0.0
+) -> dict[str, list[float]]:
+    """Make the default group, reduce, queue work, abort, forget, as often as asked; return seconds and memory of each."""
+    device = device_of(rank)
+    found: dict[str, list[float]] = {"abort_s": [], "used_bytes": [], "reduce_s": []}
+    values = torch.ones((16 << 20) if device.type == "cuda" else (1 << 16), device=device)
+    for generation in range(number):
+        join(rank, world, port, f"generation {generation}", device)
+        dist.all_reduce(values)
+        _synchronize(device)
+        began = time.perf_counter()
+        dist.all_reduce(values)
+        _synchronize(device)
+        found["reduce_s"].append(time.perf_counter() - began)
+        if device.type == "cuda" and queued_s and generation < BEHIND_WORK:
+            torch.cuda._sleep(int(queued_s * 1.5e9))
+            dist.all_reduce(values)
+        if rank == world - 1:
+            time.sleep(skew_s)
+        began = time.perf_counter()
+        _abort(rank, world, port)
+        found["abort_s"].append(time.perf_counter() - began)
+        forget_groups()
+        gc.collect()
+        if device.type == "cuda":
+            if empties:
+                torch.cuda.empty_cache()
+            free, total = torch.cuda.mem_get_info()
+            found["used_bytes"].append(total - free)
+    return found
+
+
+def torn(report: Report) -> None:
+    """Let two ranks wait in an all-reduce for a third that never comes, and abort one of them."""
+    is_gpu = torch.cuda.is_available()
+    protocols = ("LL", "LL128", "Simple") if is_gpu else ("",)
+    for protocol in protocols:
+        for nbytes in (8, 64 << 20) if is_gpu else (8,):
+            environment: dict[str, str] = {"NCCL_PROTO": protocol} if protocol else {}
+            found = call_ranks(torn_rank, 3, 35, [environment] * 3, nbytes=nbytes)
+            name = f"{protocol or 'gloo'}, {nbytes} bytes"
+            report.figure(f"{name}: the neighbour's collective", str(found[1]))
+            report.claim(f"{name}: it gives no number", isinstance(found[1], str) and not found[1].startswith("ended"))
+
+
+def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
+    """Return what became of this rank's collective; rank 2 never comes to it, and rank 0 aborts it."""
+    device = device_of(rank)
+    join(rank, world, port, "torn", device)
+    dist.all_reduce(torch.ones(1, device=device))
+    _synchronize(device)
+    store = _store(port, "torn marks")
+    if rank == 2:
+        store.wait(["neighbour is done"], COLLECTIVE_S)
+        return "never came"
+    values = torch.ones(nbytes // 4, device=device)
+    ended: list[str] = []
+
+    def reduce() -> None:
+        device_of(rank)  # the current device of this thread
+        try:
+            work = dist.all_reduce(values, async_op=True)
+            assert work is not None
+            if device.type == "cuda":
+                event = torch.cuda.Event()
+                event.record()
+            store.add("in", 1)
+            work.wait()
+            if device.type == "cuda":
+                while not event.query():
+                    time.sleep(0.01)
+            ended.append(f"ended with {float(values[0]):g}")
+        except Exception as error:
+            ended.append(f"raised {type(error).__name__}")
+
+    thread = threading.Thread(target=reduce, daemon=True)
+    thread.start()
+    while store.add("in", 0) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    if rank == 0:
+        _abort(rank, world, port)
+        store.set("aborted", "")
+        store.wait(["neighbour is done"], COLLECTIVE_S)
+        return "aborted"
+    store.wait(["aborted"], COLLECTIVE_S)
+    thread.join(LEAVE_S)
+    store.set("neighbour is done", "")
+    return ended[0] if ended else f"waits after {LEAVE_S:g} s"
+
+
+def skewed(report: Report) -> None:
+    """Let the last rank of a node abort seconds after the others, with memory imported and not."""
+    is_gpu = torch.cuda.is_available()
+    world = torch.cuda.device_count() if is_gpu else 2
+    for value in ("1", "0") if is_gpu else ("1",):
+        found = call_ranks(
+            generations, world, 55, [{"NCCL_CUMEM_ENABLE": value}] * world, number=2,
+            skew_s=SKEW_S if is_gpu else 0.2,
+        )  # fmt: skip
+        failed = [text for text in found if isinstance(text, str)]
+        report.figure(f"NCCL_CUMEM_ENABLE={value}: ranks that failed", len(failed))
+        if failed:
+            report.figure(f"NCCL_CUMEM_ENABLE={value}: the first of them", failed[0][-300:])
+        report.claim(f"NCCL_CUMEM_ENABLE={value}: no rank fails", not failed)
+
+
+def split(report: Report) -> None:
+    """Time collectives of a layer with all ranks on one node, and with one that NCCL takes to be on another."""
+    is_gpu = torch.cuda.is_available()
+    world = torch.cuda.device_count() if is_gpu else 2
+    cases: dict[str, list[Mapping[str, str]]] = {"one node": [{}] * world}
+    if is_gpu:
+        elsewhere = {"NCCL_HOSTID": "another-node"}
+        cases["last rank on another node"] = [*[{"NCCL_HOSTID": "this-node"}] * (world - 1), elsewhere]
+    times = {}
+    for name, environments in cases.items():
+        times[name] = call_ranks(layer_collectives, world, 50, environments)[0]
+        if isinstance(times[name], str):
+            report.claim(f"{name}: collectives work ({times[name][-300:]})", False)
+            continue
+        for what, seconds in times[name].items():
+            report.figure(f"{name}: {what}", 1e3 * seconds, "ms")
+    report.figure("the other node", "is this one: the path goes over the network interface, or loopback")
+
+
+def layer_collectives(rank: int, world: int, port: int) -> dict[str, float]:
+    """Return the seconds of an all-reduce and an all-to-all of a layer's size."""
+    device = device_of(rank)
+    join(rank, world, port, "layer", device)
+    elements = (32 << 20) if device.type == "cuda" else (1 << 14)
+    values = torch.ones(elements // world * world, device=device)
+    received = torch.empty_like(values)
+    found = {}
+    for name, run in (
+        ("all-reduce", lambda: dist.all_reduce(values)),
+        ("all-to-all", lambda: dist.all_to_all_single(received, values)),
+    ):
+        run()
+        _synchronize(device)
+        began = time.perf_counter()
+        for _ in range(5):
+            run()
+        _synchronize(device)
+        found[name] = (time.perf_counter() - began) / 5
+    return found
+
+
+def device_of(rank: int) -> torch.device:
+    """Return the device of a rank, which becomes the current one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _store(port: int, prefix: str) -> Any:
+    return dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port, is_master=False))
+
+
+def join(rank: int, world: int, port: int, name: str, device: torch.device) -> None:
+    """Join the default group of a check, over NCCL on a GPU and gloo on a CPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=_store(port, name), rank=rank, world_size=world, timeout=timedelta(minutes=2)
+    )
+
+
+def _abort(rank: int, world: int, port: int) -> None:
+    """Abort as the monitoring thread of a rank does; connections to the store of the check stay."""
+    AbortAll({("127.0.0.1", port)}, set(), lambda: None)(State(rank, world).freeze())

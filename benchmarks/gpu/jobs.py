@@ -1,0 +1,151 @@
+"""Jobs of several ranks whose ranks are killed: Megatron on GPUs, the trainer in plain torch where there are none."""
+
+from __future__ import annotations
+
+import importlib.util
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.check import NotRun, Report
+from benchmarks.gpu.launched import JobFailed, events, is_equal, pretrain, train_plain
+from moevement_core.run_record import RunRecord
+
+ITERATIONS, KILLED_AT = 20, 12
+SPARSE = ("--moevement-sparse-ckpt", "--moevement-replicas-on-same-node", "--moevement-window", "4")
+PHASES = ("forward", "backward", "reduce", "commit", "step", "gather")
+MOMENTS = (
+    ("failed_at", "interrupted_at", "noticed"), ("interrupted_at", "left_at", "aborted and left"),
+    ("left_at", "formed_at", "ranks given out"), ("formed_at", "usable_at", "groups"),
+    ("usable_at", "prepared_at", "state found"), ("prepared_at", "replay_at", "loop entered"),
+    ("replay_at", "resumed_at", "state recovered"),
+)  # fmt: skip
+"""Fields of the event of a failure, and what lies between two of them."""
+LATE_S = ("0.1", "2.0")
+"""How often the monitoring threads look: the longer, the later a rank learns of a failure."""
+REPEATS = 3
+DETERMINISTIC = ("--deterministic-mode",)
+FP8 = (
+    "--fp8-format",
+    "hybrid",
+    "--fp8-recipe",
+    "delayed",
+    "--fp8-amax-history-len",
+    "16",
+    "--fp8-amax-compute-algo",
+    "max",
+)
+
+
+def _train(
+    folder: Path, *words: str, environment: Mapping[str, str] | None = None, ranks: int | None = None
+) -> RunRecord:
+    """Train on all GPUs, or on two ranks without; with one spare."""
+    if not torch.cuda.is_available():
+        plain = [word for word in words if word not in DETERMINISTIC]
+        return train_plain(folder, ITERATIONS, "--moevement-window", "4", *plain, nproc=2, spares=1)
+    world = ranks or _ranks()
+    return pretrain(folder, ITERATIONS, *SPARSE, *words, nproc=world, spares=1, environment=environment)
+
+
+def _ranks() -> int:
+    """Return the largest power of two that there are GPUs for, at most 8."""
+    return int(max(size for size in (2, 4, 8) if size <= torch.cuda.device_count()))
+
+
+def _fault(rank: int, phase: str, iteration: int | None = KILLED_AT) -> tuple[str, str]:
+    at = "" if iteration is None else f",iteration={iteration}"
+    return "--moevement-inject", f"rank={rank},phase={phase}{at}"
+
+
+def late_monitor(report: Report) -> None:
+    """Kill a rank in the last reduction while monitors look seldom, and compare what was committed."""
+    with tempfile.TemporaryDirectory() as folder:
+        free = _train(Path(folder, "free"), *DETERMINISTIC)
+        if not torch.cuda.is_available():  # this trainer has no flag for the monitor
+            equal = is_equal(free, _train(Path(folder, "killed"), *_fault(1, "reduce")))
+            report.claim("killed while gradients were reduced: equal bits", equal)
+            return
+        for late_s in LATE_S:
+            for number in range(REPEATS):
+                killed = _train(
+                    Path(folder, f"{late_s}-{number}"), *DETERMINISTIC, *_fault(1, "reduce"),
+                    "--inprocess-monitor-thread-interval", late_s,
+                )  # fmt: skip
+                report.claim(f"a look every {late_s} s, run {number + 1}: equal bits", is_equal(free, killed))
+
+
+def kills(report: Report) -> None:
+    """Kill one rank in each phase of an iteration; seconds of each part of the recovery."""
+    phases = PHASES if torch.cuda.is_available() else ("backward",)
+    with tempfile.TemporaryDirectory() as folder:
+        free = _train(Path(folder, "free"), *DETERMINISTIC)
+        for phase in phases:
+            killed = _train(Path(folder, phase), *DETERMINISTIC, *_fault(1, phase))
+            found = events(killed, "failure")
+            report.claim(f"{phase}: the job goes on", len(found) == 1)
+            for event in found:
+                for before, after, name in MOMENTS:
+                    report.figure(f"{phase}: {name}", float(str(event[after])) - float(str(event[before])), "s")
+            report.claim(f"{phase}: equal bits", is_equal(free, killed))
+        redone = _train(Path(folder, "redo"), *DETERMINISTIC, "--moevement-recovery", "redo", *_fault(1, "backward"))
+        report.claim("updates from logged gradients: equal bits", is_equal(free, redone))
+
+
+def second_kill(report: Report) -> None:
+    """Kill a second rank while the groups of the next generation are made, with and without nonblocking communicators."""
+    settings: dict[str, dict[str, str]] = {"default": {}}
+    if torch.cuda.is_available():
+        settings["nonblocking"] = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, environment in settings.items():
+            try:
+                faults = (*_fault(0, "backward"), _fault(1, "groups", None)[1])
+                record = _train(Path(folder, name), *DETERMINISTIC, *faults, environment=environment)
+            except (JobFailed, TimeoutError) as error:
+                report.figure(f"{name}: the job", str(error)[-300:])
+                report.claim(f"{name}: the job goes on", False)
+                continue
+            report.claim(f"{name}: the job goes on", bool(events(record, "end")))
+            report.figure(f"{name}: failures", len(events(record, "failure")))
+
+
+def replacement_bits(report: Report) -> None:
+    """Replace a rank on its own device, by number of ranks and by how gradients are summed."""
+    settings: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+        "deterministic": (DETERMINISTIC, {}),
+        "default": ((), {}),
+        "NCCL_ALGO=Ring": ((), {"NCCL_ALGO": "Ring"}),
+        "sums in FP32": ((*DETERMINISTIC, "--ddp-reduce-scatter-with-fp32-accumulation"), {}),
+        "tensor parallel": ((*DETERMINISTIC, "--tensor-model-parallel-size", "2", "--sequence-parallel"), {}),
+    }
+    is_gpu = torch.cuda.is_available()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (words, environment) in settings.items() if is_gpu else list(settings.items())[:1]:
+            free, killed = (
+                _train(Path(folder, f"{name}-{what}"), *words, *more, environment=environment)
+                for what, more in (("free", ()), ("killed", _fault(1, "backward")))
+            )
+            equal = is_equal(free, killed)
+            report.figure(f"{name}: equal bits", str(equal))
+            if not is_gpu or DETERMINISTIC[0] in words:
+                report.claim(f"{name}: equal bits", equal)
+    report.figure("another device, another node", "not run: the spare takes the device that was lost")
+
+
+def fp8_survivors(report: Report) -> None:
+    """Kill a rank of a job with delayed scaling, and compare with the run that lost none."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        raise NotRun("Transformer Engine is not installed")
+    layers = ("--transformer-impl", "transformer_engine")
+    with tempfile.TemporaryDirectory() as folder:
+        free, killed = (
+            pretrain(
+                Path(folder, what), ITERATIONS, *SPARSE, *FP8, *DETERMINISTIC, *more, nproc=_ranks(), spares=1,
+                layers=layers,
+            )
+            for what, more in (("free", ()), ("killed", _fault(1, "backward")))
+        )  # fmt: skip
+        report.claim("equal bits, and so equal scales", is_equal(free, killed))

@@ -1,0 +1,96 @@
+"""Copies to a peer by the connections that snapshots take: rates by streams and interface, and what they do to the
+collectives of training beside them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from contextlib import suppress
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.check import Report
+from benchmarks.gpu.collectives import device_of, join
+from benchmarks.gpu.processes import call_ranks
+from moevement_core.replication.connections import Address, Connections
+
+STREAMS = (1, 2, 4)
+ROUNDS = 8
+SLOWER = 1.1
+"""By how much collectives may take longer beside copies."""
+
+
+def replication(report: Report) -> None:
+    """Send from the first rank to the second over each interface of this host, by 1, 2 and 4 streams."""
+    is_gpu = torch.cuda.is_available()
+    nbytes = (1 << 30) if is_gpu else (4 << 20)
+    interfaces = _addresses() if is_gpu else {"lo": "127.0.0.1"}
+    for interface, host in interfaces.items():
+        for streams in STREAMS if is_gpu else STREAMS[:1]:
+            found = call_ranks(replicating_rank, 2, 40, host=host, streams=streams, nbytes=nbytes)
+            name = f"{interface}, {streams} streams"
+            if isinstance(found[0], str):
+                report.figure(name, found[0][-200:])
+                continue
+            report.figure(f"{name}: copies", found[0]["rate"] / 1e9, "GB/s")
+            report.figure(f"{name}: all-to-all beside copies over alone", found[0]["slower"])
+            if is_gpu:
+                report.claim(f"{name}: collectives are not slowed down", found[0]["slower"] < SLOWER)
+    report.figure("both ranks", "are on this host, so that an interface carries what the host does not keep inside")
+
+
+def replicating_rank(rank: int, world: int, port: int, host: str, streams: int, nbytes: int) -> dict[str, float]:
+    """Return the rate of copies to the other rank, and the ratio of collective times beside and without them."""
+    device = device_of(rank)
+    join(rank, world, port, "replication", device)
+    connections = Connections(host, streams)
+    addresses: list[Address | None] = [None] * world
+    dist.all_gather_object(addresses, connections.address)
+    connections.open(rank, [address for address in addresses if address is not None])
+    channel = connections.channel("snapshots")
+    copies = torch.zeros(nbytes, dtype=torch.uint8)
+    values = torch.ones((4 << 20) if device.type == "cuda" else (1 << 14), device=device)
+    received = torch.empty_like(values)
+
+    def collectives(rounds: int) -> float:
+        times = []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            dist.all_to_all_single(received, values)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    def move() -> None:
+        for _ in range(ROUNDS):
+            if rank == 0:
+                channel.send(1, 0, copies)
+            else:
+                channel.receive(0, 0, copies)
+
+    collectives(3)
+    alone = collectives(20)
+    dist.barrier()
+    thread = threading.Thread(target=move)
+    began = time.perf_counter()
+    thread.start()
+    beside = collectives(20)
+    thread.join()
+    rate = ROUNDS * nbytes / (time.perf_counter() - began)
+    dist.barrier()
+    return {"rate": rate, "slower": beside / alone}
+
+
+def _addresses() -> dict[str, str]:
+    """Return an address of each interface that is up."""
+    found = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        with suppress(KeyError, StopIteration):
+            if psutil.net_if_stats()[name].isup:
+                found[name] = next(one.address for one in addresses if one.family.name == "AF_INET")
+    return found

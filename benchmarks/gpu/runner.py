@@ -1,0 +1,125 @@
+"""Runs checks one after the other, each in a process of its own, and keeps a result of each in a folder.
+
+A result is there in whole or not at all. A call that is cut off, by SIGKILL too, loses the check that was under way and
+nothing else: the next call goes on with it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.check import Check, Form, Found, Status, read_found, run_body, write_whole
+from benchmarks.gpu.processes import Process
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check has found."""
+
+    number: str
+    name: str
+    status: Status
+    form: Form
+    why: str = ""
+    """Why there is no answer, or the end of the output of what crashed."""
+    figures: Sequence[Sequence[str]] = ()
+    claims: Sequence[Sequence[Any]] = ()
+    began: str = ""
+    """Date and time, UTC."""
+    took_s: float = 0.0
+    limit_s: float = 0.0
+    machine: dict[str, str] = field(default_factory=dict)
+    """Hardware and versions."""
+
+
+def result_of(folder: Path, check: Check) -> Result | None:
+    """Return the result that is in the folder; None if there is none that can be read."""
+    try:
+        read = json.loads((folder / f"{check.name}.json").read_text(encoding="utf-8"))
+        return Result(**{**read, "status": Status(read["status"]), "form": Form(read["form"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_answered(result: Result | None, form: Form) -> bool:
+    """Return whether a check need not be run again: not where it could not run, or ran in another form."""
+    return result is not None and result.form is form and result.status is not Status.NOT_RUN
+
+
+def run(
+    checks: Iterable[Check], folder: Path, machine: dict[str, str], *, again: bool = False, limit_s: float | None = None
+) -> Iterator[Result]:
+    """Run the checks that have no answer yet, in their order; yields each result when it has been written.
+
+    Args:
+        checks: in their order.
+        folder: of results.
+        machine: what :func:`benchmarks.gpu.machine.describe` says; ``devices`` is the number of GPUs.
+        again: also those that have an answer.
+        limit_s: instead of each check's own limit.
+    """
+    for check in checks:
+        form = Form.GPU if int(machine["devices"]) else Form.CPU
+        if not again and is_answered(result_of(folder, check), form):
+            continue
+        result = _run(check, folder, form, machine, limit_s or check.limit_s)
+        write_whole(folder / f"{check.name}.json", json.dumps(asdict(result), indent=1) + "\n")
+        yield result
+
+
+def _run(check: Check, folder: Path, form: Form, machine: dict[str, str], limit_s: float) -> Result:
+    began, began_s = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}", time.monotonic()
+
+    def result(status: Status, why: str, found: Found) -> Result:
+        took_s = round(time.monotonic() - began_s, 1)
+        return Result(
+            check.number, check.name, status, form, why, found.figures, found.claims, began, took_s, limit_s, machine
+        )
+
+    if (reason := why_not(check, form, int(machine["devices"]))) is not None:
+        return result(Status.NOT_RUN, reason, Found())
+    partial = folder / f"{check.name}.partial"
+    partial.unlink(missing_ok=True)
+    arguments = {"body": check.body, "path": str(partial.absolute())}
+    environment = {"CUDA_VISIBLE_DEVICES": ""} if form is Form.CPU else {}
+    with Process(run_body, arguments, environment, folder / f"{check.name}.log") as process:
+        try:
+            code = process.wait(limit_s)
+            why = f"exit code {code}: {process.tail()}"
+            status = None
+        except TimeoutError as error:
+            why, status = str(error), Status.TIMED_OUT
+    found = read_found(partial)
+    partial.unlink(missing_ok=True)
+    if status is None and found.not_run:
+        return result(Status.NOT_RUN, found.not_run, found)
+    if status is None and not found.is_complete:
+        status = Status.CRASHED
+    if status is not None:
+        return result(status, why, found)
+    return result(_verdict(found), "", found)
+
+
+def why_not(check: Check, form: Form, devices: int) -> str | None:
+    """Return why a check cannot run on this machine; None if it can."""
+    if form is Form.CPU:
+        return None if check.has_cpu_form else "no GPU"
+    return None if devices >= check.devices else f"needs {check.devices} GPUs, there are {devices}"
+
+
+def _verdict(found: Found) -> Status:
+    if not found.claims:
+        return Status.FIGURE
+    return Status.PASSED if all(holds for _, holds in found.claims) else Status.FAILED
+
+
+def duration(seconds: float) -> str:
+    """Return a number of seconds in words for a table."""
+    return f"{math.ceil(seconds)} s"

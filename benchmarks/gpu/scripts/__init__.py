@@ -1,0 +1,1 @@
+"""Training scripts of jobs that checks launch."""

@@ -1,0 +1,215 @@
+"""``python -m benchmarks.gpu``: its list, its runner and its page. What its checks find is not judged here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.catalogue import CHECKS, ONE_DEVICE_S
+from benchmarks.gpu.check import Check, Form, Status, function_of
+from benchmarks.gpu.page import REHEARSAL, page
+from benchmarks.gpu.runner import Result, is_answered, result_of, run, why_not
+from tests.training import ROOT
+from tests.unit import gpu_bodies
+
+MACHINE = {"devices": "0", "GPUs": "none", "torch": torch.__version__}
+LONG_S = 300.0
+
+
+def check(body: str, limit_s: float = LONG_S, number: str = "E1") -> Check:
+    text = f"The body {body} does what it does."
+    return Check(number, body, text, "docs/gpu.md", f"{gpu_bodies.__name__}:{body}", limit_s, has_cpu_form=True)
+
+
+def test_the_list_is_complete() -> None:
+    numbers = [f"E{number}" for number in range(1, 21)] + [f"M{number}" for number in range(1, 11)]
+    assert [check.number for check in CHECKS] == numbers
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    for each in CHECKS:
+        assert each.claim.endswith("."), each.name
+        assert (ROOT / each.page).is_file(), each.name
+        assert 0 < each.limit_s <= 600, each.name
+        assert each.devices == 1 if each.number[0] == "E" else each.devices > 1, each.name
+    assert sum(each.limit_s for each in CHECKS if each.number[0] == "E") <= ONE_DEVICE_S
+
+
+def test_every_body_is_there() -> None:
+    for each in CHECKS:
+        assert callable(function_of(each.body)), each.name
+
+
+@pytest.mark.builds
+def test_every_outcome_is_kept_and_harms_no_other_check(tmp_path: Path) -> None:
+    bodies = {
+        "crashes": Status.CRASHED, "raises": Status.CRASHED, "lacks_a_package": Status.NOT_RUN,
+        "is_not_for_here": Status.NOT_RUN, "fails": Status.FAILED, "measures": Status.FIGURE, "holds": Status.PASSED,
+    }  # fmt: skip
+    results = list(run([check(body) for body in bodies], tmp_path, MACHINE))
+    assert {result.name: result.status for result in results} == bodies
+    found = {result.name: result for result in results}
+    assert list(found["holds"].figures) == [["rate", "12.35", "GB/s"]]
+    assert list(found["crashes"].figures) == [["before the crash", "1", ""]]
+    assert found["raises"].claims
+    assert "a_package_that_is_not_there" in found["lacks_a_package"].why
+    for result in results:
+        read = result_of(tmp_path, check(result.name))
+        assert read is not None
+        assert (read.status, read.form, list(read.claims)) == (result.status, Form.CPU, list(result.claims))
+
+
+def test_a_check_that_hangs_is_ended(tmp_path: Path) -> None:
+    (result,) = run([check("hangs", 2.0)], tmp_path, MACHINE)
+    assert result.status is Status.TIMED_OUT
+    assert result.took_s >= 2.0
+    assert not [process for process in psutil.Process().children(recursive=True) if "gpu_bodies" in _words(process)]
+
+
+def _words(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+@pytest.mark.builds
+def test_a_call_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    """By SIGKILL in the middle of a check, whose process ends too."""
+    program = (
+        "from pathlib import Path; import sys; from benchmarks.gpu.runner import run\n"
+        "from tests.unit.test_gpu_checks import MACHINE, check\n"
+        "list(run([check('holds'), check('blocks'), check('measures')], Path(sys.argv[1]), MACHINE))\n"
+    )
+    environment = {**os.environ, gpu_bodies.FOLDER_ENV: str(tmp_path), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environment) as process:
+        _wait_until((tmp_path / "started").exists, process)
+        blocked = int((tmp_path / "started").read_text())
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    _wait_until(lambda: not psutil.pid_exists(blocked) or psutil.Process(blocked).status() == psutil.STATUS_ZOMBIE)
+    names = ("holds", "blocks", "measures")
+    first, *others = [result_of(tmp_path, check(name)) for name in names]
+    assert first is not None
+    assert others == [None, None]
+    (tmp_path / "release").touch()
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, env=environment, check=True)
+    again = [result_of(tmp_path, check(name)) for name in names]
+    assert again[0] == first
+    assert [result.status for result in again if result] == [Status.PASSED, Status.PASSED, Status.FIGURE]
+
+
+def _wait_until(holds: object, process: subprocess.Popen[bytes] | None = None) -> None:
+    assert callable(holds)
+    deadline = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < deadline
+        assert process is None or process.poll() is None
+        time.sleep(0.05)
+
+
+@pytest.mark.builds
+def test_a_check_is_run_again_if_asked_or_if_it_had_no_answer(tmp_path: Path) -> None:
+    checks = [check("measures"), check("is_not_for_here")]
+    assert [result.name for result in run(checks, tmp_path, MACHINE)] == ["measures", "is_not_for_here"]
+    assert [result.name for result in run(checks, tmp_path, MACHINE)] == ["is_not_for_here"]
+    assert [result.name for result in run(checks[:1], tmp_path, MACHINE, again=True)] == ["measures"]
+    (tmp_path / "measures.json").write_text('{"number": "E1"')  # cut off by a full disk, say
+    assert [result.name for result in run(checks[:1], tmp_path, MACHINE)] == ["measures"]
+
+
+def test_a_rehearsal_is_no_answer_for_a_gpu() -> None:
+    result = Result("E1", "copy", Status.PASSED, Form.CPU)
+    assert is_answered(result, Form.CPU)
+    assert not is_answered(result, Form.GPU)
+
+
+@pytest.mark.parametrize(("form", "devices", "runs"), [(Form.GPU, 1, False), (Form.GPU, 2, True), (Form.CPU, 0, False)])
+def test_why_a_check_does_not_run(form: Form, devices: int, runs: bool) -> None:
+    several = Check("M1", "several", "It is so.", "docs/gpu.md", "m:f", 1, devices=2)
+    assert (why_not(several, form, devices) is None) is runs
+
+
+def test_the_page_is_made_from_results() -> None:
+    checks = [check(name, number=f"E{place + 1}") for place, name in enumerate(("holds", "fails", "hangs", "measures"))]
+    gpu = {**MACHINE, "devices": "1", "GPUs": "1 x a card"}
+    results = {
+        "holds": Result(
+            "E1", "holds", Status.PASSED, Form.GPU, figures=[["a | bar", "1", "ms"]], claims=[["it is", True]],
+            machine=gpu,
+        ),
+        "fails": Result("E2", "fails", Status.FAILED, Form.GPU, claims=[["it is", True], ["it was", False]]),
+        "hangs": Result("E3", "hangs", Status.TIMED_OUT, Form.CPU, why="did not end in 2 s"),
+    }  # fmt: skip
+    text = page(checks, results, gpu, "python -m benchmarks.gpu")
+    rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("| E")}
+    assert rows.keys() == {"E1", "E2", "E3", "E4"}
+    assert "| passed |" in rows["E1"]
+    assert "| failed: it was |" in rows["E2"]
+    assert "rehearsed" in rows["E3"]
+    assert "not run" in rows["E4"]
+    assert r"| a \| bar | 1 | ms |" in text
+    assert "1 x a card" in text
+    assert REHEARSAL not in text
+    assert REHEARSAL in page(checks, {}, MACHINE, "python -m benchmarks.gpu")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--only", "nothing"], ["--only"], ["--limit", "0"], ["--limit", "nan"], ["--limit", "inf"], ["--limit", "x"],
+        ["--out", "/proc/nothing"], ["--out", __file__], ["more"],
+    ],
+)  # fmt: skip
+def test_bad_input_gets_a_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_the_list_is_printed_and_chosen_from(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [each.number for each in CHECKS]
+    assert main(["--list", "--only", "M", "redo", "E1"]) == 0
+    chosen = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert chosen == ["E1", "E19", *(f"M{number}" for number in range(1, 11))]
+
+
+REPRESENTATIVES = ["E1", "E3", "E4", "E6", "E10", "E14", "E16", "E19", "M1", "M4", "M8", "M9"]
+"""One of each kind: processes, forks, jobs, interpreted kernels, groups, copies to peers."""
+NOT_MENDED = {"E6", "E7"}
+"""Checks whose claim may not hold on a CPU either."""
+
+
+@pytest.mark.builds
+@pytest.mark.slow("each check starts interpreters of its own")
+@pytest.mark.parametrize(
+    "chosen",
+    [REPRESENTATIVES, pytest.param([each.number for each in CHECKS], marks=pytest.mark.full)],
+    ids=["representatives", "all"],
+)
+def test_what_a_cpu_can_run_runs(chosen: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--limit", "600", "--only", *chosen]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
+    )
+    results = {name: Result(**read) for name, read in json.loads((tmp_path / "gpu.json").read_text()).items()}
+    checks = [each for each in CHECKS if each.number in chosen]
+    assert results.keys() == {each.name for each in checks}, ended.stdout + ended.stderr
+    for each in checks:
+        result = results[each.name]
+        wanted = {Status.PASSED, Status.FIGURE} if each.has_cpu_form else {Status.NOT_RUN}
+        if each.number in NOT_MENDED:
+            wanted |= {Status.FAILED}
+        assert result.status in wanted, (result, ended.stderr)
+        assert result.form == Form.CPU
+    assert (tmp_path / "gpu.md").read_text().count(REHEARSAL) == 1
