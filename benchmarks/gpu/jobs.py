@@ -39,15 +39,29 @@ FP8 = (
 )
 
 
-def _train(
-    folder: Path, *words: str, environment: Mapping[str, str] | None = None, ranks: int | None = None
-) -> RunRecord:
+def _train(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> RunRecord:
     """Train on all GPUs, or on two ranks without; with one spare."""
     if not torch.cuda.is_available():
         plain = [word for word in words if word not in DETERMINISTIC]
         return train_plain(folder, ITERATIONS, "--moevement-window", "4", *plain, nproc=2, spares=1)
-    world = ranks or _ranks()
-    return pretrain(folder, ITERATIONS, *SPARSE, *words, nproc=world, spares=1, environment=environment)
+    return pretrain(folder, ITERATIONS, *SPARSE, *words, nproc=_ranks(), spares=1, environment=environment)
+
+
+def _train_killed(folder: Path, *words: str, environment: Mapping[str, str] | None = None) -> RunRecord:
+    """Train with faults among ``words``.
+
+    Raises:
+        JobFailed: no rank was lost, so that equal bits would say nothing.
+    """
+    record = _train(folder, *words, environment=environment)
+    if not events(record, "failure"):
+        raise JobFailed(f"no rank was lost in {folder.name}: {' '.join(words)}")
+    return record
+
+
+def _training_phase() -> str:
+    """Return the phase in the middle of an iteration; the trainer in plain torch knows no backward phase."""
+    return "backward" if torch.cuda.is_available() else "reduce"
 
 
 def _ranks() -> int:
@@ -65,12 +79,12 @@ def late_monitor(report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         free = _train(Path(folder, "free"), *DETERMINISTIC)
         if not torch.cuda.is_available():  # this trainer has no flag for the monitor
-            equal = is_equal(free, _train(Path(folder, "killed"), *_fault(1, "reduce")))
+            equal = is_equal(free, _train_killed(Path(folder, "killed"), *_fault(1, "reduce")))
             report.claim("killed while gradients were reduced: equal bits", equal)
             return
         for late_s in LATE_S:
             for number in range(REPEATS):
-                killed = _train(
+                killed = _train_killed(
                     Path(folder, f"{late_s}-{number}"), *DETERMINISTIC, *_fault(1, "reduce"),
                     "--inprocess-monitor-thread-interval", late_s,
                 )  # fmt: skip
@@ -79,18 +93,20 @@ def late_monitor(report: Report) -> None:
 
 def kills(report: Report) -> None:
     """Kill one rank in each phase of an iteration; seconds of each part of the recovery."""
-    phases = PHASES if torch.cuda.is_available() else ("backward",)
+    phases = PHASES if torch.cuda.is_available() else ("commit",)
     with tempfile.TemporaryDirectory() as folder:
         free = _train(Path(folder, "free"), *DETERMINISTIC)
         for phase in phases:
-            killed = _train(Path(folder, phase), *DETERMINISTIC, *_fault(1, phase))
+            killed = _train_killed(Path(folder, phase), *DETERMINISTIC, *_fault(1, phase))
             found = events(killed, "failure")
             report.claim(f"{phase}: the job goes on", len(found) == 1)
             for event in found:
                 for before, after, name in MOMENTS:
                     report.figure(f"{phase}: {name}", float(str(event[after])) - float(str(event[before])), "s")
             report.claim(f"{phase}: equal bits", is_equal(free, killed))
-        redone = _train(Path(folder, "redo"), *DETERMINISTIC, "--moevement-recovery", "redo", *_fault(1, "backward"))
+        redone = _train_killed(
+            Path(folder, "redo"), *DETERMINISTIC, "--moevement-recovery", "redo", *_fault(1, _training_phase())
+        )
         report.claim("updates from logged gradients: equal bits", is_equal(free, redone))
 
 
@@ -102,8 +118,8 @@ def second_kill(report: Report) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, environment in settings.items():
             try:
-                faults = (*_fault(0, "backward"), _fault(1, "groups", None)[1])
-                record = _train(Path(folder, name), *DETERMINISTIC, *faults, environment=environment)
+                faults = (*_fault(0, _training_phase()), _fault(1, "groups", None)[1])
+                record = _train_killed(Path(folder, name), *DETERMINISTIC, *faults, environment=environment)
             except (JobFailed, TimeoutError) as error:
                 report.figure(f"{name}: the job", str(error)[-300:])
                 report.claim(f"{name}: the job goes on", False)
@@ -124,10 +140,9 @@ def replacement_bits(report: Report) -> None:
     is_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         for name, (words, environment) in settings.items() if is_gpu else list(settings.items())[:1]:
-            free, killed = (
-                _train(Path(folder, f"{name}-{what}"), *words, *more, environment=environment)
-                for what, more in (("free", ()), ("killed", _fault(1, "backward")))
-            )
+            free = _train(Path(folder, f"{name}-free"), *words, environment=environment)
+            fault = _fault(1, _training_phase())
+            killed = _train_killed(Path(folder, f"{name}-killed"), *words, *fault, environment=environment)
             equal = is_equal(free, killed)
             report.figure(f"{name}: equal bits", str(equal))
             if not is_gpu or DETERMINISTIC[0] in words:
@@ -148,4 +163,5 @@ def fp8_survivors(report: Report) -> None:
             )
             for what, more in (("free", ()), ("killed", _fault(1, "backward")))
         )  # fmt: skip
+        report.claim("a rank was lost", bool(events(killed, "failure")))
         report.claim("equal bits, and so equal scales", is_equal(free, killed))
