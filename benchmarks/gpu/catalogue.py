@@ -42,11 +42,11 @@ CHECKS = (
     ),
     Check(
         "E9", "recovery", "A recovery by replay goes on with default kernels, with equal bits in deterministic mode.",
-        "docs/recovery.md", "benchmarks.gpu.training:recovery", 110, has_cpu_form=True,
+        "docs/guarantees.md", "benchmarks.gpu.training:recovery", 110, has_cpu_form=True,
     ),
     Check(
         "E10", "first-difference", "Operators of the expert layer come to the same bits when they are run again.",
-        "docs/recovery.md", "benchmarks.gpu.training:first_difference", 30, has_cpu_form=True,
+        "docs/guarantees.md", "benchmarks.gpu.training:first_difference", 30, has_cpu_form=True,
     ),
     Check(
         "E11", "snapshot-cost", "The reported stall is what snapshots cost an iteration.",
@@ -106,7 +106,7 @@ CHECKS = (
     ),
     Check(
         "M5", "replacement-bits", "A replacement on the same device comes to the bits of the rank that was lost.",
-        "docs/recovery.md", "benchmarks.gpu.jobs:replacement_bits", 400, devices=2, has_cpu_form=True,
+        "docs/guarantees.md", "benchmarks.gpu.jobs:replacement_bits", 400, devices=2, has_cpu_form=True,
     ),
     Check(
         "M6", "split-group", "A group that spans nodes is slower; how much, with one rank on another node.",

@@ -8,7 +8,7 @@ import gc
 import statistics
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +19,9 @@ from nvidia_resiliency_ext.inprocess.state import State
 from benchmarks.gpu.check import Report
 from benchmarks.gpu.processes import call_ranks
 from moevement_core.restart.abort import AbortAll
+from moevement_core.restart.connections import listening
 from moevement_core.restart.groups import forget_groups
+from moevement_core.restart.leaving import Leaving
 
 GENERATIONS = 20
 LEFT_BYTES = 256 << 20
@@ -74,7 +76,7 @@ def generations(
     rank: int, world: int, port: int, number: int, queued_s: float = 0.0, empties: bool = False, skew_s: float = 0.0
 ) -> dict[str, list[float]]:
     """Make the default group, reduce, queue work, abort, forget, as often as asked; return seconds and memory of each."""
-    device = device_of(rank)
+    device, listeners = device_of(rank), listening()
     found: dict[str, list[float]] = {"abort_s": [], "used_bytes": [], "reduce_s": []}
     values = torch.ones((16 << 20) if device.type == "cuda" else (1 << 16), device=device)
     for generation in range(number):
@@ -91,7 +93,7 @@ def generations(
         if rank == world - 1:
             time.sleep(skew_s)
         began = time.perf_counter()
-        _abort(rank, world, port)
+        _abort(rank, world, port, listeners)
         found["abort_s"].append(time.perf_counter() - began)
         forget_groups()
         gc.collect()
@@ -118,7 +120,7 @@ def torn(report: Report) -> None:
 
 def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
     """Return what became of this rank's collective; rank 2 never comes to it, and rank 0 aborts it."""
-    device = device_of(rank)
+    device, listeners = device_of(rank), listening()
     join(rank, world, port, "torn", device)
     dist.all_reduce(torch.ones(1, device=device))
     _synchronize(device)
@@ -152,7 +154,7 @@ def torn_rank(rank: int, world: int, port: int, nbytes: int) -> str:
         time.sleep(0.01)
     time.sleep(0.5)
     if rank == 0:
-        _abort(rank, world, port)
+        _abort(rank, world, port, listeners)
         store.set("aborted", "")
         store.wait(["neighbour is done"], COLLECTIVE_S)
         return "aborted"
@@ -244,6 +246,6 @@ def join(rank: int, world: int, port: int, name: str, device: torch.device) -> N
     )
 
 
-def _abort(rank: int, world: int, port: int) -> None:
+def _abort(rank: int, world: int, port: int, listeners: Collection[int]) -> None:
     """Abort as the monitoring thread of a rank does; connections to the store of the check stay."""
-    AbortAll({("127.0.0.1", port)}, set(), lambda: None)(State(rank, world).freeze())
+    AbortAll({("127.0.0.1", port)}, set(), lambda: None, Leaving(), listeners)(State(rank, world).freeze())

@@ -76,19 +76,19 @@ def odd_shapes(backend: str) -> dict[str, bool]:
     device = torch.device("cuda" if is_gpu else "cpu")
     counts, hidden, inner = (ODD_COUNTS, 328, 456) if is_gpu else ([0, 1, 15, 17], 24, 20)
     tiles = None if is_gpu else TINY
-    found = {}
+    found, active = {}, [True] * len(counts)
     for kind in (Activation.SWIGLU, Activation.GELU):
         x, dy, p, w1, w2 = _problem(counts, hidden, inner, kind, device)
         weights = Weights(w1), Weights(w2)
         wanted = reference.forward(x, p, counts, *weights, kind)
         ours = launch.forward(x, p, counts, *weights, kind, tiles)
         found[f"{kind}: outputs"] = all(_near(*pair) for pair in zip(ours, wanted, strict=True))
-        back = reference.input_gradient(dy, wanted.h, p, counts, *weights, kind)
-        backward = launch.input_gradient(dy, wanted.h, p, counts, *weights, kind, tiles)
+        back = reference.input_gradient(dy, wanted.h, p, counts, *weights, kind, active)
+        backward = launch.input_gradient(dy, wanted.h, p, counts, *weights, kind, active, tiles)
         found[f"{kind}: input gradients"] = all(_near(*pair) for pair in zip(backward, back, strict=True))
         into = tuple([torch.zeros_like(one, dtype=torch.float32) for one in weight] for weight in (w1, w2))
-        launch.weight_gradient(dy, back.dh, x, wanted.h, p, counts, (into[0], into[1]), kind, True, tiles)
-        made = reference.weight_gradient(dy, back.dh, x, wanted.h, p, counts, [True] * len(counts), kind)
+        launch.weight_gradient(dy, back.dh, x, back.a, counts, (into[0], into[1]), True, tiles)
+        made = reference.weight_gradient(dy, back.dh, x, back.a, counts, active)
         pairs = [(a, b) for one, other in zip(into, made, strict=True) for a, b in zip(one, other, strict=True)]
         found[f"{kind}: weight gradients"] = all(b is not None and _near(a, b, 2**-6) for a, b in pairs)
     if is_gpu:
@@ -191,7 +191,7 @@ def rates(report: Report) -> None:
     h = launch.forward(x, p, counts, *weights, layer.kind).h
     passes: dict[str, Callable[[], object]] = {
         f"input gradient, {columns} columns": functools.partial(
-            launch.input_gradient, dy, h, p, counts, *weights, layer.kind, Tiles(columns=columns)
+            launch.input_gradient, dy, h, p, counts, *weights, layer.kind, tiles=Tiles(columns=columns)
         )
         for columns in (128, 64)
     }

@@ -39,6 +39,8 @@ def _survivor(report: Report) -> None:
     from transformer_engine.common.recipe import DelayedScaling
 
     from moevement_core.restart.abort import AbortAll
+    from moevement_core.restart.connections import listening
+    from moevement_core.restart.leaving import Leaving
 
     layer = te.Linear(256, 256, params_dtype=torch.bfloat16).cuda()
 
@@ -50,7 +52,7 @@ def _survivor(report: Report) -> None:
         return [layer.fp8_meta[part].amax_history.clone() for part in ("scaling_fwd", "scaling_bwd")]
 
     first, second = histories(), histories()
-    AbortAll(set(), set(), lambda: None)(State(0, 1).freeze())
+    AbortAll(set(), set(), lambda: None, Leaving(), listening())(State(0, 1).freeze())
     third = histories()
     moves = [not torch.equal(one, other) for one, other in zip(first, second, strict=True)]
     still = [not torch.equal(one, other) for one, other in zip(second, third, strict=True)]

@@ -16,6 +16,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
+from moevement_core.device import visible_devices
 from moevement_core.restart.environment import MEMBER_ENV
 from moevement_core.restart.generation import generation
 from moevement_core.restart.in_process import Training, Watching, run_through_failures
@@ -43,7 +44,7 @@ class Troubled(Training):
     @property
     @override
     def watching(self) -> Watching:
-        return Watching(HANG_S[self._trouble], devices=torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        return Watching(HANG_S[self._trouble], devices=visible_devices())
 
     @override
     def take_rank(self, rank: int, world: int, device: int | None) -> None:
