@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import json
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, override
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from moevement_core.device import visible_devices
 from moevement_core.restart.environment import MEMBER_ENV
-from moevement_core.restart.generation import generation
+from moevement_core.restart.generation import generation, waiting_for_others
 from moevement_core.restart.in_process import Training, Watching, run_through_failures
 
 HANG_S = {"broken-device": 30.0, "long-call": 4.0}
@@ -59,7 +60,9 @@ class Troubled(Training):
         self._is_first |= number == 0
         self._write("entered", number)
         if self._trouble == "long-call" and number == 0:
-            ctypes.CDLL(None).usleep(int(CALL_S * 1e6))  # releases the interpreter, and runs no Python code
+            # The limit is a longer one on GPUs until an iteration is committed; on CPUs where a trainer says so.
+            with nullcontext() if self.watching.devices else waiting_for_others():
+                ctypes.CDLL(None).usleep(int(CALL_S * 1e6))  # releases the interpreter, and runs no Python code
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=now.rank, world_size=len(now.roster.ranks))
         if self._trouble == "broken-device" and self._is_first and number < LIMIT:
