@@ -54,7 +54,7 @@ def _train_killed(folder: Path, *words: str, environment: Mapping[str, str] | No
         JobFailed: no rank was lost, so that equal bits would say nothing.
     """
     record = _train(folder, *words, environment=environment)
-    if not events(record, "failure"):
+    if not (events(record, "failure") or events(record, "restart")):  # restart: all ranks were lost, two of two say
         raise JobFailed(f"no rank was lost in {folder.name}: {' '.join(words)}")
     return record
 
@@ -126,6 +126,7 @@ def second_kill(report: Report) -> None:
                 continue
             report.claim(f"{name}: the job goes on", bool(events(record, "end")))
             report.figure(f"{name}: failures", len(events(record, "failure")))
+            report.figure(f"{name}: restarts because all state was lost", len(events(record, "restart")))
 
 
 def replacement_bits(report: Report) -> None:
