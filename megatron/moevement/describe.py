@@ -99,7 +99,7 @@ def _parse(flags: list[str], ranks: int) -> tuple[Namespace, Regime]:
     sys.argv = ["plan", *words, *mock]
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": "0"}
     args = arguments.parse_args()
-    for complaints in (ranges, sizes.missing, sizes.world_size, sizes.experts):
+    for complaints in (ranges, sizes.world_size):
         refuse(complaints(args))
     regime = _regime(args)
     for flag, value in _NEUTRAL.items():

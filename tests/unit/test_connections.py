@@ -97,7 +97,7 @@ def test_a_connection_of_several_that_breaks_ends_the_transfer_on_both_sides() -
     sender.join(20)
     assert not sender.is_alive()
     assert len(failed) == 1
-    assert failed[0].startswith("connection to rank 1")
+    assert "rank 1" in failed[0]
     deadline = time.monotonic() + 20
     while (left := [thread.name for thread in set(threading.enumerate()) - before if "stripe" in thread.name]) and (
         time.monotonic() < deadline

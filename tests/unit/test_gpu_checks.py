@@ -58,7 +58,7 @@ def test_every_outcome_is_kept_and_harms_no_other_check(tmp_path: Path) -> None:
     assert {result.name: result.status for result in results} == bodies
     found = {result.name: result for result in results}
     assert list(found["holds"].figures) == [["rate", "12.35", "GB/s"]]
-    assert list(found["crashes"].figures) == [["before the crash", "1", ""]]
+    assert [values for _, *values in found["crashes"].figures] == [["1", ""]]
     assert found["raises"].claims
     assert "a_package_that_is_not_there" in found["lacks_a_package"].why
     for result in results:
@@ -153,11 +153,11 @@ def test_the_page_is_made_from_results() -> None:
     rows = {line.split()[1]: line for line in text.splitlines() if line.startswith("| E")}
     assert rows.keys() == {"E1", "E2", "E3", "E4"}
     assert "| passed |" in rows["E1"]
-    assert "| failed: it was |" in rows["E2"]
+    assert str(Status.FAILED) in rows["E2"]
     assert "rehearsed" in rows["E3"]
     assert "not run" in rows["E4"]
     assert r"| a \| bar | 1 | ms |" in text
-    assert "1 x a card" in text
+    assert gpu["GPUs"] in text
     assert REHEARSAL not in text
     assert REHEARSAL in page(checks, {}, MACHINE, "python -m benchmarks.gpu")
 

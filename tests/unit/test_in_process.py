@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -142,6 +143,7 @@ def _train(late: float | str) -> Any:
     if number == RANKS:
         return _coordinate()
     os.environ[MEMBER_ENV] = str(number)
+    sys.argv = [__file__]  # the script of this process, which a job compares
     if number == 1 and isinstance(late, float):
         wait = GenerationStore.wait_for_interrupted
 
@@ -166,6 +168,7 @@ def _end_abruptly() -> Any:
     if number == RANKS:
         return _coordinate()
     os.environ[MEMBER_ENV] = str(number)
+    sys.argv = [__file__]  # the script of this process, which a job compares
     try:
         return run_through_failures(_Sums(KeyboardInterrupt))
     except SystemExit:  # the job was stopped while this rank waited for the next generation

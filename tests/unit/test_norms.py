@@ -145,9 +145,9 @@ def test_norms_are_on_the_host_before_nothing_may_wait_any_more_and_followers_cl
 
 def test_gradients_are_said_to_be_final_when_they_are_clipped_and_nothing_is_updated() -> None:
     optimizer, point = commit_point()
-    point.updating = lambda: EVENTS.append(f"final, clipped by {len(optimizer.coefficients)}")
+    point.updating = lambda: EVENTS.append(f"final {len(optimizer.coefficients)}")
     optimizer.step()
-    assert EVENTS[-4:] == ["atomic", "final, clipped by 2", "update", "over"]
+    assert EVENTS[-4:] == ["atomic", "final 2", "update", "over"]
     EVENTS.clear()
     point.redo(Redo(optimizer, {}, lambda: EVENTS.append("put")))
     assert EVENTS[-2:] == ["put", "update"], "those of an update that is made again are put in place later"

@@ -200,7 +200,7 @@ ENOUGH = ["--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100
         (["gpt_moe", *ENOUGH, "--iteration-time", "0"], r"--iteration-time 0\.0\b.*\b0\b"),
         (["gpt_moe", *ENOUGH, "--iteration-time", "nan"], r"--iteration-time nan\b"),
         (["gpt_moe", *ENOUGH, "--ranks", "0"], r"--ranks 0\b.*\b1\b"),
-        (["gpt_moe", *ENOUGH, "--ranks", "7"], r"\bMegatron\b.*\b7\b"),
+        (["gpt_moe", *ENOUGH, "--ranks", "7"], r"\b7\b.*--pipeline-model-parallel-size 3\b"),
         (["gpt_moe", *ENOUGH, "--window", "0"], r"--window 0\b.*\b1\b"),
         (["gpt_moe", *ENOUGH, "--regime", "fp4"], r"'fp4'.*\bmixed\b"),
         (["gpt_moe", *ENOUGH, "--network-share", "0"], r"\bnetwork share\b.*\b0\.0\b.*\b0\b.*\b1\b"),
