@@ -47,8 +47,16 @@ class PlacementHistory:
         self._placements: list[tuple[int, str]] = []
         """Each with the iteration after which it was in force."""
 
-    def note(self, iteration: int, placement: str) -> None:
-        """Note that iterations after ``iteration`` are computed under ``placement``."""
+    def note(self, iteration: int, placement: str, since: int = NONE) -> None:
+        """Note that iterations after ``iteration`` are computed under ``placement``.
+
+        Args:
+            iteration: whose state is live.
+            placement: the one of now.
+            since: the iteration after which other ranks have seen it in force, for a rank that has seen no iteration.
+        """
+        if not self._placements and since != NONE:
+            self._placements.append((min(iteration, since), placement))
         while self._placements and self._placements[-1][0] >= iteration:
             self._placements.pop()
         if not self._placements or self._placements[-1][1] != placement:
@@ -71,6 +79,7 @@ class PlacementHistory:
 
 
 _NEVER = 1 << 62
+"""No iteration was computed under the placement of now."""
 
 
 def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:
@@ -90,10 +99,14 @@ def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPla
         return f"ranks are of different kinds: {' and '.join(kinds)}"
     if not all(report.is_repeatable for report in reports):
         return NOT_REPEATABLE
-    since = max((report.placed_since for report in reports if report.placed_since is not None), default=NONE)
-    if min(iterations.start for iterations in replayed) <= since:
+    if min(iterations.start for iterations in replayed) <= placed_since(reports):
         return "ranks are on other nodes or devices than when these iterations were computed first"
     return ""
+
+
+def placed_since(reports: Sequence[Report]) -> int:
+    """Return the iteration after which all were computed where the ranks are now, as far as any rank has seen."""
+    return max((report.placed_since for report in reports if report.placed_since is not None), default=NONE)
 
 
 def arithmetic_of_all() -> tuple[str, ...]:

@@ -18,9 +18,10 @@ from moevement_core.recovery.scope import Pipeline, neighbours_of, segments
 from moevement_core.replication.transport import Transport
 from moevement_core.session import flips
 from moevement_core.session.codec import Plain
-from moevement_core.session.equal_bits import why_replay_may_differ
+from moevement_core.session.equal_bits import placed_since, why_replay_may_differ
 from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.sources import SnapshotSource
+from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot
 
 ATTEMPTS = 3
@@ -43,7 +44,13 @@ class Prepared:
     their sums have another order."""
     other_arithmetic: str = ""
     """Why the last bits may be others than those that were lost, in words; empty if they may not. Then a difference is
-    reported and is no error, and snapshots of the lost history are not kept beside the replayed one."""
+    reported and is no error, and snapshots are taken again of what was replayed beyond those that it began from: a
+    window holds no two histories."""
+    keeps_first: bool = True
+    """Whether the snapshots from which the replay began are taken over: the next recovery may begin from them, too. Not
+    those that were written on other processors, which no replay here can be compared with."""
+    placed_since: int = NONE
+    """The iteration after which all were computed where the ranks are now, as far as any rank has seen."""
     other_data: Sequence[str] = ()
     """Flags of the data that are others than those of the job that wrote a window, in words."""
 
@@ -111,7 +118,7 @@ def prepare(
             mine = next((plan for plan in plans if report.rank in plan.ranks), None)
             return Prepared(
                 plans, mine, snapshots, _agreed_outcomes(reports, report), time.perf_counter() - began,
-                other_arithmetic=why_replay_may_differ(reports, plans),
+                other_arithmetic=why_replay_may_differ(reports, plans), placed_since=placed_since(reports),
             )  # fmt: skip
         if report.rank == 0:
             log.warning(f"{len(failed)} snapshots are not where they were reported to be; planning again")

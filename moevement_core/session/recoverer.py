@@ -26,6 +26,7 @@ from moevement_core.session.sources import MemorySource, SnapshotSource
 from moevement_core.session.step_records import StepRecords
 from moevement_core.session.topology import Topology
 from moevement_core.session.twins import Twins
+from moevement_core.snapshot.agreement import NONE
 
 
 class Recoverer:
@@ -40,6 +41,8 @@ class Recoverer:
         self.done: list[Recovery] = []
         """Every recovery of this process."""
         self.placements = PlacementHistory()
+        self._placed_since = NONE
+        """What ranks that kept their state have seen of the placement of now, as of the newest recovery."""
         self._memory: MemorySource | None = None
         """Of a recovery that is under way."""
         self._saving, self._records = saving, records
@@ -98,7 +101,7 @@ class Recoverer:
 
     def note_placement(self, iteration: int) -> None:
         """Note that iterations after ``iteration`` are computed where the ranks are now."""
-        self.placements.note(iteration, placement())
+        self.placements.note(iteration, placement(), self._placed_since)
 
     def _release(self) -> None:
         if self._memory is not None:
@@ -152,7 +155,7 @@ class Recoverer:
         self._windows.pause(False)
 
     def _carry_out(self, prepared: Prepared, *, is_reported: bool = True) -> Recovery:
-        lost = self._go_back(prepared)
+        lost, self._placed_since = self._go_back(prepared), prepared.placed_since
         with self.replaying():
             done, came_of = carry_out(
                 self._saving.parts, prepared, lost or LostTokens(), None if lost is None else self._saving.take_again

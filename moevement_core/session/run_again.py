@@ -47,7 +47,7 @@ class RunAgain(Observer):
     def adopt(self) -> None:
         """Take over the snapshots from which the run begins: those of a window that is not over yet are part of it."""
         parts, prepared, plan = self._parts, self._prepared, self._plan
-        if prepared.other_arithmetic:
+        if not prepared.keeps_first:
             return
         checkpointer, run = parts.checkpointer, plan.runs[parts.topology.stage]
         for iteration, snapshot in sorted(prepared.snapshots.items()):
@@ -106,9 +106,9 @@ class RunAgain(Observer):
             self._lose(self._take_again, iteration, record)
             return
         checkpointer, plan, binding = self._parts.checkpointer, self._plan, self._parts.binding
-        if iteration in checkpointer.own.snapshots() or self._prepared.other_arithmetic:
+        if iteration in checkpointer.own.snapshots() or not self._prepared.keeps_first:
             return
-        if iteration in self._prepared.snapshots:
+        if iteration in self._prepared.snapshots and not self._prepared.other_arithmetic:
             checkpointer.adopt(self._prepared.snapshots[iteration])
         elif record.get("step") and checkpointer.takes(iteration):
             if iteration > plan.dense_at and self._gradients_stay:  # before, some operators had no gradients

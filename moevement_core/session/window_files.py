@@ -172,10 +172,9 @@ def load_newest(
             else:
                 report = Report(dist.get_rank(), stage, ())
                 prepared = prepare(report, {Source.FILE: files}, manifest.reaches, transport)
+            why = why_window_may_differ(manifest, here)
             prepared = replace(
-                prepared,
-                other_arithmetic=why_window_may_differ(manifest, here),
-                other_data=manifest.other_data(settings),
+                prepared, other_arithmetic=why, keeps_first=not why, other_data=manifest.other_data(settings)
             )
             return Loaded(prepared, manifest, place.path)
         except RecoveryError as error:

@@ -15,7 +15,7 @@ from tests.training import SCRIPT, losses
 
 NPROC, LAYOUT = LAYOUTS["PP2"]
 JOB: dict[str, Any] = {**SPARSE, **LAYOUT, "bf16": False, "use_distributed_optimizer": False, "lr": 1e-3}
-KILLS = ("rank=1,iteration=8,phase=backward", "rank=0,iteration=14,phase=forward")
+KILLS = ("rank=1,iteration=8,phase=backward", "rank=1,iteration=9,phase=forward", "rank=0,iteration=14,phase=forward")
 
 GPU = """
 import os
@@ -65,7 +65,7 @@ def recoveries(survived: Survived) -> list[dict[str, Any]]:
 def test_kernels_that_add_in_no_fixed_order_end_no_recovery(tmp_path: Path) -> None:
     survived = train_as_on_a_gpu(tmp_path, repeatable=False, noise=1e-6)
     done = recoveries(survived)
-    assert [recovery["replayed"] > 0 for recovery in done] == [True, True]
+    assert [recovery["replayed"] > 0 for recovery in done] == [True] * len(KILLS), "and none began again"
     assert all(0 < recovery["largest_difference"] < 1e-2 for recovery in done), done
     mine, undisturbed = losses(survived.record), losses(failure_free(NPROC, **JOB))
     assert mine.keys() == undisturbed.keys()
@@ -77,7 +77,7 @@ def test_kernels_that_add_in_no_fixed_order_end_no_recovery(tmp_path: Path) -> N
 def test_where_bits_may_differ_and_do_not_all_is_as_it_would_be(repeatable: bool, tmp_path: Path) -> None:
     survived = train_as_on_a_gpu(tmp_path, repeatable=repeatable)
     assert survived.digest == failure_free_digest(NPROC, **JOB)
-    assert [recovery["largest_difference"] for recovery in recoveries(survived)] == [0, 0]
+    assert [recovery["largest_difference"] for recovery in recoveries(survived)] == [0] * len(KILLS)
     assert all(recovery["verified_until"] is not None for recovery in recoveries(survived))
 
 

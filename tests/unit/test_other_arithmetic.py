@@ -135,6 +135,19 @@ def test_placements_are_known_as_far_back_as_they_are_needed() -> None:
     assert len(history._placements) == 1
 
 
+def test_a_replacement_learns_since_when_ranks_are_where_they_are() -> None:
+    """Else the next recovery would take everything before it for computed elsewhere."""
+    history = PlacementHistory()
+    history.note(14, "x", since=0)
+    assert history.unchanged_since("x") == 0
+    moved = PlacementHistory()
+    moved.note(14, "y", since=10**12)
+    assert moved.unchanged_since("y") == 14, "nobody has seen this placement before"
+    fresh = PlacementHistory()
+    fresh.note(3, "x")
+    assert fresh.unchanged_since("x") == 3
+
+
 def test_a_placement_is_which_rank_has_which_device_of_which_node() -> None:
     nodes, devices = {0: "a", 1: "a", 2: "b"}, {0: "GPU-1", 1: "GPU-2", 2: "GPU-3"}
     same = digest_of(dict(reversed(nodes.items())), devices)
