@@ -1,8 +1,8 @@
 """What a job may rely on after a failure: equal bits, or values that are equal up to the order in which sums are made.
 
 Two questions have two answers. *Is the restored state the one that was lost?* And: *do later iterations have the bits
-of a job to which nothing happened?* ``docs/guarantees.md`` is :func:`page`, a test compares, and a job logs its own row
-when it starts (:func:`of_job`).
+of a job to which nothing happened?* The table in ``docs/guarantees.md`` is :func:`table`, a test compares, and a job on
+GPUs logs its own row when it starts (:func:`of_job`).
 """
 
 from __future__ import annotations

@@ -535,7 +535,7 @@ class Coordinator:
         generation = self.roster.generation
         members = set(self.roster.ranks.values())
         acknowledged = self._entered.written_by(ACKNOWLEDGED, generation, members)
-        if acknowledged is not None and members <= acknowledged:
+        if acknowledged is not None and members <= acknowledged.keys():
             self._entered.begin(generation, members)
             self.losses.entered()
             self._report_split()

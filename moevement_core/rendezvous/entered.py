@@ -41,14 +41,19 @@ class Entered:
         self._looks.clear()
         self._found.clear()
 
-    def written_by(self, key: str, generation: int, members: Collection[int]) -> set[int] | None:
-        """Those of ``members`` that have written ``key``; None if that is nobody new since the last look."""
+    def written_by(self, key: str, generation: int, members: Collection[int]) -> dict[int, bytes] | None:
+        """Return what ``members`` have written under ``key``; None if that is nobody new since the last look.
+
+        Each value is read once: a second look at it may find what an unauthenticated peer has made of it meanwhile, and
+        a member that counts as seen is not looked at again.
+        """
         name = key.format(generation)
         look = self._looks.setdefault(name, Now(self._clock))
         if not look.is_due(rung=self._store.has_rung(name)):
             return None
         with look:
-            found = {member for member in members if self._store.check([f"{name}/{member}"])}
+            values = {member: self._store.read(f"{name}/{member}") for member in members}
+            found = {member: value for member, value in values.items() if value is not None}
         if len(found) == self._found.get(name, 0):
             return None
         self._found[name] = len(found)
@@ -57,10 +62,9 @@ class Entered:
     def leaving(self) -> list[Mapping[str, Any]]:
         """What members wrote that have left since the last look."""
         newly = []
-        for member in self.written_by(LEFT, self.generation, self.members) or ():
-            its = self._store.read(f"{LEFT.format(self.generation)}/{member}")
-            if member not in self.left and its is not None:
-                self.left[member] = json.loads(its)
+        for member, text in (self.written_by(LEFT, self.generation, self.members) or {}).items():
+            if member not in self.left:
+                self.left[member] = json.loads(text)
                 newly.append(self.left[member])
         return newly
 
@@ -74,7 +78,7 @@ class Entered:
 
     def all_finished(self) -> bool:
         """Whether every member has come to the end of the job."""
-        self._finished |= self.written_by(FINISHED, self.generation, self.members) or set()
+        self._finished |= (self.written_by(FINISHED, self.generation, self.members) or {}).keys()
         # What dies on its way out after everyone has come to the end takes nothing of the job with it.
         return bool(self._finished) and set(self.members) <= self._finished
 

@@ -10,8 +10,6 @@ import pytest
 from tests.fuzz.job import KILLS, attack, undisturbed
 
 
-# In one of seven runs a survivor did not leave for three leases, and the job began again: why is not found yet.
-@pytest.mark.full
 @pytest.mark.builds
 def test_a_job_ends_as_if_the_stranger_had_not_been_there(tmp_path: Path) -> None:
     wanted = undisturbed(tmp_path / "undisturbed").summary()["state_digest"]["all"]

@@ -1,0 +1,22 @@
+"""What ranks of a generation have written, beside an unauthenticated peer that changes it at any moment."""
+
+from __future__ import annotations
+
+import json
+from unittest.mock import Mock
+
+from moevement_core.rendezvous.entered import Entered
+
+LEFT = json.dumps({"at": 1.0}).encode()
+
+
+def test_a_member_has_left_though_its_word_is_destroyed_right_after_it_was_seen() -> None:
+    """Else it would be waited for until it is given up, and with it the only state that is left."""
+    values = iter([LEFT, None, LEFT, LEFT, LEFT, LEFT])  # a value that does not count is none
+    store = Mock(read=lambda key: next(values), has_rung=lambda bell: True)
+    store.check = lambda keys: all(store.read(key) is not None for key in keys)
+    entered = Entered(store)
+    entered.begin(0, [1])
+    for _ in range(2):
+        entered.leaving()
+    assert entered.left == {1: json.loads(LEFT)}
