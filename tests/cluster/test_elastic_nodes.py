@@ -35,7 +35,7 @@ def _after(training: Training, at: float, count: int) -> dict[str, Any]:
     return event
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["sharded", pytest.param("slots", marks=pytest.mark.full)])
 def test_nodes_go_and_come_back(kind: str, cluster: Cluster, tmp_path: Path) -> None:
     """One is killed, one loses power; one is added by hand, one comes back by itself: nothing is lost by it."""
     its = FLAGS | KINDS[kind]

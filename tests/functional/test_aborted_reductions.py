@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.failure_free import digest_of, failure_free
 from tests.functional.jobs import LAYOUTS, SPARSE
 from tests.launching import survive
@@ -44,6 +46,7 @@ main()
 """
 
 
+@pytest.mark.full
 def test_an_update_is_never_made_with_the_norm_of_an_aborted_reduction(tmp_path: Path) -> None:
     """The monitoring thread of the rank that gets it is late by a second."""
     script, marker = tmp_path / "wrong.py", tmp_path / "wrong"

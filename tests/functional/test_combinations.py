@@ -63,7 +63,7 @@ CASES: dict[str, Case] = {
         saves=True,
     ),
 }  # fmt: skip
-QUICK = ("predicting ahead, expert bias", "redo, interleaved, tied embeddings, evaluations, skipped steps")
+QUICK = ("redo, interleaved, tied embeddings, evaluations, skipped steps",)
 
 
 @pytest.mark.parametrize(

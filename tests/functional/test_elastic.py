@@ -32,10 +32,14 @@ LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", some_of(LAYOUTS, "DP3xdropout"))
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("rank", "phase"),
-    [pytest.param(0, "forward", marks=pytest.mark.full, id="first-forward"), pytest.param(-1, "step", id="last-step")],
+    [
+        pytest.param(0, "forward", marks=pytest.mark.full, id="first-forward"),
+        pytest.param(-1, "step", marks=pytest.mark.full, id="last-step"),
+    ],
 )
 @pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_a_job_goes_on_with_fewer_ranks_as_a_fresh_one_would(
@@ -95,7 +99,8 @@ SLOT_LAYOUTS: dict[str, tuple[int, int, dict[str, Any]]] = {
 """In the last two state dies with its rank: shards of the dense part, or the only replica of an expert."""
 
 
-@pytest.mark.parametrize("layout", some_of(SLOT_LAYOUTS))
+@pytest.mark.parametrize("layout", some_of(SLOT_LAYOUTS, "DP3xBF16"))
+@pytest.mark.slow("a dense save in every iteration, and a fresh job")
 def test_elastic_experts_go_on_with_fewer_ranks_as_a_fresh_job_would(layout: str, tmp_path: Path) -> None:
     nproc, left, its = SLOT_LAYOUTS[layout]
     saved = tmp_path / "saved"
@@ -274,6 +279,7 @@ def test_a_second_failure_finds_what_the_first_one_has_left(tmp_path: Path) -> N
     assert (tmp_path / "models").read_text() == "1"
 
 
+@pytest.mark.full
 def test_a_loss_right_after_a_resize_goes_back_to_before_it(tmp_path: Path) -> None:
     """No window of the new size is at peers yet, and the second rank takes its shard along."""
     survived = survive(

@@ -71,6 +71,7 @@ def test_scales_look_back_over_several_iterations_and_recompute(layout: str, tmp
     assert survived.digest == wanted, "activations that are made again have the scales that they had"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recovery", ["replay", pytest.param("redo", marks=pytest.mark.full)])
 @WIDTHS
 @pytest.mark.slow("six kills in emulated FP8")

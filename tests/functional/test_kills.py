@@ -143,7 +143,7 @@ def test_a_whole_node_dies_and_later_another(tmp_path: Path) -> None:
 
 
 @BOTH
-@pytest.mark.slow("six kills, evaluations and dense saves")
+@pytest.mark.slow("five kills, evaluations and dense saves")
 def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
     """In the first iteration, in an evaluation, in a dense save, in the last step and in the exit."""
     flags_ = SPARSE | {
@@ -152,7 +152,7 @@ def test_around_the_training_loop(recovery: str, tmp_path: Path) -> None:
     }  # fmt: skip
     wanted = failure_free(2, **flags_)
     faults = (
-        "rank=1,iteration=1,phase=forward", "rank=0,iteration=2,phase=backward", "rank=1,iteration=4,phase=eval",
+        "rank=1,iteration=1,phase=forward", "rank=1,iteration=4,phase=eval",
         "rank=0,iteration=8,phase=save", "rank=1,iteration=16,phase=gather", "rank=0,phase=exit",
     )  # fmt: skip
     its = flags_ | {"moevement_recovery": recovery, "save": str(tmp_path / "saved")}
@@ -272,6 +272,7 @@ def test_the_folder_for_windows_goes_away_and_comes_back(tmp_path: Path) -> None
     assert manifests(windows)[0].reaches == summary["on_disk"] > 40
 
 
+@pytest.mark.full
 @BOTH
 @pytest.mark.slow("it waits for windows on disk")
 def test_all_copies_of_a_rank_die_and_the_job_falls_back_to_a_window_on_disk(recovery: str, tmp_path: Path) -> None:

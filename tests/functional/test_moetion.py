@@ -59,6 +59,7 @@ def recount(tokens: Counter[tuple[int, int, int]], layers: range, reached: int) 
     return last
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layout", [LAYOUTS["PP2xEP2"][1], pytest.param(EP2XDP2, marks=pytest.mark.full)], ids=["PP2xEP2", "EP2xDP2"]
 )

@@ -81,6 +81,7 @@ def test_where_bits_may_differ_and_do_not_all_is_as_it_would_be(repeatable: bool
     assert all(recovery["verified_until"] is not None for recovery in recoveries(survived))
 
 
+@pytest.mark.full
 def test_sums_in_rank_order_survive_a_loss_with_equal_bits(tmp_path: Path) -> None:
     job = SPARSE | {"use_distributed_optimizer": True, "global_batch_size": 6, "moevement_sums_in_rank_order": True}
     survived = survive(3, 1, tmp_path / "run", inject=("rank=1,iteration=8,phase=backward",), **job)

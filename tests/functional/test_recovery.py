@@ -15,6 +15,7 @@ import pytest
 from moevement_core.run_record import RunRecord
 from tests.failure_free import failure_free
 from tests.functional.bodies import wiped_with_damaged_snapshots
+from tests.functional.jobs import BOTH
 from tests.functional.wiped import (
     ALWAYS_REORDER,
     BF16,
@@ -108,7 +109,7 @@ def test_a_wiped_job_comes_back_bit_for_bit(name: str, tmp_path: Path) -> None:
         assert any(last["first"] < i <= last["until"] and i not in skipped for i in range(ITERATIONS)), "a step too"
 
 
-@pytest.mark.parametrize("recovery", ["replay", "redo"])
+@BOTH
 def test_damaged_snapshots_are_had_from_a_peer(recovery: str, tmp_path: Path) -> None:
     """With redo the bit is one of a gradient."""
     job = EP2 | DISTRIBUTED | BF16

@@ -11,6 +11,7 @@ from tests.functional.jobs import LAYOUTS, SPARSE
 from tests.launching import survive
 
 
+@pytest.mark.full
 @pytest.mark.slow("four ranks, three kills, and a process that is waited for")
 def test_a_rank_is_replaced_on_its_node_and_a_node_by_a_node(tmp_path: Path) -> None:
     """Rank 1 while two spares wait on another node; then ranks 2 and 3, which are a node."""

@@ -114,6 +114,7 @@ def test_a_job_that_is_asked_to_end_saves_and_goes_on_later_with_the_same_bits(t
     assert main(["verify", str(wanted.folder), str(tmp_path / "run"), "--json"]) == 0
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_during_a_recovery_is_replaced(tmp_path: Path) -> None:
     """While the other one waits for it to make process groups, then while it replays."""
     wanted = failure_free(2, **FLAGS, train_iters=14)

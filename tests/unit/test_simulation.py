@@ -21,9 +21,8 @@ SEEDS = 30
 ENOUGH = 400
 """Within so many seeds a planted bug is found."""
 QUICK = [
-    mutants.freed_too_early, mutants.never_freed, mutants.acknowledged_by_one, mutants.agrees_on_the_most,
-    mutants.one_rank_for_two, mutants.two_ranks_for_one, mutants.copies_at_home,
-    mutants.spares_by_arrival, mutants.waits_for_no_start,
+    mutants.freed_too_early, mutants.agrees_on_the_most, mutants.one_rank_for_two, mutants.two_ranks_for_one,
+    mutants.copies_at_home, mutants.spares_by_arrival,
 ]  # fmt: skip
 """Those that are found within the first seeds."""
 
@@ -34,7 +33,7 @@ def _simulated() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_jobs_come_to_their_end_with_the_state_of_no_failure(part: int) -> None:
     outcomes = [simulate(seed) for seed in range(part * SEEDS, (part + 1) * SEEDS)]
     assert [(one.seed, one.violation) for one in outcomes if one.violation] == []
