@@ -12,6 +12,7 @@ import fcntl
 import functools
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -32,8 +33,8 @@ _COMPUTES_OTHERWISE = ("moevement_frozen_kernels", "moevement_expert_slots", "mo
 """Flags of this project that change the order of sums, and so the bits."""
 
 
-LEAST_ITERATIONS = 80
-"""The shortest run that takes a digest in every iteration: most of its cost is its start."""
+MARGIN = 1.2
+"""A run that takes a digest in every iteration is so many times as long as asked: the next test may ask for more."""
 
 
 def failure_free(nproc: int, **flags: Any) -> RunRecord:
@@ -67,7 +68,7 @@ def failure_free_until(iteration: int, nproc: int, **flags: Any) -> RunRecord:
         runs = sorted(folder.glob("*"), key=lambda path: int(path.name))
         if not runs or int(runs[-1].name) < iteration:
             folder.mkdir(exist_ok=True)
-            last = min(max(LEAST_ITERATIONS, iteration + 50), flags["train_iters"])
+            last = min(math.ceil(MARGIN * iteration), flags["train_iters"])
             unfinished = Path(tempfile.mkdtemp(dir=folder.parent))
             argv = [str(SCRIPT), *words(**flags, exit_interval=last), "--run-dir", str(unfinished)]
             run_ranks(_run_with_digests, nproc, argv, timeout_s=200 + last, init_process_group=False)

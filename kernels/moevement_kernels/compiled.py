@@ -189,11 +189,14 @@ def main() -> int:
     """Compile all; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moevement_kernels.compiled", description=__doc__)
     parser.add_argument("--capability", type=int, nargs="+", default=[90], choices=sorted(INSTRUCTION))
+    parser.add_argument("--match", nargs="+", default=[""], metavar="TEXT", help="only kernels whose name has one")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     given = parser.parse_args()
     made = []
     for capability in given.capability:
         for case in cases(capability):
+            if not any(text in case.name for text in given.match):
+                continue
             made.append(compile_case(case, capability))
             one = made[-1]
             figures = f"{one.shared_bytes:7} B shared {one.registers:4} registers"

@@ -180,6 +180,7 @@ def test_two_nodes_at_once_and_two_with_all_copies_of_a_rank(six_nodes: Cluster,
     assert len(training.events("failure")) == 2
 
 
+@pytest.mark.full
 def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, tmp_path: Path) -> None:
     """The second is lost in the recovery from the first; the other spare takes over."""
     its = FLAGS | PP4

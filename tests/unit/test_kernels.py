@@ -23,15 +23,25 @@ from tests.training import ROOT
 pytestmark = pytest.mark.builds
 
 COMPILED_FOR = (90, 80)
+DTYPES = {"bf16": ["bf16", "fp8"], "every dtype": ["bf16", "fp8", "fp16", "fp32"]}
+"""Texts of which names of compiled kernels have one."""
 LIMIT_S = 1800
 """A minute on a machine that is idle."""
 
 
+@pytest.fixture(scope="module", params=["bf16", pytest.param("every dtype", marks=pytest.mark.full)])
+def dtypes(request: pytest.FixtureRequest) -> list[str]:
+    """Kernels of one dtype that is trained in, or of each; products in FP8 in either case."""
+    return DTYPES[request.param]
+
+
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Both at once: each takes most of a minute of one core."""
+def processes(
+    dtypes: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Interpreter and compiler side by side: each takes most of a minute of one core."""
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels"]
-    compiled = [sys.executable, "-W", "ignore", "-m", "moevement_kernels.compiled", "--json", "--capability"]
+    compiled = [sys.executable, "-W", "ignore", "-m", "moevement_kernels.compiled", "--json", "--match", *dtypes]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
     # Triton has to be told before it is imported.
     started = {
@@ -40,7 +50,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, su
         )
         for name, command, more in (
             ("interpreted", pytest_, {"TRITON_INTERPRET": "1"}),
-            ("compiled", [*compiled, *map(str, COMPILED_FOR)], {}),
+            ("compiled", [*compiled, "--capability", *map(str, COMPILED_FOR)], {}),
         )
     }
     yield started
@@ -71,11 +81,12 @@ def test_kernels_compile_to_tensor_core_instructions(figures: list[dict[str, Any
         assert one["shared_bytes"] <= (227 if one["capability"] == 90 else 163) << 10, one
 
 
-def test_all_of_a_kernel_is_in_registers(figures: list[dict[str, Any]]) -> None:
-    """No spills for sm_90a, in every activation and dtype that a training may have."""
+def test_all_of_a_kernel_is_in_registers(figures: list[dict[str, Any]], dtypes: list[str]) -> None:
+    """No spills for sm_90a, in every activation that a training may have."""
     of_hopper = [one for one in figures if one["capability"] == 90]
     trained = [one for one in of_hopper if "fp8" not in one["name"].lower()]
-    assert len(trained) == 3 * (2 * 5 + 2 + 2)  # up and hidden gradient, products, weight gradients
+    trained_in = len(dtypes) - 1
+    assert len(trained) == trained_in * (2 * 5 + 2 + 2)  # up and hidden gradient, products, weight gradients
     spilled = {
         one["name"]: (one["spill_stores"], one["spill_loads"]) for one in of_hopper if " fp8 " not in one["name"]
     }
