@@ -54,7 +54,7 @@ class Injector:
             if (
                 fault.phase is phase
                 and fault.rank == int(os.environ.get("RANK", "-1"))
-                and fault.iteration in (None, iteration)
+                and _is_due(fault, iteration)
                 and self._is_first(number)
             ):
                 strike(fault, f"iteration {iteration}")
@@ -63,6 +63,13 @@ class Injector:
         """Whether it has not happened yet, to whichever process had the rank then."""
         mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
         return self._store is None or self._store.claim(_INJECTED.format(number), mine) == mine
+
+
+def _is_due(fault: Fault, iteration: int | None) -> bool:
+    """Return whether ``fault`` happens in ``iteration``; one of sending in the first in which something is sent."""
+    if fault.iteration is None or iteration is None:
+        return fault.iteration is None
+    return fault.iteration == iteration or (fault.phase is Phase.REPLICATE and fault.iteration < iteration)
 
 
 def strike(fault: Fault, where: str) -> None:
@@ -127,7 +134,7 @@ class InjectingTransport(Transport):
         self._inner.send(peer, tag, data)
 
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
-        """As ever."""
+        """Receive as the inner transport does."""
         self._inner.receive(peer, tag, data)
 
 
