@@ -22,7 +22,7 @@ from moevement_core.operators import OperatorKind, OperatorTable
 from moevement_core.parity.staging import AT_ONCE
 from moevement_core.policy.holding import Kept, kept_of_table, most_held
 from moevement_core.policy.popularity import Order, Ordering, order_operators
-from moevement_core.policy.schedule import LAG_ALLOWANCE
+from moevement_core.policy.schedule import LAG_ALLOWANCE, LATE_AT_PEERS
 from moevement_core.policy.window import (
     Budget,
     PaperWindow,
@@ -288,7 +288,7 @@ class CheckpointPlan:
             groups = -(-self._nodes // self.given.members)  # of one rank of each node
             kept = math.ceil(self.given.replicas * groups * self.parity_memory(heaviest) / self._nodes)
         else:
-            kept = self.given.replicas * self.snapshot_memory(heaviest, lag=0)
+            kept = self.given.replicas * self.snapshot_memory(heaviest, lag=LATE_AT_PEERS)
         return self.own_memory(heaviest), kept, max(self.log_memory(stage) for stage in self.stages)
 
     @property

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from moevement_core.events import Planned, Resized
+from moevement_core.overhead.fields import FIELDS
 from moevement_core.recovery.account import Account
 from moevement_core.recovery.outcome import Recovery
 
@@ -24,7 +25,7 @@ _MOST = 1 << 53
 _NUMBERS = (
     "time", "iteration_s", "tokens_per_s", "stall_s", "copied_bytes", "replicated_bytes", "replication_lag",
     "copies_under_way", "persisted_from", "window", "windows_abandoned", "snapshot_memory_bytes", "log_bytes",
-    "log_memory_bytes", "on_disk", "disk_written_bytes", "tokens_owed",
+    "log_memory_bytes", "on_disk", "disk_written_bytes", "tokens_owed", *FIELDS,
 )  # fmt: skip
 _MAY_BE_NAMED = ("loss", "grad_norm", "learning_rate", "loss_scale", "validation_loss", "test_loss")
 """Numbers that JSON has no word for are there by their names."""

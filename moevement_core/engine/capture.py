@@ -13,6 +13,7 @@ from moevement_core.engine.layout import Layouts, OperatorState, SlotLayout
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import Held, OwnSnapshots
 from moevement_core.errors import SnapshotError
+from moevement_core.overhead.pause import Pause
 from moevement_core.policy.schedule import Saved, Schedule
 from moevement_core.snapshot import plain
 from moevement_core.snapshot.arena import in_pages
@@ -54,6 +55,7 @@ class Capturer:
         device: where the state lives.
         memory: what its snapshots take.
         done: called with each snapshot that is captured, on the capture thread.
+        pause: while it is on no digest is made.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Capturer:
         device: Device,
         memory: SnapshotMemory,
         done: Callable[[Held, Snapshot], None],
+        pause: Pause | None = None,
     ) -> None:
         self.last: Capture | None = None
         """Of the iteration that runs now; nothing if none is taken."""
@@ -73,7 +76,7 @@ class Capturer:
         self.memory = memory
         self._rank, self._states, self._own, self._device, self._done = rank, states, own, device, done
         self._layouts = Layouts(states)
-        self._engine = copy_engine(device)
+        self._engine = copy_engine(device, pause)
         self._logged: Logged | None = None
         self._copied_bytes, self._copy_s = 0, 0.0
 
@@ -129,6 +132,7 @@ class Capturer:
         """The snapshot that was to hold them will not be taken."""
         logged, self._logged = self._logged, None
         if logged is not None:
+            self._engine.go_on()
             logged.copies.finished.wait()
             self.arena.release(logged.buffer)
 

@@ -20,6 +20,7 @@ from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.engine.own import Copies, Held, OwnSnapshots
 from moevement_core.engine.progress import Progress
 from moevement_core.engine.replicator import Replicator
+from moevement_core.overhead.pause import Pause
 from moevement_core.persistence.writer import WindowWriter
 from moevement_core.policy.holding import superseded
 from moevement_core.policy.recoverable import RecoverableRun
@@ -58,6 +59,7 @@ class Checkpointer:
             schedule by iteration. One of another schedule holds other operators, and is sent again.
         needed: first and last snapshot of the run that is persisted on every rank, where the job has one already: peers
             keep their copies of it until there is a newer one.
+        pause: while it is on no digest is made of what was copied.
     """
 
     def __init__(
@@ -76,12 +78,13 @@ class Checkpointer:
         *,
         has: Copies | None = None,
         needed: tuple[int, int] = (NONE, NONE),
+        pause: Pause | None = None,
     ) -> None:
         self.history, self.memory = history, memory
         self.own = OwnSnapshots(Arena(device))
         self._keep_where_said([sender.peer for sender in senders])
         self.replicator = Replicator(self.own, senders, receivers, has or {})
-        self.capturer = Capturer(rank, states, self.own, device, memory, self._captured)
+        self.capturer = Capturer(rank, states, self.own, device, memory, self._captured, pause)
         self.lifetime = Lifetime(strategy, needed, self._is_whole)
         self.progress = Progress(persisted=self.lifetime.persisted)
         self._agreement, self._allowance = agreement, allowance

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from moevement_core.engine.layout import OperatorState, kept_bytes
 from moevement_core.policy.holding import Kept, most_held
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule
+from moevement_core.policy.schedule import LAG_ALLOWANCE, LATE_AT_PEERS, Schedule
 from moevement_core.snapshot.blocks import BLOCK
 
 IN_FLIGHT = 3
@@ -45,7 +45,7 @@ class SnapshotMemory:
 
     def at_peer(self, schedules: Sequence[Schedule]) -> int:
         """Bytes on each peer, likewise."""
-        return self._of_changes(schedules, 0)
+        return self._of_changes(schedules, LATE_AT_PEERS)
 
     @property
     def staging(self) -> int:
@@ -58,7 +58,7 @@ class SnapshotMemory:
     def slots_at_peer(self, schedule: Schedule) -> tuple[tuple[int, ...], int]:
         """Bytes of each snapshot of a window, and how many of them a peer keeps at a time."""
         whole = self._kept(schedule)[:, 0]
-        return tuple(whole.tolist()), schedule.slots_at_first(0, to_disk=self._to_disk)
+        return tuple(whole.tolist()), schedule.slots_at_first(LATE_AT_PEERS, to_disk=self._to_disk)
 
     def here_after_gap(self, schedule: Schedule) -> int:
         """Bytes on this rank when a snapshot was left out, and a new run begins beside the one that is persisted."""
@@ -66,7 +66,7 @@ class SnapshotMemory:
 
     def at_peer_after_gap(self, schedule: Schedule) -> int:
         """Bytes on each peer, likewise."""
-        return self._after_gap(schedule, 0)
+        return self._after_gap(schedule, LATE_AT_PEERS)
 
     def run_bytes(self, snapshots: Iterable[tuple[Schedule, int]]) -> int:
         """Return the bytes of some snapshots.

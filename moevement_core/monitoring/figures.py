@@ -135,6 +135,26 @@ OF_CHECKPOINTS = (
     ),
     Figure("stall_seconds", "seconds", "Training that waited for a copy.", Kind.COUNTER, field="stall_s"),
     Figure(
+        "overhead_ratio", "", "Share of training time that saving costs: iterations compared with quiet ones beside "
+        "them.", field="overhead",
+    ),
+    Figure(
+        "overhead_low_ratio", "", "Lower end of the confidence interval (95%) of that share.", field="overhead_low"
+    ),
+    Figure(
+        "overhead_high_ratio", "", "Upper end of the confidence interval (95%) of that share.", field="overhead_high"
+    ),
+    Figure(
+        "overhead_copy_ratio", "", "Of that share: the training thread, which issues copies.", field="overhead_copy"
+    ),
+    Figure("overhead_digest_ratio", "", "Of that share: digests of what was copied.", field="overhead_digest"),
+    Figure("overhead_send_ratio", "", "Of that share: copies sent and received.", field="overhead_send"),
+    Figure(
+        "overhead_policy_ratio", "", "Of that share: the training thread, which decides order and window.",
+        field="overhead_policy",
+    ),
+    Figure("overhead_stall_ratio", "", "Of that share: training that waited for a copy.", field="overhead_stall"),
+    Figure(
         "windows_abandoned", "windows", "Windows that were given up for want of host memory, by this process.",
         Kind.COUNTER, field="windows_abandoned", is_sum=True,
     ),

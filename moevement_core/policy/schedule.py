@@ -39,6 +39,9 @@ Contents = npt.NDArray[np.int8]
 
 LAG_ALLOWANCE = 2
 """Iterations by which peers may trail before a window has to be abandoned: buffers are set aside for so many."""
+LATE_AT_PEERS = 1
+"""Iterations by which peers free snapshots late: ranks learn a little later of what a quiet iteration holds up.
+Peers set buffers aside for so many."""
 
 
 @dataclass(frozen=True, eq=False)

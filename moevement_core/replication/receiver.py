@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import override
@@ -38,6 +39,8 @@ class Receiver(ABC):
         self.store = store
         self.ended = threading.Event()
         """The source said goodbye or is gone."""
+        self.cpu_s = 0.0
+        """Processor seconds of the receiver's thread."""
         self._rank, self._transport, self._allowance, self._report = rank, transport, allowance, report
         if store.memory_bytes:
             allowance.keep(store.key, store.memory_bytes)
@@ -48,6 +51,7 @@ class Receiver(ABC):
         try:
             while (message := self._next()).kind is not Kind.BYE:
                 self._answer_to(message)
+                self.cpu_s = time.thread_time()
         except SnapshotError as error:
             self._report(f"copies of rank {self.store.source} are refused from now on: {error}")
         except Exception as error:  # whatever it is, training goes on and somebody must learn of it

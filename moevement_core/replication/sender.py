@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from moevement_core.errors import ReplicationError
+from moevement_core.overhead.pause import Pause
 from moevement_core.replication.pace import Pace
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message, checksum
@@ -26,6 +28,10 @@ RETRY_S = 0.05
 """How long to wait before asking a peer again whose buffers are all taken."""
 LAST_S = 1.0
 """For how long it is asked again at the end of the job."""
+CHUNK_S = 0.02
+"""Seconds between two looks at a pause."""
+SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 8 << 20
+"""Bytes between two such looks: at least, and before anything was sent."""
 STEP_S = 0.1
 """In which the end is waited for: a main thread that runs nothing for long is taken to hang."""
 
@@ -56,6 +62,7 @@ class Sender:
         lost: called when the peer will never have one.
         report: called, in words, with what goes wrong.
         pace: says when snapshots may be sent; None: at once.
+        pause: while it is on no snapshot is sent.
     """
 
     def __init__(
@@ -67,20 +74,24 @@ class Sender:
         lost: Callable[[Snapshot], None],
         report: Report,
         pace: Pace | None = None,
+        pause: Pause | None = None,
     ) -> None:
         self.rank = rank
         self.peer = peer
         self.sent_bytes = 0
         """Payload bytes acknowledged so far."""
         self.send_s = 0.0
-        """Seconds that sending them took."""
+        """Seconds that sending them took, without pauses."""
+        self._paused_s = 0.0
         self.gone: str | None = None
         """Why nothing is sent any more."""
         self._transport = transport
         self._kept = kept
         self._lost = lost
         self._report = report
-        self._pace = pace
+        self._pace, self._pause = pace, pause or Pause()
+        self.cpu_s = 0.0
+        """Processor seconds of the sender's thread."""
         self._delivered = self._taken = 0
         """Snapshots that were to be brought so far, and those of them that the thread has begun with."""
         self._waiting_since_s: float | None = None
@@ -152,6 +163,7 @@ class Sender:
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None and not self._abandoned:
+                self.cpu_s = time.thread_time()
                 if isinstance(job, Delivery):
                     self._taken += 1
                     self._deliver(job)
@@ -216,11 +228,11 @@ class Sender:
         while (snapshot := delivery.begin()) is not None:
             try:
                 self._say_urgent()  # a peer that is full may have room then
-                began_s = time.perf_counter()
+                began_s, paused_s = time.perf_counter(), self._paused_s
                 answer = self._transfer(snapshot)
                 if answer is Kind.KEPT:
                     self.sent_bytes += snapshot.nbytes
-                    self.send_s += time.perf_counter() - began_s
+                    self.send_s += time.perf_counter() - began_s - (self._paused_s - paused_s)
             finally:
                 delivery.end()
             # The peer frees memory when the job agrees on a newer window, which at its end it never will.
@@ -231,6 +243,7 @@ class Sender:
         return None
 
     def _transfer(self, snapshot: Snapshot) -> Kind:
+        self._keep_to_pause()
         packed, pieces = snapshot.packed()
         header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
         self._say(
@@ -260,10 +273,14 @@ class Sender:
         return pieces
 
     def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
-        """At once, or in chunks when the network is idle."""
+        """Send in chunks, at once or when the network is idle, but not beside a quiet iteration."""
         if self._pace is None:
+            rate = self.sent_bytes / self.send_s if self.send_s else math.inf
+            size = FIRST_CHUNK if math.isinf(rate) else max(SMALLEST_CHUNK, int(rate * CHUNK_S))
             for piece in pieces:
-                self._transport.send(self.peer, TO_PEER, piece)
+                for chunk in piece.split(size):
+                    self._keep_to_pause()
+                    self._transport.send(self.peer, TO_PEER, chunk)
             return self._answer()
         began_s, waited_s, left = time.perf_counter(), 0.0, sum(piece.numel() for piece in pieces)
         nbytes = left
@@ -271,6 +288,7 @@ class Sender:
             at = 0
             while at < piece.numel():
                 asked_s = time.perf_counter()
+                self._keep_to_pause()
                 count = min(self._pace.allowed(left, self._must_hurry), piece.numel() - at)
                 waited_s += time.perf_counter() - asked_s
                 self._transport.send(self.peer, TO_PEER, piece[at : at + count])
@@ -281,7 +299,16 @@ class Sender:
 
     def _must_hurry(self) -> bool:
         """Whether the next snapshot waits, or the end."""
-        return self._abandoned or self._delivered > self._taken or self._asks_until_s < float("inf")
+        return self._is_ending() or self._delivered > self._taken
+
+    def _keep_to_pause(self) -> None:
+        began_s = time.perf_counter()
+        self._pause.wait(self._is_ending)
+        self._paused_s += time.perf_counter() - began_s
+
+    def _is_ending(self) -> bool:
+        """Whether the job ends, or its generation."""
+        return self._abandoned or self._asks_until_s < float("inf")
 
     def _say_urgent(self) -> None:
         while not self._urgent.empty():

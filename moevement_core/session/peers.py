@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from moevement_core.device import Device
 from moevement_core.engine.own import OwnSnapshots
 from moevement_core.errors import ConfigError
+from moevement_core.overhead.pause import Pause
 from moevement_core.parity.receiver import ParityReceiver
 from moevement_core.parity.store import GroupStore, MemberStore
 from moevement_core.replication.allowance import Allowance
@@ -32,6 +33,7 @@ class Peers:
         own: gives this rank's snapshots, once there are any.
         report: called with what an operator of the job should know.
         pace: says when snapshots may be sent; None: at once.
+        pause: while it is on no snapshot is sent.
     """
 
     def __init__(
@@ -40,9 +42,12 @@ class Peers:
         own: Callable[[], OwnSnapshots],
         report: Callable[[str], None],
         pace: Pace | None = None,
+        pause: Pause | None = None,
     ) -> None:
         self.senders: list[Sender] = []
-        self._device, self._own, self._report, self._pace = device, own, report, pace
+        self._device, self._own, self._report, self._pace, self._pause = device, own, report, pace, pause
+        self._receiving: list[Receiver] = []
+        self._counted_cpu_s = 0.0
         self._is_quiet = False
         """Whether nothing has been saved since the iteration began."""
 
@@ -73,10 +78,20 @@ class Peers:
         allowance.forget_sources(but={store.key for store in before})
         receivers = self._receivers(topology, transport, allowance, before)
         self.senders = [
-            Sender(topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report, self._pace)
+            Sender(
+                topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report, self._pace,
+                self._pause,
+            )
             for peer in topology.peers[topology.rank]
-        ]
+        ]  # fmt: skip
+        self._receiving, self._counted_cpu_s = receivers, 0.0
         return self.senders, receivers
+
+    def cpu_s_since(self) -> float:
+        """Return the processor seconds of threads that send and receive copies since the last call."""
+        now_s = sum(sender.cpu_s for sender in self.senders) + sum(receiver.cpu_s for receiver in self._receiving)
+        since_s, self._counted_cpu_s = now_s - self._counted_cpu_s, now_s
+        return since_s
 
     def _receivers(
         self, topology: Topology, transport: Transport, allowance: Allowance, before: Sequence[PeerStore]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from moevement_core.engine.config import KeepOwn, Verify
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
 from moevement_core.events import Planned
+from moevement_core.overhead.meter import OverheadMeter
+from moevement_core.overhead.pause import Pause
 from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
 from moevement_core.replication.allowance import LOG, Allowance
 from moevement_core.replication.interface import bytes_moved
@@ -102,7 +105,12 @@ class Saving:
         pace = None
         if strategy.paces_copies and (moved := bytes_moved(own_address(config.copies.interfaces))) is not None:
             pace = Pace(moved)
-        self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report, pace)
+        self._pause = Pause()
+        self.meter = OverheadMeter(self.began_at, self._pause)
+        """Of what all this costs training."""
+        self.policy_s = 0.0
+        """Seconds that the last decision took."""
+        self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report, pace, self._pause)
         self._states = binding.states()
         self.checkpointer = self._start_checkpointer(
             policy, joining.kept if joining is not None else (), is_resized=is_resized
@@ -178,6 +186,7 @@ class Saving:
             self.reports.report,
             has=peers_have(self.topology, kept),
             needed=policy.needed if policy is not None else (NONE, NONE),
+            pause=self._pause,
         )
 
     def _set_aside_for_log(self, schedules: Sequence[Schedule]) -> None:
@@ -211,6 +220,7 @@ class Saving:
 
     def decide(self, committed: int) -> None:
         """At a window's beginning: order and window of the one that begins."""
+        began_s = time.perf_counter()
         # Iterations may be left out (--iterations-to-skip), the first of a window among them.
         window_start = self.checkpointer.history.at(committed).decided_at(committed)
         if window_start > self._settled.window_start:
@@ -221,6 +231,7 @@ class Saving:
             self._settled = self._policy(window_start)
             self.disk.try_again()
         self.windows.give_room()
+        self.policy_s = time.perf_counter() - began_s
 
     def _record_plan(self) -> None:
         """What checkpoints are to cost from now on, for whoever compares it with what they do."""
@@ -363,6 +374,7 @@ class Saving:
 
     def interrupted(self) -> None:
         """An exception from outside came at any moment: a decision that was under way is none."""
+        self.meter.interrupted()
         self._go_by(self._settled)
 
     def _go_by(self, policy: Policy) -> None:

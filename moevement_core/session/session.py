@@ -18,6 +18,7 @@ from moevement_core.boundary_log import BoundaryLog
 from moevement_core.device import current_device
 from moevement_core.injection import Phase
 from moevement_core.numa import bind_to_device
+from moevement_core.overhead.fields import overhead_fields
 from moevement_core.rendezvous.status_page import own_page
 from moevement_core.restart import injection
 from moevement_core.restart.generation import generation, has_committed, refuse_if_interrupted
@@ -139,7 +140,9 @@ class Session:
         saving.watch.look(committed, saving.peers.senders)
         self.totals.stall_s += saving.checkpointer.let_gradients_go(committed)  # the trainer clears them next
         saving.peers.begin_iteration(is_saving=saving.checkpointer.is_saving)
-        self.totals.began(time.perf_counter() - began)
+        begin_s = time.perf_counter() - began
+        self.totals.began(begin_s)
+        saving.meter.begin(committed + 1, begin_s, saving.policy_s)
 
     def _mark_begun(self, committed: int, boundary: Mapping[str, Any]) -> None:
         mark = self.commit.mark
@@ -178,6 +181,11 @@ class Session:
         is_saving = self.saving.checkpointer.is_saving
         self.saving.windows.measured(step_s, progress.stall_s, is_saving=is_saving)
         self.saving.peers.end_iteration(is_saving=is_saving)
+        saving = self.saving
+        saving.meter.end(
+            committed, step_s, progress.stall_s + progress.gradient_stall_s, progress.digest_cpu_s,
+            saving.peers.cpu_s_since(),
+        )  # fmt: skip
         self.records.ended(committed, outcome)
         self.totals.ended(step_s, progress)
 
@@ -200,12 +208,14 @@ class Session:
             "on_disk": self.saving.disk.newest,
             "disk_written_bytes": self.saving.disk.written_bytes,
             "tokens_owed": self.saving.windows.tokens_owed,
+            **overhead_fields(self.saving.meter.measured()),
         }
 
     # After a failure
 
     def disconnect(self) -> None:
         """Everything that talks to other ranks has been aborted: end what did it. Snapshots and logs stay."""
+        self.saving.meter.interrupted()
         self.binding.plan_exit(self.binding.iteration, is_winding_down=False)
         self.saving.peers.disconnect(self.saving.checkpointer.replicator.receivers)
         self.saving.disk.interrupted()

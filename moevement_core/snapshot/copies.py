@@ -25,6 +25,7 @@ import torch
 
 from moevement_core.device import Device, Event
 from moevement_core.gate import Gate
+from moevement_core.overhead.pause import STEP_S, Pause
 from moevement_core.snapshot.buffer import spread
 from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
 from moevement_core.snapshot.whole import Finish, begin_whole
@@ -137,9 +138,14 @@ class Capture:
 
 
 class CopyEngine(ABC):
-    """Runs captures one after the other, beside training."""
+    """Engine that runs captures one after the other, beside training.
 
-    def __init__(self) -> None:
+    Args:
+        pause: while it is on no digest is made, unless somebody waits for one.
+    """
+
+    def __init__(self, pause: Pause | None = None) -> None:
+        self._pause = pause or Pause()
         self.error: BaseException | None = None
         """What went wrong in the background last; raised at every later call until :meth:`forget_error`."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -200,9 +206,14 @@ class CopyEngine(ABC):
             self.close()
         if not self._is_running:
             return
+        self._pause.end()
         over = Gate()
         self._jobs.put(over)
         over.wait()
+
+    def go_on(self) -> None:
+        """End a pause, because somebody is about to wait for digests."""
+        self._pause.end()
 
     def close(self) -> None:
         """Finish what was started and end the thread; the next start begins another."""
@@ -235,7 +246,10 @@ class CopyEngine(ABC):
         copied: deque[Capture | Gate] = deque()
         while True:
             if copied and jobs.empty():
-                self._digest_first(copied)
+                if self._pause.is_on:
+                    time.sleep(STEP_S)
+                else:
+                    self._digest_first(copied)
                 continue
             if (job := jobs.get()) is None:
                 break
@@ -303,10 +317,10 @@ class ThreadCopies(CopyEngine):
 class StreamCopies(CopyEngine):
     """Asynchronous copies on a stream of their own, issued chunk by chunk from the background thread."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, pause: Pause | None = None) -> None:
         self._device = device
         self._stream = device.stream()
-        super().__init__()
+        super().__init__(pause)
 
     def _begin(self) -> None:
         self._device.use_in_this_thread()
@@ -376,6 +390,6 @@ def _parts(pairs: Sequence[Pair]) -> Iterator[Part]:
         yield from spread(source, targets)
 
 
-def copy_engine(device: Device) -> CopyEngine:
-    """The engine for ``device``."""
-    return ThreadCopies() if device.kind == "cpu" else StreamCopies(device)
+def copy_engine(device: Device, pause: Pause | None = None) -> CopyEngine:
+    """Return the engine for ``device``, whose digests keep to ``pause``."""
+    return ThreadCopies(pause) if device.kind == "cpu" else StreamCopies(device, pause)

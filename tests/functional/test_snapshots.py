@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moevement_core.overhead.fields import PARTS
 from moevement_core.policy.schedule import Saved
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
@@ -98,6 +99,8 @@ def _check_run(plain_run: RunRecord, with_snapshots: RunRecord, replicas: int, o
         assert {line["skipped"] for line in metrics} == {True, False}, "overflows, and steps between them"
     assert all({"stall_s", "copied_bytes", "replicated_bytes", "replication_lag"} <= line.keys() for line in metrics)
     assert all(line["copied_bytes"] > 0 for line in metrics)
+    assert [line["iteration"] for line in metrics if "overhead" in line] == [8, 9, 10, 11], "after a quiet iteration"
+    assert metrics[-1]["overhead"] == pytest.approx(sum(metrics[-1][f"overhead_{part}"] for part in PARTS))
     summary = with_snapshots.summary()["checkpointing"]
     assert summary["windows_abandoned"] == 0
     assert summary["copied_bytes"] > 0

@@ -1,0 +1,1 @@
+"""What saving costs training, measured while the job trains: quiet iterations, compared with their neighbours."""

@@ -1,0 +1,155 @@
+"""The share of training time that saving costs, estimated from quiet iterations and their neighbours.
+
+A machine whose speed drifts slows a quiet iteration as much as those beside it, so each quiet iteration is compared
+with its own neighbours: ``median(saving neighbours) / quiet - 1``. That is the cost of what pauses in quiet
+iterations, digests and sends. What goes on in them, on the training thread, is timed directly.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from moevement_core.overhead.quiet import spacing
+
+REACH = 2
+"""Neighbours on each side of a quiet iteration that it is compared with."""
+REMEMBERED = 64
+"""Quiet iterations that an estimate is made from, at most; older ones are forgotten, for load and links change."""
+CONFIDENCE = 0.95
+DISTURBED = 3.0
+"""An iteration that takes this many times as long as the median of its neighbourhood had something else beside it: a
+dense save, an evaluation, a pause of the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An iteration as one rank has timed it."""
+
+    iteration: int
+    train_s: float
+    """Seconds of the iteration, without the three that follow."""
+    copy_s: float
+    """Seconds of the training thread for the snapshot: boundary record and issuing copies."""
+    policy_s: float
+    """Seconds of the training thread for deciding order and window."""
+    stall_s: float
+    """Seconds that training waited for copies."""
+    digest_cpu_s: float
+    """Processor seconds of the background thread that makes digests."""
+    send_cpu_s: float
+    """Processor seconds of the threads that send and receive copies."""
+    is_quiet: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """The cost of saving, as shares of the time that an iteration takes without it."""
+
+    share: float
+    """All parts together, a mean over saving and quiet iterations."""
+    low: float | None
+    """Lower end of the confidence interval of :attr:`share`; None while there are too few quiet iterations for one."""
+    high: float | None
+    """Upper end of the same interval."""
+    copy: float
+    digest: float
+    """Digests' part of what pauses in quiet iterations, in proportion to processor time."""
+    send: float
+    """The rest of what pauses in quiet iterations: sending copies to peers, and receiving theirs."""
+    policy: float
+    stall: float
+    quiet_s: float
+    """Seconds that an iteration takes without saving, median."""
+    quiet_iterations: int
+    """Quiet iterations that the estimate was made from."""
+
+
+@dataclass
+class OverheadEstimate:
+    """The estimate of one rank, from the iterations that it is given one after the other.
+
+    Args:
+        began_at: the iteration whose state the job began from.
+    """
+
+    began_at: int
+    _recent: deque[Timed] = field(default_factory=lambda: deque(maxlen=2 * REACH + 1))
+    """The newest iterations, without a gap."""
+    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """Saving neighbours over quiet iteration, less 1."""
+    _quiet_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _all: deque[Timed] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """The newest iterations, for what is timed directly."""
+
+    def add(self, timed: Timed) -> None:
+        """Take in the next iteration; one that does not follow the last begins a new neighbourhood."""
+        if self._recent and timed.iteration != self._recent[-1].iteration + 1:
+            self._recent.clear()
+        self._recent.append(timed)
+        self._all.append(timed)
+        if len(self._recent) == 2 * REACH + 1 and self._recent[REACH].is_quiet:
+            self._compare(self._recent[REACH], [near for near in self._recent if not near.is_quiet])
+
+    def forget(self) -> None:
+        """Forget everything: what is saved, or over which links, has changed."""
+        self._recent.clear()
+        self._ratios.clear()
+        self._quiet_s.clear()
+        self._all.clear()
+
+    def _compare(self, quiet: Timed, neighbours: Sequence[Timed]) -> None:
+        usual_s = statistics.median(near.train_s for near in self._recent)
+        undisturbed = [near.train_s for near in neighbours if near.train_s <= DISTURBED * usual_s]
+        if not undisturbed or not 0 < quiet.train_s <= DISTURBED * usual_s:
+            return
+        self._ratios.append(statistics.median(undisturbed) / quiet.train_s - 1)
+        self._quiet_s.append(quiet.train_s)
+
+    @property
+    def quiet_s(self) -> float | None:
+        """Seconds that an iteration takes without saving, median; None before the first quiet one."""
+        return statistics.median(self._quiet_s) if self._quiet_s else None
+
+    def measured(self) -> Overhead | None:
+        """Return what saving costs; None before a quiet iteration could be compared."""
+        if not self._ratios:
+            return None
+        quiet_s = statistics.median(self._quiet_s)
+        newest = self._all[-1]
+        saving_share = 1 - 1 / spacing(newest.iteration, self.began_at)
+        low, high = median_interval(self._ratios)
+        background = saving_share * statistics.median(self._ratios)
+        copy, policy, stall = (
+            statistics.fmean(values) / quiet_s
+            for values in zip(*((one.copy_s, one.policy_s, one.stall_s) for one in self._all), strict=True)
+        )
+        on_training_thread = copy + policy + stall
+        digest_s, send_s = (sum(one.digest_cpu_s for one in self._all), sum(one.send_cpu_s for one in self._all))
+        digest = background * digest_s / (digest_s + send_s) if digest_s + send_s else 0.0
+        return Overhead(
+            on_training_thread + background,
+            None if low is None else on_training_thread + saving_share * low,
+            None if high is None else on_training_thread + saving_share * high,
+            copy, digest, background - digest, policy, stall, quiet_s, len(self._ratios),
+        )  # fmt: skip
+
+
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float | None, float | None]:
+    """Return the ends of a confidence interval of the median, whatever the distribution; None, None of too few values.
+
+    The ends are order statistics: of ``n`` values the median lies between the ``k``-th smallest and the ``k``-th
+    largest with probability ``1 - 2 P(B < k)``, where ``B`` is binomial with ``n`` draws of one half. See David and
+    Nagaraja, Order Statistics, section 7.1.
+    """
+    ordered, count = sorted(values), len(values)
+    outside, ends = 0.0, 0
+    while ends < count // 2:
+        outside += 2 * math.comb(count, ends) / 2**count
+        if outside > 1 - confidence:
+            break
+        ends += 1
+    return (ordered[ends - 1], ordered[count - ends]) if ends else (None, None)

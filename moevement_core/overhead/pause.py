@@ -1,0 +1,39 @@
+"""A pause of background work: digests and sends look at it before each piece of their work."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+STEP_S = 0.002
+"""Seconds between two looks of a thread that pauses."""
+
+
+class Pause:
+    """Pause that the training thread begins and ends, and background threads keep to.
+
+    It is a plain attribute that threads poll: a lock could stay taken where a restart's exception reaches the training
+    thread (:mod:`moevement_core.gate`).
+    """
+
+    def __init__(self) -> None:
+        self._until_s = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether background work pauses."""
+        return time.monotonic() < self._until_s
+
+    def begin(self, limit_s: float) -> None:
+        """Begin; the pause ends by itself after ``limit_s`` seconds, so that no copy waits for a rank that hangs."""
+        self._until_s = time.monotonic() + limit_s
+
+    def end(self) -> bool:
+        """End; return whether the pause lasted until now."""
+        has_lasted, self._until_s = self.is_on, 0.0
+        return has_lasted
+
+    def wait(self, must_go_on: Callable[[], bool]) -> None:
+        """Block while the pause is on and ``must_go_on`` is false; for background threads."""
+        while self.is_on and not must_go_on():
+            time.sleep(STEP_S)

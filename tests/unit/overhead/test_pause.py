@@ -1,0 +1,87 @@
+"""A pause stops digests and sends, and nothing else; whoever waits for them ends it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from moevement_core.device import CpuDevice
+from moevement_core.overhead.meter import OverheadMeter
+from moevement_core.overhead.pause import Pause
+from moevement_core.overhead.quiet import WARM_UP
+from moevement_core.snapshot.copies import Capture, copy_engine
+
+
+def start(engine: object, done: list[Capture]) -> Capture:
+    source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    return engine.start((), [(source, [target])], {}, done.append, lambda: None)  # type: ignore[attr-defined]
+
+
+def test_a_snapshot_is_copied_in_a_pause_and_digested_after_it() -> None:
+    pause, done = Pause(), list[Capture]()
+    engine = copy_engine(CpuDevice(), pause)
+    pause.begin(60.0)
+    capture = start(engine, done)
+    capture.wait_copied()
+    time.sleep(0.02)
+    assert capture.digests == []
+    assert done == []
+    assert pause.end()
+    capture.finished.wait()
+    assert done == [capture]
+    engine.close()
+
+
+def test_who_waits_for_digests_ends_the_pause() -> None:
+    pause, done = Pause(), list[Capture]()
+    engine = copy_engine(CpuDevice(), pause)
+    pause.begin(60.0)
+    capture = start(engine, done)
+    engine.settle()
+    assert done == [capture]
+    assert not pause.end()
+    engine.close()
+
+
+def test_a_pause_ends_by_itself() -> None:
+    pause = Pause()
+    pause.begin(0.01)
+    pause.wait(lambda: False)
+    assert not pause.end()
+
+
+def test_who_must_go_on_does() -> None:
+    pause, is_over = Pause(), threading.Event()
+    pause.begin(60.0)
+    waiting = threading.Thread(target=lambda: pause.wait(is_over.is_set))
+    waiting.start()
+    is_over.set()
+    waiting.join()
+    assert pause.end()
+
+
+def test_only_quiet_iterations_pause_and_one_that_was_cut_short_does_not_count() -> None:
+    pause = Pause()
+    meter = OverheadMeter(0, pause)
+    for iteration in range(1, WARM_UP):
+        meter.begin(iteration, 0.0, 0.0)
+        assert not pause.is_on
+        meter.end(iteration, 1.0, 0.0, 0.0, 0.0)
+    meter.begin(WARM_UP, 0.0, 0.0)
+    assert pause.is_on
+    pause.end()
+    meter.end(WARM_UP, 1.0, 0.0, 0.0, 0.0)
+    for iteration in range(WARM_UP + 1, WARM_UP + 4):
+        meter.begin(iteration, 0.0, 0.0)
+        meter.end(iteration, 1.0, 0.0, 0.0, 0.0)
+    assert meter.measured() is None
+
+
+def test_an_interruption_ends_the_pause() -> None:
+    pause = Pause()
+    meter = OverheadMeter(0, pause)
+    meter.begin(WARM_UP, 0.0, 0.0)
+    meter.interrupted()
+    assert not pause.is_on
