@@ -23,6 +23,8 @@ class OverheadMeter:
     def __init__(self, began_at: int, pause: Pause) -> None:
         self._began_at, self._pause = began_at, pause
         self._estimate = OverheadEstimate(began_at)
+        self.is_measuring = True
+        """Whether there are quiet iterations; a benchmark that turns saving off and on itself has none."""
         self._iteration = -1
         self._copy_s = self._policy_s = 0.0
         self._is_quiet = False
@@ -36,7 +38,7 @@ class OverheadMeter:
             policy_s: those of them for order and window.
         """
         self._iteration, self._copy_s, self._policy_s = iteration, max(0.0, begin_s - policy_s), policy_s
-        self._is_quiet = is_quiet(iteration, self._began_at)
+        self._is_quiet = self.is_measuring and is_quiet(iteration, self._began_at)
         if self._is_quiet:
             quiet_s = self._estimate.quiet_s
             self._pause.begin(FIRST_LIMIT_S if quiet_s is None else max(1.0, PAUSE_LIMIT * quiet_s))

@@ -66,6 +66,7 @@ class Observer(observers.Observer):
         self._began_s = now_s
         mode = mode_of(committed, self._block)
         self.is_capturing = mode != "off"
+        session.saving.meter.is_measuring = False
         session.saving.checkpointer.replicator.enabled = mode == "replicate"
 
 
