@@ -1,4 +1,4 @@
-"""Short real training runs for functional tests: the example script, on real ranks, on real text."""
+"""Short real training runs for functional tests: the example script, on real ranks."""
 
 from __future__ import annotations
 

@@ -206,3 +206,13 @@ def test_the_environment_is_activated() -> None:
         check=True, capture_output=True, text=True,
     )  # fmt: skip
     assert done.stdout.strip() == str(Path(sys.prefix) / "bin" / "moevement")
+
+
+def test_clean_leaves_runs_of_a_users_own(tmp_path: Path) -> None:
+    made = [tmp_path / name for name in (".venv", "site", "runs/demo", "runs/tests")]
+    own = [tmp_path / name for name in ("runs/mine", "runs/windows", "data")]
+    for folder in (*made, *own):
+        folder.mkdir(parents=True)
+    subprocess.run(["make", "-f", str(ROOT / "Makefile"), "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert not [folder for folder in made if folder.exists()]
+    assert [folder for folder in own if folder.exists()] == own

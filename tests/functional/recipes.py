@@ -7,7 +7,7 @@
     kill-resume     ranks are killed, as its flags say; spares take over, and it comes to the bits of a failure-free run
 
 ``LAUNCHER`` is ``moevement launch`` with its options; ``METRICS`` are names of TensorBoard's scalars, as Megatron
-writes them. Data is Megatron's mock data, since the embedded corpus differs between Pythons.
+writes them. Data is Megatron's mock data.
 """
 
 from __future__ import annotations

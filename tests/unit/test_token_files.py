@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.moevement.data import embedded
+from megatron.moevement.data import corpus, embedded
 from megatron.moevement.data.token_files import ByteTokenizer, DocumentUnit, FileTokenizer, build_token_files
 from moevement_cli.main import main
 from moevement_core.errors import DataError
@@ -136,15 +137,19 @@ def test_a_tokenizer_that_cannot_be_used_says_why(tmp_path: Path) -> None:
         FileTokenizer(tmp_path / "bad.model")
 
 
-def test_the_embedded_corpus_is_real_text_and_built_once(embedded_corpus: Path) -> None:
-    sources = embedded.stdlib_sources()
-    assert len(sources) > 500
-    summary = json.loads(embedded_corpus.with_suffix(".json").read_text())
-    assert summary["documents"] == len(sources)
-    assert summary["tokens"] > 5_000_000
+def test_the_embedded_corpus_is_built_once_and_holds_every_document(embedded_corpus: Path) -> None:
+    assert documents(embedded_corpus) == [[*text.encode(), 256] for text in corpus.documents()]
     written = embedded_corpus.with_suffix(".bin").stat().st_mtime_ns
     assert embedded.corpus_prefix() == embedded_corpus
     assert embedded_corpus.with_suffix(".bin").stat().st_mtime_ns == written
+
+
+def test_the_embedded_corpus_has_the_same_bytes_on_every_machine() -> None:
+    text = "\n".join(corpus.documents())
+    assert len(text) == 193_649
+    assert hashlib.sha256(text.encode()).hexdigest() == (
+        "3925925dc5ba30f4799051d44de3d48633ba06683e7a5a124d67ca91579e8e8a"
+    )
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

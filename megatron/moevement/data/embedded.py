@@ -1,26 +1,23 @@
-"""Real text on every machine, without a download: the sources of Python's standard library, byte-level.
+"""Token files of the embedded corpus, byte-level: the same text on every machine, without a download.
 
-About a dozen megabytes of code, comments and documentation strings. Built once per Python version into a cache; ranks
-that want it at the same time wait for the one that builds it.
+Built once into a cache; ranks that want it at the same time wait for the rank that builds it. The text itself stands
+beside the token files.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
-import platform
-import sysconfig
 from pathlib import Path
 
+from megatron.moevement.data import corpus
 from megatron.moevement.data.token_files import BYTE_VOCAB_SIZE, ByteTokenizer, build_token_files
 from moevement_core import log
 
 VOCAB_SIZE = BYTE_VOCAB_SIZE
 SPLIT = "95,4,1"
-FORMAT = 1
-"""Part of the cache's name; raised whenever the same sources would give other token files."""
-
-_LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "__pycache__", "pydoc_data", "turtledemo"}
+FORMAT = 2
+"""Part of the cache's name; raised whenever the text or its token files change."""
 
 
 def cache_dir() -> Path:
@@ -31,12 +28,12 @@ def cache_dir() -> Path:
 
 
 def corpus_path() -> Path:
-    """Where the corpus of this Python version stands or will stand, as a prefix for ``--data-path``."""
-    return cache_dir() / "corpus" / f"python-{platform.python_version()}-v{FORMAT}" / "stdlib"
+    """Return where the corpus stands or will stand, as a prefix for ``--data-path``."""
+    return cache_dir() / "corpus" / f"v{FORMAT}" / "sentences"
 
 
 def corpus_prefix() -> Path:
-    """The corpus as a prefix for ``--data-path``; built first if it is not there. Any process may call it."""
+    """Return the corpus as a prefix for ``--data-path``; build it first if it is not there. Any process may call it."""
     prefix = corpus_path()
     if not prefix.with_suffix(".idx").exists():
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -44,12 +41,7 @@ def corpus_prefix() -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not prefix.with_suffix(".idx").exists():
                 log.info("building the embedded corpus, once")
-                build_token_files(stdlib_sources(), prefix, ByteTokenizer())
+                text = prefix.with_suffix(".txt")
+                text.write_text("\n".join(corpus.documents()), encoding="utf-8")
+                build_token_files([text], prefix, ByteTokenizer(), documents="paragraph")
     return prefix
-
-
-def stdlib_sources() -> list[Path]:
-    """The standard library's source files, sorted by path, without its tests and without empty files."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    sources = (path for path in root.rglob("*.py") if not _LEFT_OUT & set(path.relative_to(root).parts))
-    return sorted(path for path in sources if path.stat().st_size)
