@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 import numpy as np
 
+from moevement_cli.recovery_chart import COLORS
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
@@ -26,41 +27,39 @@ ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "diagrams"
 KILLS = ROOT / "benchmarks" / "kills.md"
 
+PHASES = ("detect", "abort", "regroup", "set up and fetch", "enter the loop", "restore")
+
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text: it can be read aloud, searched and compared
     "svg.hashsalt": "moevement",  # names inside the file do not change from one drawing to the next
     "font.family": "sans-serif",
-    "font.size": 10,
+    "font.size": 12,  # 16 px at full width: legible on a phone, too
 }
-FULL, COMPUTE, PALE, INK = "#3f51b5", "#b9c2ea", "#f4f5fb", "#222222"
-PHASES = ("detect", "abort", "regroup", "set up and fetch", "enter the loop", "restore")
-COLOURS = ("#8d6e63", "#e57373", "#ffb74d", "#64b5f6", "#90a4ae", "#3f51b5")
+INK = "#123456"
+"""Stands for the ink of the page: dark on a light page, light on a dark one."""
+DARK, FULL, COMPUTE = "#111111", "#3f51b5", "#b9c2ea"
+WIDTH = 6.4
+"""Inches, as wide as a column of text."""
 
 
 def architecture() -> Figure:
-    """Processes of a job on two nodes, and the rooms of the code within a rank."""
-    figure, axes = _canvas(9.6, 5.2)
-    _box(axes, 0.2, 4.3, 9.2, 0.7, "moevement launch, or moevement coordinate under Slurm", "holds the store "
-         "that ranks meet in; gives out ranks; decides by leases who lives", FULL, "white")  # fmt: skip
-    for x, name, ranks in ((0.2, "node 0", ("rank 0", "rank 1")), (4.0, "node 1", ("rank 2", "rank 3"))):
-        _box(axes, x, 0.2, 3.6, 3.7, "", "", PALE)
-        axes.text(x + 0.1, 3.65, name, weight="bold")
-        _box(axes, x + 0.2, 2.85, 3.2, 0.6, "supervisor", "starts, watches, renews leases", COMPUTE)
-        for place, rank in enumerate(ranks):
-            _box(axes, x + 0.2 + 1.65 * place, 0.4, 1.55, 2.2, rank, "", "white")
-            for height, text in (
-                (1.75, "Megatron's\ntrainer"),
-                (1.15, "megatron/\nmoevement"),
-                (0.5, "moevement_core"),
-            ):
-                axes.text(x + 0.97 + 1.65 * place, height, text, ha="center", va="bottom", size=8)
-    _box(axes, 7.8, 0.2, 1.6, 3.7, "", "", PALE)
-    axes.text(7.9, 3.65, "spare", weight="bold")
-    axes.text(8.6, 2.2, "imports done,\nflags parsed;\nwaits in no\nprocess group", ha="center", va="center", size=8)
-    for x in (2.0, 5.8, 8.6):
-        _arrow(axes, (x, 4.3), (x, 3.95))
-    _arrow(axes, (3.45, 0.95), (4.25, 0.95), both=True)
-    axes.text(3.85, 0.05, "snapshots to peers on other nodes, over connections of their own", ha="center", size=8)
+    """Processes of a job on two nodes and a spare one, and where snapshots go."""
+    figure, axes = _canvas(WIDTH, 4.6)
+    _box(axes, 0.1, 3.75, 6.2, 0.75, "launcher, or coordinator under Slurm", "gives out ranks; decides who lives", FULL)
+    for place, (name, members) in enumerate(
+        (("node 0", ("rank 0", "rank 1")), ("node 1", ("rank 2", "rank 3")), ("spare node", ("spare", "spare")))
+    ):
+        x = 0.1 + 2.1 * place
+        _box(axes, x, 0.55, 2.0, 2.8, "", "", None)
+        axes.text(x + 1.0, 3.1, name, weight="bold", ha="center", va="center", color=INK)
+        _box(axes, x + 0.1, 2.4, 1.8, 0.5, "supervisor", "", COMPUTE)
+        for row, member in enumerate(members):
+            _box(axes, x + 0.1, 1.5 - 0.8 * row, 1.8, 0.7, "", member, None)
+        _arrow(axes, (x + 1.0, 3.72), (x + 1.0, 3.38))
+    for y in (1.85, 1.05):
+        _arrow(axes, (1.85, y), (2.45, y), both=True)
+    axes.text(2.15, 0.25, "snapshots, each way", ha="center", va="center", color=INK)
+    axes.text(5.3, 0.25, "waits for a rank", ha="center", va="center", color=INK)
     return figure
 
 
@@ -68,61 +67,53 @@ def window() -> Figure:
     """What each snapshot of two aligned windows holds, from the schedule itself."""
     schedule = _example_schedule()
     snapshots = schedule.start + np.arange(2 * schedule.size)
-    figure, axes = _canvas(9.6, 3.6)
-    axes.set(xlim=(-2.4, len(snapshots) + 0.1), ylim=(-1.7, len(schedule.table) + 0.7))
+    figure, axes = _canvas(WIDTH, 3.9)
+    rows = len(schedule.table)
+    axes.set(xlim=(-1.45, len(snapshots) + 0.05), ylim=(-1.0, rows + 0.75))
     for column, iteration in enumerate(snapshots):
         contents = schedule.contents(int(iteration))
         for row, place in enumerate(schedule.order):
-            saved = Saved(int(contents[place]))
-            colour, text, ink = _HELD[saved]
-            _box(axes, column, len(schedule.table) - 1 - row, 0.94, 0.9, "", "", colour)
-            axes.text(
-                column + 0.47, len(schedule.table) - 0.55 - row, text, ha="center", va="center", size=8, color=ink
-            )
-        axes.text(column + 0.47, len(schedule.table) + 0.15, f"SS{iteration}", ha="center", weight="bold")
+            colour, text = _HELD[Saved(int(contents[place]))]
+            _box(axes, column, rows - 1 - row, 0.94, 0.9, "", text, colour)
+        axes.text(column + 0.47, rows + 0.15, f"SS{iteration}", ha="center", weight="bold", color=INK)
     for row, place in enumerate(schedule.order):
-        axes.text(-0.15, len(schedule.table) - 0.55 - row, schedule.table.names[place], ha="right", va="center", size=9)
+        name = f"expert {place}"
+        axes.text(-0.1, rows - 0.55 - row, name, ha="right", va="center", color=INK)
     for first in (0, schedule.size):
-        axes.plot((first + 0.05, first + schedule.size - 0.1), (-0.35, -0.35), color=INK, lw=1)
-        axes.text(first + schedule.size / 2, -0.5, f"one window, W = {schedule.size}", ha="center", va="top", size=9)
-    axes.text(
-        -2.3, -1.5, "the least popular expert is first in the order; after a window's last snapshot everything is "
-        "there in full", size=8,
-    )  # fmt: skip
+        axes.plot((first + 0.05, first + schedule.size - 0.1), (-0.2, -0.2), color=INK, lw=1)
+        text = f"a window, W = {schedule.size}"
+        axes.text(first + schedule.size / 2, -0.35, text, ha="center", va="top", color=INK)
     return figure
 
 
-_HELD = {
-    Saved.FULL: (FULL, "full state", "white"),
-    Saved.COMPUTE: (COMPUTE, "compute weights", INK),
-    Saved.NOTHING: ("white", "", INK),
-}
+_HELD = {Saved.FULL: (FULL, "all"), Saved.COMPUTE: (COMPUTE, "weights"), Saved.NOTHING: (None, "")}
+"""Colour and word of what a snapshot holds of an operator."""
 
 
 def recovery() -> Figure:
     """Where the seconds of a recovery go, for each way, as benchmarks/kills.md has them."""
     rows = _seconds_of_phases()
-    figure, axes = _canvas(9.6, 2.6)
+    figure, axes = _canvas(WIDTH, 2.7)
     longest = max(seconds["total"] for seconds in rows.values())
-    axes.set(xlim=(-0.16 * longest, 1.1 * longest), ylim=(-1.35, len(rows)))
+    axes.set(xlim=(-0.14 * longest, 1.16 * longest), ylim=(-2.3, len(rows)))
     for row, (way, seconds) in enumerate(reversed(rows.items())):
-        axes.text(-0.02 * longest, row + 0.4, way, ha="right", va="center", weight="bold")
+        axes.text(-0.02 * longest, row + 0.4, way, ha="right", va="center", weight="bold", color=INK)
         start = 0.0
-        for phase, colour in zip(PHASES, COLOURS, strict=True):
+        for phase, colour in COLOURS.items():
             axes.barh(row + 0.4, seconds[phase], left=start, height=0.6, color=colour)
             start += seconds[phase]
-        axes.text(start + 0.01 * longest, row + 0.4, f"{seconds['total']:.2f} s", va="center")
-    for place, (phase, colour) in enumerate(zip(PHASES, COLOURS, strict=True)):
-        x = -0.14 * longest + (place % 6) * 0.205 * longest
-        axes.barh(-0.4, 0.02 * longest, left=x, height=0.3, color=colour)
-        axes.text(x + 0.03 * longest, -0.4, phase, va="center", size=9)
-    axes.text(
-        -0.14 * longest,
-        -1.1,
-        "medians of each phase and of the total, 10 kills each, four ranks on two cores: benchmarks/kills.md",
-        size=8,
-    )
+        axes.text(start + 0.01 * longest, row + 0.4, f"{seconds['total']:.2f} s", va="center", color=INK)
+    for place, (phase, colour) in enumerate(COLOURS.items()):
+        x, y = (0.44 * (place % 3) - 0.12) * longest, -0.6 - 0.7 * (place // 3)
+        axes.barh(y, 0.03 * longest, left=x, height=0.35, color=colour)
+        axes.text(x + 0.045 * longest, y, _WORDS.get(phase, phase), va="center", color=INK)
+    axes.text(0.5 * longest, -2.1, "medians of 10 kills, four ranks on two cores", ha="center", color=INK)
     return figure
+
+
+COLOURS = {phase: COLORS.get(phase, COLORS["replay"]) for phase in PHASES}
+"""By phase, as reports and ``moevement top`` have them."""
+_WORDS = {"restore": "replay or redo"}
 
 
 DIAGRAMS = {"architecture": architecture, "window": window, "recovery": recovery}
@@ -133,8 +124,17 @@ def svg(name: str) -> str:
     with matplotlib.rc_context(STYLE):
         figure = DIAGRAMS[name]()
         file = io.StringIO()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return in_the_ink_of_the_page(file.getvalue())
+
+
+def in_the_ink_of_the_page(drawn: str) -> str:
+    """Return an SVG file of matplotlib's with ink that follows the reader's theme, light or dark, and no background."""
+    text = "\n".join(line.rstrip() for line in drawn.splitlines()) + "\n"
+    return text.replace(INK, "currentColor").replace("</metadata>", f"</metadata>\n{_INKS}", 1)
+
+
+_INKS = "<style>svg { color: #1f2328 } @media (prefers-color-scheme: dark) { svg { color: #e6edf3 } }</style>"
 
 
 def _example_schedule() -> SparseSchedule:
@@ -168,20 +168,20 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _box(
-    axes: Axes, x: float, y: float, width: float, height: float, title: str, text: str, colour: str, ink: str = INK
+    axes: Axes, x: float, y: float, width: float, height: float, title: str, text: str, colour: str | None
 ) -> None:
+    """Draw a box with a bold title, a text, or one below the other; without a colour it has an outline only."""
     from matplotlib.patches import FancyBboxPatch
 
+    style = "round,pad=0,rounding_size=0.06"
     axes.add_patch(
-        FancyBboxPatch(
-            (x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06", facecolor=colour, edgecolor="#9fa8da"
-        )
+        FancyBboxPatch((x, y), width, height, boxstyle=style, facecolor=colour or "none", edgecolor="#7986cb")
     )
-    middle = x + width / 2
-    if title:
-        axes.text(middle, y + height - 0.08, title, ha="center", va="top", weight="bold", color=ink)
-    if text:
-        axes.text(middle, y + 0.08, text, ha="center", va="bottom", size=8, color=ink)
+    ink = {FULL: "white", COMPUTE: DARK, None: INK}[colour]
+    middle, apart = x + width / 2, 0.25 * height if title and text else 0.0
+    for words, place, weight in ((title, apart, "bold"), (text, -apart, "normal")):
+        if words:
+            axes.text(middle, y + height / 2 + place, words, ha="center", va="center", weight=weight, color=ink)
 
 
 def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], *, both: bool = False) -> None:
