@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.environments import source_copy
+from tests.unit.monitoring import browser
 
 pytestmark = pytest.mark.builds
 
@@ -41,6 +42,13 @@ def test_a_reader_needs_no_network(source: Path) -> None:
         text = page.read_text(encoding="utf-8")
         assert 'src="http' not in text, page
         assert '<link rel="stylesheet" href="http' not in text, page
+
+
+def test_the_search_finds_a_word_on_a_site_that_is_opened_from_a_disk(source: Path, tmp_path: Path) -> None:
+    _build(source)
+    document = browser.find(tmp_path).document(f"{(source / 'site' / 'index.html').as_uri()}?q=glossary")
+    found = document[document.index("md-search-result__list") :]
+    assert "docs/glossary.html" in found[: found.index("</ol>")]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,10 @@ class Browser:
         assert found, "the script failed"
         return json.loads(unescape(rest[: rest.index('"')]))
 
+    def document(self, address: str) -> str:
+        """What the page at an address has become when its scripts have run for some seconds, as HTML."""
+        return self._run("--virtual-time-budget=10000", "--dump-dom", address)
+
     def _run(self, *words: str) -> str:
         ended = subprocess.run([*self._words, *words], capture_output=True, text=True, timeout=120)
         assert ended.returncode == 0, ended.stderr
