@@ -30,15 +30,15 @@ CHECKS = (
     ),
     Check(
         "E6", "broken-device", "A rank whose CUDA context is broken gives its rank back, and a spare goes on.",
-        "docs/recovery.md", "benchmarks.gpu.lost_devices:broken_device", 50, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.lost_devices:broken_device", 50, has_cpu_form=True,
     ),
     Check(
         "E7", "long-call", "A long C call while a rank is set up is no hang.",
-        "docs/recovery.md", "benchmarks.gpu.lost_devices:long_call", 40, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.lost_devices:long_call", 40, has_cpu_form=True,
     ),
     Check(
         "E8", "takeover", "The memory of a killed rank's device is free before its replacement has been built.",
-        "docs/recovery.md", "benchmarks.gpu.takeover:takeover", 55,
+        "docs/recovery_internals.md", "benchmarks.gpu.takeover:takeover", 55,
     ),
     Check(
         "E9", "recovery", "A recovery by replay goes on with default kernels, with equal bits in deterministic mode.",
@@ -58,11 +58,11 @@ CHECKS = (
     ),
     Check(
         "E13", "abort", "Aborting a communicator with work queued is quick, and no generation keeps device memory.",
-        "docs/recovery.md", "benchmarks.gpu.collectives:abort_alone", 60, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.collectives:abort_alone", 60, has_cpu_form=True,
     ),
     Check(
         "E14", "digests", "Digests of the whole state on the device cost training next to nothing.",
-        "docs/recovery.md", "benchmarks.gpu.digests:digests", 20, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.digests:digests", 20, has_cpu_form=True,
     ),
     Check(
         "E15", "kernels", "Kernels agree with their references, on odd shapes too, and read nothing out of bounds.",
@@ -82,7 +82,7 @@ CHECKS = (
     ),
     Check(
         "E19", "redo", "An update of some operators from logged gradients has the bits of the first one.",
-        "docs/recovery.md", "benchmarks.gpu.updates:redo", 20, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.updates:redo", 20, has_cpu_form=True,
     ),
     Check(
         "E20", "fp8", "Scales of FP8 go on moving on survivors, and our quantisers have Transformer Engine's bytes.",
@@ -90,19 +90,19 @@ CHECKS = (
     ),
     Check(
         "M1", "torn-collective", "A collective that a neighbour aborts gives no number.",
-        "docs/recovery.md", "benchmarks.gpu.collectives:torn", 120, devices=3, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.collectives:torn", 120, devices=3, has_cpu_form=True,
     ),
     Check(
         "M2", "late-monitor", "No update is committed from an aborted reduction, however late the monitor is.",
-        "docs/recovery.md", "benchmarks.gpu.jobs:late_monitor", 240, devices=2, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.jobs:late_monitor", 240, devices=2, has_cpu_form=True,
     ),
     Check(
         "M3", "kills", "A rank that is killed in any phase costs seconds, and the job ends with equal bits.",
-        "docs/recovery.md", "benchmarks.gpu.jobs:kills", 600, devices=2, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.jobs:kills", 600, devices=2, has_cpu_form=True,
     ),
     Check(
         "M4", "second-kill", "A second failure while groups are made is survived.",
-        "docs/recovery.md", "benchmarks.gpu.jobs:second_kill", 240, devices=2, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.jobs:second_kill", 240, devices=2, has_cpu_form=True,
     ),
     Check(
         "M5", "replacement-bits", "A replacement on the same device comes to the bits of the rank that was lost.",
@@ -114,11 +114,11 @@ CHECKS = (
     ),
     Check(
         "M7", "nvls", "With NVLS no generation keeps device memory after an abort.",
-        "docs/recovery.md", "benchmarks.gpu.collectives:nvls", 240, devices=2, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.collectives:nvls", 240, devices=2, has_cpu_form=True,
     ),
     Check(
         "M8", "abort-skew", "Ranks of a node may abort seconds apart.",
-        "docs/recovery.md", "benchmarks.gpu.collectives:skewed", 120, devices=2, has_cpu_form=True,
+        "docs/recovery_internals.md", "benchmarks.gpu.collectives:skewed", 120, devices=2, has_cpu_form=True,
     ),
     Check(
         "M9", "replication", "Copies to peers leave at the interface's rate, and training's collectives beside them.",

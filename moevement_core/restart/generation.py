@@ -91,7 +91,7 @@ def refuse_if_interrupted() -> None:
     collective of NCCL without an error, with a wrong finite number; but whoever reads the store after that finds the
     interruption there, however late its own monitoring thread is. Over gloo an aborted collective is an error.
 
-    Costs one question to the job's store; see docs/recovery.md.
+    Costs one question to the job's store; see docs/recovery_internals.md.
 
     Raises:
         GenerationInterrupted: one was.

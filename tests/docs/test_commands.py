@@ -51,6 +51,7 @@ ELSEWHERE = {
         "tests/functional/test_plain_torch.py::test_ranks_are_killed_and_nothing_is_different",
     r"moevement verify \S+ \S+": "tests/unit/test_run_record.py",
     r"moevement report .*": "tests/functional/test_kills.py::test_a_rank_killed_in_every_phase_of_an_iteration",
+    r"moevement top \S+.*": "tests/unit/monitoring/test_top.py",
     r"moevement data build .*": "tests/unit/test_token_files.py::test_the_command",
     r"moevement drill.*": "tests/functional/test_drill.py::test_two_ranks",
     r"python -m tests\.simulation .*": "tests/unit/test_simulation.py",

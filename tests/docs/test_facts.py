@@ -10,12 +10,27 @@ from pathlib import Path
 import pytest
 
 from megatron.moevement.arguments import add_arguments
+from megatron.moevement.preflight import spares, sparse
 from moevement_cli import main as cli
 from tests.docs.commands import PAGES
 from tests.training import ROOT
 
-OF_OTHERS = {"--nproc-per-node", "--nodes", "--config", "--moevement"}
-"""torchrun's, sbatch's, the one that a file of flags replaces, and how ours begin."""
+OF_OTHERS = {
+    "--nproc-per-node",
+    "--nodes",
+    "--config",
+    "--moevement",
+    "--gpu-bind",
+    "--gpus-per-task",
+    "--signal",
+    "--batch",
+    "--job",
+    "--once",
+    "--version",
+}
+"""torchrun's, Slurm's, a file of flags, how ours begin, and those of commands that start no job."""
+OF_KILLS = ("kill to next committed iteration", "host memory of a rank")
+"""Columns of benchmarks/kills.md that README shows."""
 COMPARISON = ROOT / "docs" / "comparison.md"
 
 
@@ -38,12 +53,45 @@ def test_flags_of_ours_exist(page: Path) -> None:
     assert named <= known_flags(), named - known_flags()
 
 
-@pytest.mark.parametrize("name", ["migration.md", "cluster.md"])
+@pytest.mark.parametrize("name", ["migration.md", "cluster.md", "runbook.md", "support.md"])
 def test_every_flag_of_a_guide_exists(name: str) -> None:
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]", text)) - OF_OTHERS
     assert named
     assert named <= known_flags(), named - known_flags()
+
+
+def test_flags_that_are_refused_are_named_where_support_is_described() -> None:
+    text = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    refused = {
+        flag
+        for refusal in (*sparse.REFUSED, *spares.REFUSED, *spares.REFUSED_ON_GPUS)
+        for flag in re.findall(r"--[a-z][a-z0-9-]+", refusal.flag)
+    }
+    assert len(refused) > 15
+    assert refused <= set(re.findall(r"--[a-z][a-z0-9-]+", text))
+
+
+def test_the_table_of_readme_is_that_of_its_pages() -> None:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## Try it")[0]
+    names, *measured = _cells((ROOT / "benchmarks" / "kills.md").read_text(encoding="utf-8"))
+    ways = {cells[0]: dict(zip(names, cells, strict=True)) for cells in measured}
+    _, *rows = _cells(section)
+    assert len(rows) == 3
+    for after, seconds, repeated, memory in rows:
+        way = ways[after.split()[0].strip(":")]
+        (kills,) = re.findall(r"of (\d+)", way["kills without a repeated iteration"])
+        assert [seconds, memory] == [way[column] for column in OF_KILLS]
+        assert float(repeated) == round(int(way["iterations repeated"]) / int(kills), 1)
+    shares = re.findall(r"\d+\.\d%", section)
+    assert shares
+    assert set(shares) <= set(re.findall(r"\d+\.\d%", (ROOT / "benchmarks" / "ettr.md").read_text(encoding="utf-8")))
+
+
+def _cells(text: str) -> list[list[str]]:
+    """Return the rows of the tables of a page, without the lines below their headings."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    return [cells for cells in rows if set("".join(cells)) - set("- ")]
 
 
 def _sections() -> list[tuple[str, str, set[str]]]:

@@ -1,0 +1,33 @@
+"""The page for trainers of one's own shows code that the example runs, and the reference lists what the class has."""
+
+from __future__ import annotations
+
+import re
+
+from moevement_core import Binding
+from scripts import binding_table
+from tests.docs.commands import blocks
+from tests.training import ROOT
+
+PAGE = ROOT / "docs" / "own_trainer.md"
+EXAMPLE = ROOT / "examples" / "plain_torch" / "train.py"
+
+
+def test_the_loop_is_that_of_the_example() -> None:
+    (loop,) = (block for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "python")
+    of_example = {line.strip() for line in EXAMPLE.read_text(encoding="utf-8").splitlines()}
+    shown = [line.strip() for line in loop.lines if line.strip()]
+    assert len(shown) > 7
+    assert not set(shown) - of_example
+
+
+def test_the_reference_is_up_to_date() -> None:
+    assert binding_table.OUTPUT.read_text(encoding="utf-8") == binding_table.page(), (
+        "run: python scripts/binding_table.py"
+    )
+
+
+def test_the_guide_names_every_method_that_has_to_be_written() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert len(Binding.__abstractmethods__) > 8
+    assert not {name for name in Binding.__abstractmethods__ if not re.search(rf"`{name}\(", text)}
