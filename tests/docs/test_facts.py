@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.moevement.arguments import add_arguments
 from megatron.moevement.preflight import spares, sparse
@@ -70,6 +71,14 @@ def test_flags_that_are_refused_are_named_where_support_is_described() -> None:
     }
     assert len(refused) > 15
     assert refused <= set(re.findall(r"--[a-z][a-z0-9-]+", text))
+
+
+def test_each_alert_is_in_the_runbook() -> None:
+    groups = yaml.safe_load((ROOT / "examples" / "monitoring" / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    rows = (ROOT / "docs" / "runbook.md").read_text(encoding="utf-8")
+    assert alerts
+    assert alerts == set(re.findall(r"^\| `(\w+)`", rows, flags=re.MULTILINE))
 
 
 def test_the_table_of_readme_is_that_of_its_pages() -> None:
