@@ -71,7 +71,7 @@ docs: setup ## all pages as a site in site/; a link that leads nowhere is an err
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict
 
 lock: setup ## resolve requirements/requirements.in into the lock file
-	@.venv/bin/uv pip compile --quiet --upgrade --python-version 3.12 --no-header --no-annotate \
+	@.venv/bin/uv pip compile --quiet --upgrade --generate-hashes --python-version 3.12 --no-header --no-annotate \
 	    requirements/requirements.in --output-file requirements/lock.txt
 
 bench: setup ## startup, iteration time and memory of the laptop preset

@@ -44,10 +44,10 @@ else
     # Compiled here once: where Python's own cache is off, every rank would compile a hundred thousand lines at its start.
     export UV_COMPILE_BYTECODE=1
     uv="$venv/bin/uv --quiet pip"
-    $uv install --python $venv/bin/python --requirement requirements/lock.txt
+    $uv install --python $venv/bin/python --require-hashes --requirement requirements/lock.txt
     # Tagged for glibc 2.39; its Python modules run on older ones.
     $uv install --python $venv/bin/python --no-deps --python-platform "$(uname -m)-manylinux_2_39" \
-        --requirement requirements/nvidia-resiliency-ext.txt
+        --require-hashes --requirement requirements/nvidia-resiliency-ext.txt
     $uv install --python $venv/bin/python --no-deps --no-build-isolation --editable . \
         --config-settings editable_mode=compat
 fi

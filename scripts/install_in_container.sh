@@ -64,7 +64,7 @@ fi
 
 # A release of Megatron that nobody has tried is not taken because it is new; one that is there is.
 cat "$work/before" >"$work/constraints"
-grep -q '^megatron-core==' "$work/before" || grep '^megatron-core==' requirements/lock.txt >>"$work/constraints"
+grep -q '^megatron-core==' "$work/before" || grep -o '^megatron-core==[^ ]*' requirements/lock.txt >>"$work/constraints"
 
 grep -v '^nvidia-resiliency-ext' "$work/requirements" >"$work/missing"
 "$python" -m pip install --quiet --constraint "$work/constraints" --requirement "$work/missing"

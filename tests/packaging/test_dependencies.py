@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -54,6 +55,14 @@ def test_what_is_declared_is_what_was_tested() -> None:
     for requirement in declared():
         installed = importlib.metadata.version(requirement.name)
         assert requirement.specifier.contains(installed, prereleases=True), f"{requirement}: {installed} is installed"
+
+
+@pytest.mark.parametrize("name", ["lock.txt", "nvidia-resiliency-ext.txt"])
+def test_what_is_pinned_has_a_hash(name: str) -> None:
+    lines = (ROOT / "requirements" / name).read_text(encoding="utf-8").splitlines()
+    pins = [number for number, line in enumerate(lines) if "==" in line]
+    assert pins
+    assert not [lines[number] for number in pins if not lines[number + 1].strip().startswith("--hash=sha256:")]
 
 
 def test_what_is_declared_is_pinned() -> None:
