@@ -11,15 +11,23 @@ from moevement_cli.simulate import SCENARIOS
 from moevement_core.checkpoint_plan import CheckpointPlan
 from moevement_core.simulator.failures import FailureModel
 from moevement_core.simulator.scenario import Scenario, load
-from moevement_core.simulator.strategies import Costs, Strategy
+from moevement_core.simulator.strategies import STRATEGIES, Costs, Gemini, Strategy
 from moevement_core.simulator.training import train
 
 SEEDS = 20
+SYSTEMS = {**STRATEGIES, "gemini": STRATEGIES["gemini-stalling"]}
+"""Strategies by name, GEMINI as MoEvement measured it: each checkpoint hides beside one iteration."""
 
 
 def scenario(preset: str) -> Scenario:
-    """The scenario of a model."""
-    return load(SCENARIOS / f"{preset}.yaml")
+    """Return the scenario of a model, with copies at the whole bandwidth that the paper states."""
+    found = load(SCENARIOS / f"{preset}.yaml")
+    return replace(found, cluster=replace(found.cluster, network_share=1.0))
+
+
+def gemini(costs: Costs, mtbf_s: float, interval: int | None = None) -> Gemini:
+    """Return that GEMINI at its best interval, or at one that is given."""
+    return Gemini(costs, mtbf_s, interval=interval, is_spread=False)
 
 
 def implied_bandwidth(costs: Costs, checkpoint_s: float) -> float:

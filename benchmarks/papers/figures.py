@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import measured_on
+from benchmarks.papers import common
 from benchmarks.papers.common import at_bandwidth, implied_bandwidth, scenario, simulated, table
 from benchmarks.papers.published import (
     GEMINI_BEST,
@@ -31,7 +32,7 @@ from benchmarks.papers.published import (
 from moevement_cli.plotting import figure
 from moevement_core.checkpoint_plan import CheckpointPlan
 from moevement_core.simulator.failures import recorded
-from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Costs, Gemini, MoC, MoEvement, Techniques
+from moevement_core.simulator.strategies import CheckFreq, Costs, MoC, MoEvement, Techniques
 from moevement_core.simulator.training import train
 
 OUTPUT = Path(__file__).with_suffix(".md")
@@ -70,7 +71,7 @@ def figure_1(stated: Costs, slow: Costs) -> tuple[str, Draw]:
     """Gemini's overhead and recovery over its interval, and its best ETTR."""
     rows = []
     for interval in INTERVALS:
-        one, other = (Gemini(costs, 3600.0, interval=interval) for costs in (stated, slow))
+        one, other = (common.gemini(costs, 3600.0, interval) for costs in (stated, slow))
         rows.append(
             [interval, *(f"{each.overhead_s / each.costs.iteration_s:.1%}" for each in (one, other)),
              *(f"{each.expected_recovery_s():.0f} s" for each in (one, other))]
@@ -78,13 +79,13 @@ def figure_1(stated: Costs, slow: Costs) -> tuple[str, Draw]:
     best = [
         [f"{mtbf_s / 60:g} min", f"{published:.2f}",
          *(f"{one.analytic_ettr(mtbf_s):.3f} (every {one.interval})"
-           for one in (Gemini(costs, mtbf_s) for costs in (stated, slow)))]
+           for one in (common.gemini(costs, mtbf_s) for costs in (stated, slow)))]
         for mtbf_s, published in GEMINI_BEST.items()
     ]  # fmt: skip
 
     def draw(axis: Any) -> None:
         for mtbf_s in GEMINI_BEST:
-            ratios = [Gemini(slow, mtbf_s, interval=one).analytic_ettr(mtbf_s) for one in INTERVALS]
+            ratios = [common.gemini(slow, mtbf_s, one).analytic_ettr(mtbf_s) for one in INTERVALS]
             axis.plot(INTERVALS, ratios, marker="o", label=f"a failure every {mtbf_s / 60:g} min")
         axis.set(xscale="log", xlabel="interval", ylim=(0, 1), title="1: ETTR of Gemini at the implied bandwidth")
 
@@ -108,7 +109,7 @@ def figure_10(stated: Costs, slow: Costs, trace: Path | None) -> tuple[str, Draw
     failures = [one for one in recorded(trace, stated.nodes) if one.at_s < until_s]
     rows, lines = [], {}
     for name in SYSTEMS:
-        made = [train(STRATEGIES[name](one, 1140.0).fresh(), failures, until_s) for one in (stated, slow)]
+        made = [train(common.SYSTEMS[name](one, 1140.0).fresh(), failures, until_s) for one in (stated, slow)]
         lines[name] = made[1]
         rows.append((name, made))
     ours = rows[-1][1]
@@ -150,7 +151,7 @@ def figure_11() -> tuple[str, Draw]:
         costs = scenario(preset).costs()
         job = costs.plan.given.job
         for name in ("gemini", "moevement"):
-            values = {mtbf_s: simulated(STRATEGIES[name](costs, mtbf_s), mtbf_s) for mtbf_s in (3600, 1800, 600)}
+            values = {mtbf_s: simulated(common.SYSTEMS[name](costs, mtbf_s), mtbf_s) for mtbf_s in (3600, 1800, 600)}
             curves[preset, name] = values
             rows.append(
                 [preset, job.ranks, f"{costs.iteration_s:.1f} s", name,
@@ -263,7 +264,7 @@ def figure_16(stated: Costs, slow: Costs) -> tuple[str, Draw]:
     rows, curves = [], {}
     for name in SYSTEMS:
         values = [
-            [simulated(STRATEGIES[name](replace(costs, skew=skew), 600.0), 600.0) for skew in skews]
+            [simulated(common.SYSTEMS[name](replace(costs, skew=skew), 600.0), 600.0) for skew in skews]
             for costs in (window, slow)
         ]
         curves[name] = values[0]

@@ -12,8 +12,9 @@ import argparse
 from pathlib import Path
 
 from benchmarks.environment import measured_on
+from benchmarks.papers import common
 from benchmarks.papers.common import scenario, simulated, table
-from moevement_core.simulator.strategies import STRATEGIES, Costs, MoEvement, Strategy
+from moevement_core.simulator.strategies import Costs, MoEvement, Strategy
 
 OUTPUT = Path(__file__).with_suffix(".md")
 MTBF_S = 600.0
@@ -34,7 +35,7 @@ def main() -> None:
 
 def rows_of(preset: str, costs: Costs) -> list[list[str]]:
     """A line for each way of checkpointing."""
-    return [_row(preset, STRATEGIES[name](costs, MTBF_S)) for name in SYSTEMS]
+    return [_row(preset, common.SYSTEMS[name](costs, MTBF_S)) for name in SYSTEMS]
 
 
 def _row(preset: str, strategy: Strategy) -> list[str]:

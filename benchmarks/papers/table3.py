@@ -13,9 +13,10 @@ import math
 from pathlib import Path
 
 from benchmarks.environment import measured_on
+from benchmarks.papers import common
 from benchmarks.papers.common import formula, scenario, simulated, table
 from benchmarks.papers.published import HOURS, MODELS, MTBFS_S, Model, System
-from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Costs, Dense, Strategy
+from moevement_core.simulator.strategies import CheckFreq, Costs, Dense, Strategy
 
 OUTPUT = Path(__file__).with_suffix(".md")
 HEADER = (
@@ -51,7 +52,7 @@ def rows_of(model: Model, costs: Costs) -> list[list[str]]:
 def strategy_of(system: System, costs: Costs, mtbf_s: float) -> Strategy:
     """At published interval and overhead where there is one interval; lag and load are our strategy's."""
     if system.name != "checkfreq":
-        return STRATEGIES[system.name](costs, mtbf_s)
+        return common.SYSTEMS[system.name](costs, mtbf_s)
     assert system.interval is not None
     ours = CheckFreq(costs)
     return Dense(costs, system.interval, system.overhead * costs.iteration_s * system.interval, ours.lag, ours.fetch_s)

@@ -10,6 +10,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.environment import measured_on
+from benchmarks.papers import common
 from benchmarks.papers.common import at_bandwidth, formula, scenario, simulated, table
 from benchmarks.papers.common import implied_bandwidth as bandwidth_of
 from benchmarks.papers.published import HOURS, TABLE_7, TABLE_7_ITERATION_S, Precision
@@ -18,7 +19,7 @@ from moevement_core.description.transformer import Layout, Transformer, describe
 from moevement_core.precision import TABLE_7 as REGIMES
 from moevement_core.precision import Regime
 from moevement_core.simulator.scenario import Scenario
-from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Costs, Gemini, MoEvement
+from moevement_core.simulator.strategies import CheckFreq, Costs, MoEvement
 
 OUTPUT = Path(__file__).with_suffix(".md")
 SYSTEMS = ("checkfreq", "gemini", "moc", "moevement")
@@ -74,7 +75,7 @@ def bandwidth_row(published: Precision, regime: Regime, stated: Costs, slow: Cos
         f"{published.window}", f"{MoEvement(stated).costs.plan.size}", f"{MoEvement(slow).costs.plan.size}",
         f"{published.checkfreq[0]}", f"{CheckFreq(stated).interval}", f"{CheckFreq(slow).interval}",
         ", ".join(str(interval) for interval, _ in published.gemini),
-        ", ".join(str(Gemini(slow, mtbf_s).interval) for mtbf_s in (3600, 1800, 600)),
+        ", ".join(str(common.gemini(slow, mtbf_s).interval) for mtbf_s in (3600, 1800, 600)),
     ]  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def ettr_rows(published: Precision, regime: Regime, stated: Costs, slow: Costs) 
             each_s = published.recovery_s[name][number] * mtbf_s / (HOURS * 3600)
             late = {"checkfreq": published.checkfreq[1], "gemini": published.gemini[-1 if number else 0][1]}.get(name)
             own = formula(late / stated.iteration_s, each_s, mtbf_s) if late is not None else None
-            fast, other = (simulated(STRATEGIES[name](one, mtbf_s), mtbf_s) for one in (stated, slow))
+            fast, other = (simulated(common.SYSTEMS[name](one, mtbf_s), mtbf_s) for one in (stated, slow))
             rows.append(
                 [str(regime), name, f"{mtbf_s / 60:g} min", f"{each_s:.1f}", f"{ettr:.3f}",
                  "-" if own is None else f"{own:.3f} ({own - ettr:+.3f})", f"{fast:.3f} ({fast - ettr:+.3f})",

@@ -39,6 +39,7 @@ STRATEGIES: dict[str, Callable[[Costs, float], Strategy]] = {
     "checkfreq": lambda costs, mtbf_s: CheckFreq(costs),
     "gemini": Gemini,
     "gemini-young-daly": lambda costs, mtbf_s: Gemini(costs, mtbf_s, is_oracle=False),
+    "gemini-stalling": lambda costs, mtbf_s: Gemini(costs, mtbf_s, is_spread=False),
     "moc": lambda costs, mtbf_s: MoC(costs),
     "moetion": lambda costs, mtbf_s: MoEtion(costs),
     "redo": lambda costs, mtbf_s: Redo(costs),

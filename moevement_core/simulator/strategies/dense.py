@@ -96,15 +96,24 @@ class DenseSynchronous(Dense):
         super().__init__(costs, interval or young_daly(costs, write_s, mtbf_s), write_s, 0, costs.store_s())
 
 
+def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
+    """Return by how long a dense checkpoint to peers delays training, and iterations until all peers have it.
+
+    Args:
+        costs: of the job.
+        hidden: iterations beside which it is copied and sent; what is left then is waited for.
+    """
+    busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
+    return max(0.0, busy_s - hidden * costs.iteration_s), busy_s / costs.iteration_s
+
+
 class DenseToPeers(Dense):
     """All state in peers' memory; only the stages that lost theirs roll back, from logs."""
 
     name = "dense-to-peers"
 
     def __init__(self, costs: Costs, interval: int) -> None:
-        busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
-        stall_s = max(0.0, busy_s - interval * costs.iteration_s)
-        lag = busy_s / costs.iteration_s
+        stall_s, lag = sent_dense(costs, interval)
         super().__init__(costs, interval, stall_s, lag, costs.fetch_s(costs.full_bytes), in_memory=True)
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
@@ -127,35 +136,50 @@ class CheckFreq(Dense):
 
 
 class Gemini(Dense):
-    """All state in peers' memory, at the interval that is best for the failure rate (an oracle), or Young's.
+    """All state in peers' memory; all stages roll back.
 
-    Copies go out over the network while training communicates too: a checkpoint that takes longer than an iteration
-    delays the next ones.
+    A checkpoint is copied and sent beside all iterations until the next one, as the live strategy paces it. What
+    MoEvement measured of GEMINI hides beside one iteration alone (``is_spread=False``).
+
+    Args:
+        costs: of the job.
+        mtbf_s: mean time between failures of the job.
+        is_oracle: whether the interval is the one with the best formula value; otherwise it is Young's and Daly's.
+        interval: iterations, instead of either.
+        is_spread: whether it hides beside all iterations of the interval.
     """
 
     name = "gemini"
 
-    def __init__(self, costs: Costs, mtbf_s: float, *, is_oracle: bool = True, interval: int | None = None) -> None:
-        busy_s = max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))
-        self._lag = busy_s / costs.iteration_s
-        self._all_s = max(0.0, busy_s - costs.iteration_s)
+    def __init__(
+        self,
+        costs: Costs,
+        mtbf_s: float,
+        *,
+        is_oracle: bool = True,
+        interval: int | None = None,
+        is_spread: bool = True,
+    ) -> None:
         if interval is None and is_oracle:
-            interval = self._best(costs, mtbf_s)
+            interval = _best_interval(costs, mtbf_s, is_spread)
         elif interval is None:
-            interval = young_daly(costs, self._all_s, mtbf_s)
-        else:  # sent all the time until the next one, where training leaves room
-            self._all_s = max(0.0, busy_s - interval * costs.iteration_s)
-        super().__init__(costs, interval, self._all_s, self._lag, costs.fetch_s(costs.full_bytes), in_memory=True)
-        if not is_oracle:
+            interval = young_daly(costs, sent_dense(costs, 1)[0], mtbf_s)
+        stall_s, lag = sent_dense(costs, interval if is_spread else 1)
+        super().__init__(costs, interval, stall_s, lag, costs.fetch_s(costs.full_bytes), in_memory=True)
+        if not is_spread:
+            self.name = "gemini-stalling"
+        elif not is_oracle:
             self.name = "gemini-young-daly"
 
-    def _best(self, costs: Costs, mtbf_s: float) -> int:
-        delay_s = self._all_s + costs.interference * costs.copy_s(costs.full_bytes)
-        longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
-        return max(range(1, longest + 1), key=lambda one: self._at(costs, one).analytic_ettr(mtbf_s))
 
-    def _at(self, costs: Costs, interval: int) -> Dense:
-        return Dense(costs, interval, self._all_s, self._lag, costs.fetch_s(costs.full_bytes), in_memory=True)
+def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
+    """Return the interval of dense checkpoints to peers with the best formula value."""
+    delay_s = sent_dense(costs, 1)[0] + costs.interference * costs.copy_s(costs.full_bytes)
+    longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
+    return max(
+        range(1, longest + 1),
+        key=lambda one: Gemini(costs, mtbf_s, interval=one, is_spread=is_spread).analytic_ettr(mtbf_s),
+    )
 
 
 def young_daly(costs: Costs, write_s: float, mtbf_s: float) -> int:
