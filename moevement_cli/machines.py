@@ -1,11 +1,11 @@
-"""The machines of a job, as flags of ``moevement plan`` and ``simulate``."""
+"""The machines of a job, as flags of ``moevement plan``, ``simulate`` and ``advise``."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
 
-from moevement_core.description.cluster import CLUSTERS, GB, Cluster
+from moevement_core.description.cluster import ASSUMED_SHARE, CLUSTERS, GB, Cluster
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import PRESETS, Scaling
@@ -13,20 +13,36 @@ from moevement_core.precision import PRESETS, Scaling
 
 def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) -> None:
     """What is planned or simulated beside the job; without defaults, what is left out is a scenario's."""
-    parser.add_argument("--cluster", choices=tuple(CLUSTERS), help="machines of the paper; what you give below wins")
+    parser.add_argument(
+        "--cluster", metavar="NAME", help=f"machines of the paper: {', '.join(CLUSTERS)}; what you give below wins"
+    )
     parser.add_argument(
         "--d2h-bandwidth", type=float, metavar="GB/S", help="copies of one GPU to its host, all GPUs copying"
     )
-    parser.add_argument("--network-bandwidth", type=float, metavar="GB/S", help="what all NICs of a node send together")
     parser.add_argument(
-        "--network-share", type=float, metavar="F", help="fraction left for replication beside training (default: 1)"
+        "--copy-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="what copies of one node get over TCP while the job trains, all its ranks together; measure it "
+        "(docs/sizing.md), as it is far below the speed of the NICs",
+    )
+    parser.add_argument(
+        "--network-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="without a measurement: what all NICs of a node send together, of which copies get --network-share",
+    )
+    parser.add_argument(
+        "--network-share",
+        type=float,
+        metavar="F",
+        help=f"share of it that training leaves for copies (default: {ASSUMED_SHARE:g}, an assumption: docs/sizing.md)",
     )
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="GPUs of a node")
     parser.add_argument("--host-memory", type=float, metavar="GB", help="host memory of a node, to be checked")
     parser.add_argument(
         "--replicas",
         type=int,
-        default=2 if has_defaults else None,
         metavar="R",
         help="peers that keep a copy (default: 2)",
     )
@@ -58,28 +74,72 @@ def add_machines(parser: argparse.ArgumentParser, *, has_defaults: bool = True) 
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
-    """The machines that the command line describes.
+    """Return the machines that the command line describes.
 
     Raises:
         ConfigError: it describes none.
     """
+    network = arguments.network_bandwidth if arguments.copy_bandwidth is None else arguments.copy_bandwidth
     if arguments.cluster is not None:
-        cluster = CLUSTERS[arguments.cluster]
-    elif None in (arguments.d2h_bandwidth, arguments.network_bandwidth, arguments.gpus_per_node):
+        cluster = replace(preset(arguments.cluster), network_share=ASSUMED_SHARE)
+    elif None in (arguments.d2h_bandwidth, network, arguments.gpus_per_node):
         raise ConfigError(
-            "neither --cluster nor all of --d2h-bandwidth, --network-bandwidth and --gpus-per-node; give "
+            "neither --cluster nor all of --d2h-bandwidth, --copy-bandwidth and --gpus-per-node; give "
             f"--cluster {' or '.join(CLUSTERS)}, or your own three numbers"
         )
     else:
-        cluster = Cluster(arguments.gpus_per_node, 1.0, 1.0)
+        cluster = Cluster(1, 1.0, 1.0, network_share=ASSUMED_SHARE)
+    return overridden(cluster, arguments)
+
+
+def preset(name: str) -> Cluster:
+    """Return the machines of a name.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    if name not in CLUSTERS:
+        raise ConfigError(
+            f"--cluster {name}: no machines of that name; needs {' or '.join(CLUSTERS)}, or your own --gpus-per-node, "
+            "--d2h-bandwidth and --copy-bandwidth"
+        )
+    return CLUSTERS[name]
+
+
+def overridden(cluster: Cluster, arguments: argparse.Namespace) -> Cluster:
+    """Return ``cluster`` with what the command line says of it.
+
+    Raises:
+        ConfigError: the bandwidth of copies is given twice, or a number cannot be.
+    """
+    if arguments.copy_bandwidth is not None and arguments.network_share is not None:
+        raise ConfigError(
+            f"--copy-bandwidth {arguments.copy_bandwidth:g} and --network-share {arguments.network_share:g}; needs one "
+            "of them: the first is measured, the second estimates it from --network-bandwidth"
+        )
     given = {
         "gpus_per_node": arguments.gpus_per_node,
         "d2h_bytes_per_s": _gigabytes(arguments.d2h_bandwidth),
         "network_bytes_per_s": _gigabytes(arguments.network_bandwidth),
         "network_share": arguments.network_share,
+        "copy_bytes_per_s": _gigabytes(arguments.copy_bandwidth),
         "host_memory_bytes": _gigabytes(arguments.host_memory),
+        "storage_bytes_per_s": _gigabytes(getattr(arguments, "storage_bandwidth", None)),
     }
+    if arguments.network_share is not None:
+        cluster = replace(cluster, copy_bytes_per_s=None)  # of a scenario's file
     return replace(cluster, **{name: value for name, value in given.items() if value is not None})
+
+
+def copies_get(cluster: Cluster) -> str:
+    """Return what copies of a node get, and where that number is from."""
+    rate = f"copies get {cluster.node_copy_bytes_per_s / GB:.3g} GB/s of a node"
+    if cluster.copy_bytes_per_s is not None:
+        return f"{rate} (as given)"
+    return (
+        f"{rate} ({cluster.network_share:g} of its {cluster.network_bytes_per_s / GB:.3g} GB/s, assumed: give what you "
+        "measured as --copy-bandwidth)"
+    )
 
 
 def _gigabytes(value: float | None) -> float | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,87 +15,138 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_cli.examples import EXAMPLES
-from moevement_cli.machines import add_machines, cluster_of
+from moevement_cli.machines import add_machines, cluster_of, copies_get
+from moevement_cli.units import METAVAR, seconds
+from moevement_cli.waiting import waiting
 from moevement_core import precision
-from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput, StagePlan
+from moevement_core.checkpoint_plan import CheckpointPlan, DensePlan, PlanInput, StagePlan
 from moevement_core.description.cluster import GB
 from moevement_core.engine.config import FEWEST_COPIES
 from moevement_core.errors import ConfigError
 from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE
+from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Regime
 from moevement_core.replication.protection import protection_of
 
 PRESETS = EXAMPLES / "pretrain_moe" / "configs"
+CHECK_FAILED = 1
+DEFAULT_REPLICAS = 2
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Its description and arguments."""
+    """Set the description and arguments of the command."""
     parser.allow_abbrev = False
     parser.description = (
         "Say how many iterations a window needs and what it costs, from the model, the layout and the "
         "bandwidths, without starting anything. Megatron builds the model without memory, so every flag means what it "
-        "means in a run; flags of Megatron's may stand among those below and win over the file's. docs/windows.md "
+        "means in a run; flags of Megatron's may stand among those below and win over the file's. docs/sizing.md "
         "explains the numbers."
     )
-    parser.add_argument("model", metavar="MODEL", help="a preset (gpt_moe, ...) or a .yaml of Megatron's flags")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"a .yaml of Megatron's flags, or a preset: {', '.join(presets()) or 'none here'}",
+    )
+    parser.add_argument("--list", action=ListPresets, nargs=0, help="list the presets, with what each is, and end")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="GPUs of the job")
     parser.add_argument(
-        "--iteration-time", type=float, required=True, metavar="S", help="seconds that an iteration takes; measure one"
-    )
+        "--iteration-time", type=seconds, required=True, metavar=METAVAR,
+        help="how long an iteration takes, as 2.5s; measure one",
+    )  # fmt: skip
     add_machines(parser)
     parser.add_argument(
         "--windows-on-disk",
         action="store_true",
         help="as with --moevement-persist-dir, for which a window more is kept",
     )
+    parser.add_argument(
+        "--check", action="store_true",
+        help="end with code 1 if host memory does not suffice or copies fall behind; needs the host memory of a node",
+    )  # fmt: skip
     parser.set_defaults(run=plan, flags=[])
+
+
+class ListPresets(argparse.Action):
+    """Flag that lists the presets and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        """Print them."""
+        for name in presets():
+            print(f"{name:14} {_first_sentence(config_path(name))}")
+        parser.exit()
+
+
+def presets() -> list[str]:
+    """Return the names of the models that come with the installation."""
+    return sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def _first_sentence(path: Path) -> str:
+    """Return how the comment at the head of a preset begins."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), path.read_text(encoding="utf-8").splitlines())
+    return re.split(r"[.:;] ", " ".join(line.lstrip("# ") for line in lines))[0].rstrip(".")
 
 
 def plan(arguments: argparse.Namespace) -> int:
     """Print the plan that ``arguments`` ask for; returns the exit code."""
     made = CheckpointPlan(input_of(arguments))
+    if arguments.check and made.given.cluster.host_memory_bytes is None:
+        raise ConfigError("--check without --host-memory: nothing to check against; give the GB of a node")
     console = Console()
     _print(made, console)
     if arguments.json:
         print(json.dumps(as_json(made)))
-    return 0
+    return CHECK_FAILED if arguments.check and not (fits(made) and made.is_carried) else 0
+
+
+def fits(made: CheckpointPlan) -> bool:
+    """Return whether a node has the host memory, as far as that is known."""
+    memory = made.given.cluster.host_memory_bytes
+    return memory is None or made.host_memory_of_node <= memory
 
 
 def input_of(arguments: argparse.Namespace) -> PlanInput:
-    """The job that the command line describes.
+    """Return the job that the command line describes.
 
     Raises:
         ConfigError: it describes none.
     """
-    cluster = cluster_of(arguments)  # before the model is built, which takes seconds
-    asked = precision.parse(arguments.regime) if arguments.regime else None
+    path = config_path(arguments.model)
     POSITIVE.check("--iteration-time", arguments.iteration_time)
     AT_LEAST_ONE.check("--ranks", arguments.ranks)
     AT_LEAST_ONE.check("--window", arguments.window)
     NOT_NEGATIVE.check("--replicas", arguments.replicas)
-    from megatron.moevement.describe import describe
+    cluster = cluster_of(arguments)
+    asked = precision.parse(arguments.regime) if arguments.regime else None
+    protection = protection_of_plan(arguments)
+    with waiting(f"Megatron builds {path.stem} for {arguments.ranks} ranks, stage by stage, without memory"):
+        from megatron.moevement.describe import describe
 
-    path = config_path(arguments.model)
-    job = describe(path.stem, ["--config", str(path), *arguments.flags], arguments.ranks)
+        job = describe(path.stem, ["--config", str(path), *arguments.flags], arguments.ranks)
     return PlanInput(
         job=job,
         cluster=cluster,
         regime=_regime(asked, arguments.fp8_scaling, job.regime),
         iteration_s=arguments.iteration_time,
         kind=WindowKind(arguments.window_kind),
-        **protection_of_plan(arguments),
+        **protection,
         window=arguments.window,
         to_disk=arguments.windows_on_disk,
     )
 
 
 def protection_of_plan(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of the input of a plan: copies, or parity."""
+    """Return the part of a plan's input that says how snapshots are protected: copies, or parity."""
     asked = protection_of("--protection", arguments.protection)
+    if arguments.protection is not None and arguments.replicas is not None:
+        raise ConfigError("--protection and --replicas both say how snapshots are kept; give one of them")
     if asked.parity is not None:
+        if arguments.keep_own == "never":
+            raise ConfigError("--keep-own never with parity: lost snapshots follow from own ones; leave it out")
         return {"replicas": asked.parity.blocks, "members": asked.parity.members}
-    replicas = arguments.replicas if asked.replicas is None else asked.replicas
+    replicas = asked.replicas if arguments.replicas is None else arguments.replicas
+    replicas = DEFAULT_REPLICAS if replicas is None else replicas
     if arguments.keep_own == "never" and replicas < FEWEST_COPIES:
         raise ConfigError(
             f"--keep-own never with {replicas} copies of a snapshot; needs {FEWEST_COPIES} or more, or always"
@@ -114,49 +167,75 @@ def config_path(model: str) -> Path:
     for path in (Path(model), PRESETS / f"{model}.yaml"):
         if path.is_file():
             return path
-    known = ", ".join(sorted(path.stem for path in PRESETS.glob("*.yaml"))) or "none, in this installation"
+    known = ", ".join(presets()) or "none, in this installation"
     raise ConfigError(f"{model!r} is no file and no preset; presets are {known}")
 
 
 def _print(made: CheckpointPlan, console: Console) -> None:
-    given, job, stage = made.given, made.given.job, made.binding_stage
+    given, job = made.given, made.given.job
     console.print(
         f"[bold]{job.name}[/bold] on {job.ranks} ranks ({job.layout}), regime {given.regime}, "
         f"{given.iteration_s:g} s an iteration, "
-        + (f"parity:{given.members}+{given.replicas}" if given.members else f"{given.replicas} replicas")
+        + (f"parity:{given.members}+{given.replicas}" if given.members else f"{given.replicas} copies on other nodes")
     )
-    console.print(
-        f"budget of a rank: {_size(stage.budget.bytes)} an iteration, bound by [bold]{stage.budget.binding}[/bold] "
-        f"(device to host {_size(stage.budget.d2h_bytes)} at {given.cluster.d2h_bytes_per_s / GB:g} GB/s"
-        + (f" after {_size(stage.log_bytes)} of boundary log" if stage.log_bytes else "")
-        + (
-            f"; replication {_size(stage.budget.replication_bytes)} at "
-            f"{given.cluster.replication_bytes_per_s / GB:g} GB/s to {given.replicas} peers)"
-            if given.replicas
-            else "; nothing is replicated)"
-        )
-    )
-    console.print(
-        f"[bold]W = {made.size}[/bold], {given.kind}"
-        + (f", as asked (the smallest that fits is {_needed(made)})" if given.window else "")
-        + f"; Algorithm 1 with equal operators and {given.cluster.d2h_bytes_per_s / GB:g} GB/s: "
-        f"W = {made.paper_window.window}"
-    )
-    console.print(_stage_table(made))
-    console.print(_slot_table(made))
-    console.print(_cost_table(made))
+    console.print(_window_sentence(made))
+    console.print(_memory_sentence(made))
     for line in _warnings(made):
-        console.print(f"[bold]note[/bold] {line}")
-    console.print(_alternatives_table(made))
+        console.print(f"[bold red]warning[/bold red] {line}")
+    console.print(_budget_sentence(made))
+    console.print(_stage_table(made))
+    if made.size > 1:
+        console.print(_slot_table(made))
+    console.print(_cost_table(made))
+    _print_alternatives(made, console)
 
 
-def _needed(made: CheckpointPlan) -> int:
-    return max(stage.own.size for stage in made.stages)
+def _window_sentence(made: CheckpointPlan) -> str:
+    given = made.given
+    size = f"[bold]Window: {made.size} iteration{'s' if made.size > 1 else ''}[/bold], {given.kind}"
+    if given.window:
+        size += f", as asked; the smallest that fits is {max(stage.own.size for stage in made.stages)}"
+    if made.size > 1:
+        return f"{size}. Every iteration saves a part of the state; after {made.size} all of it is saved once."
+    rarer = _rarer(made)
+    node, dense_node = made.host_memory_of_node, _of_node(made, rarer.host_memory)
+    sentence = f"{size}. One snapshot holds everything, so sparse checkpoints bring nothing over dense ones here."
+    if dense_node >= node:
+        return sentence
+    return (
+        f"{sentence} They take {_size(node)} of a node; --moevement-strategy dense --moevement-dense-interval "
+        f"{rarer.interval} takes {_size(dense_node)} and replays {rarer.average_replayed:.1f} iterations on average "
+        f"instead of {made.average_replayed:.1f}."
+    )
+
+
+def _memory_sentence(made: CheckpointPlan) -> str:
+    needed, memory = _size(made.host_memory_of_node), made.given.cluster.host_memory_bytes
+    if memory is None:
+        return f"Host memory: {needed} of a node; --host-memory GB compares it with what the node has."
+    if fits(made):
+        return f"[green]Host memory: fits[/green], {needed} of {_size(memory)}."
+    return (
+        f"[bold red]Host memory: does not fit[/bold red], {needed} of {_size(memory)}. Try --keep-own never, "
+        "--protection parity:G+M, or --replicas with fewer copies."
+    )
+
+
+def _budget_sentence(made: CheckpointPlan) -> str:
+    given, budget, logged = made.given, made.binding_stage.budget, made.binding_stage.log_bytes
+    sentence = (
+        f"A rank can save {_size(budget.bytes)} an iteration, limited by [bold]{budget.binding}[/bold]: "
+        f"{_size(budget.d2h_bytes)} from device to host at {given.cluster.d2h_bytes_per_s / GB:g} GB/s"
+        + (f", after {_size(logged)} of boundary log" if logged else "")
+    )
+    if not given.replicas:
+        return f"{sentence}; nothing goes to peers."
+    return f"{sentence}; {_size(budget.replication_bytes)} to {given.replicas} peers: {copies_get(given.cluster)}."
 
 
 def _stage_table(made: CheckpointPlan) -> Table:
     table = Table(
-        "stage", "operators", "parameters held", "full state", "of the heaviest rank", "compute weights", "W alone",
+        "stage", "operators", "parameters held", "full state", "of the heaviest rank", "compute weights", "window",
         title="one rank",
     )  # fmt: skip
     for number, stage in enumerate(made.stages):
@@ -190,42 +269,56 @@ def _slot_table(made: CheckpointPlan) -> Table:
 
 
 def _cost_table(made: CheckpointPlan) -> Table:
-    given, dense = made.given, made.dense()
+    given = made.given
+    dense = made.dense() if made.size > 1 else _rarer(made)
     per_s, replicas = given.iteration_s, given.replicas
     dense_average = dense.bytes / dense.interval / per_s
     dense_peak = min(dense.bytes / per_s, given.cluster.d2h_bytes_per_s)
     dense_sent_peak = replicas * dense.bytes / max(dense.send_s, per_s)
-    dense_node = 2 * (1 + replicas) * dense.bytes * min(given.cluster.gpus_per_node, given.job.ranks)
     dense_column = (
         f"{dense.interval}", _size(dense.bytes), f"{dense.stall_s / dense.interval:.3f} s",
         _rates(dense_average, dense_peak), _rates(replicas * dense_average, dense_sent_peak),
-        f"{dense.expected_rollback:.1f}", f"{dense.most_replayed}",
+        f"{dense.average_replayed:.1f}", f"{dense.most_replayed}",
         f"{dense.fetch_s(given.cluster):.2f} s", f"{dense.expected_rollback * per_s:.1f} s", "-",
-        _size(2 * dense.bytes), _size(2 * replicas * dense.bytes), "-", _size(dense_node),
+        *map(_size, dense.host_memory), _size(_of_node(made, dense.host_memory)),
     )  # fmt: skip
-    table = Table("", "sparse, by replay", "by redo", "dense, same model and bandwidths", title="cost")
-    for row in zip(_COSTS, _cost_column(made), _cost_column(made.redo()), dense_column, strict=True):
+    if made.size == 1:
+        table = Table("", "everything, every iteration", f"dense, every {dense.interval}", title="cost")
+        columns: list[Iterable[str]] = [_cost_column(made), dense_column]
+    else:
+        table = Table("", "sparse, by replay", "by redo", "dense", title="cost")
+        columns = [_cost_column(made), _cost_column(made.redo()), dense_column]
+    for row in zip(_COSTS, *columns, strict=True):
         table.add_row(*row)
     return table
 
 
+def _rarer(made: CheckpointPlan) -> DensePlan:
+    """Return dense checkpoints so far apart that no more than two of them have to be kept."""
+    return made.dense(LAG_ALLOWANCE + 2)
+
+
 _COSTS = (
     "window or interval, iterations", "bytes copied at once", "stall of an average iteration",
-    "to the host, average and peak", "to the peers, average and peak", "expected rollback, iterations",
-    "replayed at most, iterations", "recovery: fetch", "  iterations run again", "  updates made again",
+    "to the host, average and peak", "to the peers, average and peak", "iterations replayed on average",
+    "iterations replayed at most", "recovery: fetch", "  replay, and half an interrupted one", "  updates made again",
     "host memory of a rank: own snapshots", "  what it keeps for peers", "  boundary logs", "host memory of a node",
 )  # fmt: skip
+
+
+def _of_node(made: CheckpointPlan, of_rank: Sequence[int]) -> int:
+    return sum(of_rank) * min(made.given.cluster.gpus_per_node, made.given.job.ranks)
 
 
 def _cost_column(made: CheckpointPlan) -> Iterator[str]:
     per_s, replicas = made.given.iteration_s, made.given.replicas
     average, peak = _traffic(made)
-    yield f"{made.size}" if made.is_carried else f"{made.size}, not carried"
+    yield f"{made.size}" if made.is_carried else f"{made.size}, falls behind"
     yield _size(peak * per_s)
     yield f"{made.stall_s:.3f} s"
     yield _rates(average, peak)
     yield _rates(replicas * average, replicas * peak)
-    yield f"{made.expected_rollback:.1f}"
+    yield f"{made.average_replayed:.1f}"
     yield f"{made.most_replayed}"
     yield f"{made.fetch_s:.2f} s"
     yield f"{made.expected_rollback * per_s:.1f} s"
@@ -266,9 +359,6 @@ def _warnings(made: CheckpointPlan) -> Iterator[str]:
         )
     if given.replicas and given.job.ranks <= given.cluster.gpus_per_node:
         yield "all ranks are on one node, so replicas are too: they survive a process and not the node"
-    memory = given.cluster.host_memory_bytes
-    if memory is not None and made.host_memory_of_node > memory:
-        yield f"a node needs {_size(made.host_memory_of_node)} of host memory and has {_size(memory)}"
 
 
 def _too_large(stage: StagePlan) -> str:
@@ -277,14 +367,17 @@ def _too_large(stage: StagePlan) -> str:
     return "even one operator in each slot is too much"
 
 
-def _alternatives_table(made: CheckpointPlan) -> Table:
-    table = Table("change", "W", title="what would change W")
-    for what, size in made.alternatives():
+def _print_alternatives(made: CheckpointPlan, console: Console) -> None:
+    changes = [(what, size) for what, size in made.alternatives() if size != made.size]
+    if not changes:
+        console.print("No bandwidth twice as high, other kind of window, copy less or other format changes the window.")
+        return
+    table = Table("change", "window", title="what would change the window")
+    for what, size in changes:
         table.add_row(what, str(size))
     for size in _sizes_of_interest(made):
-        rate = made.bandwidth_for(size)
-        table.add_row(f"{_size(rate)}/s or more for each copy of a snapshot of a rank", str(size))
-    return table
+        table.add_row(f"with at least {_size(made.bandwidth_for(size))}/s a rank for each copy", str(size))
+    console.print(table)
 
 
 def _sizes_of_interest(made: CheckpointPlan) -> list[int]:
@@ -331,6 +424,7 @@ def _as_json(made: CheckpointPlan) -> dict[str, Any]:
         "stall_s": made.stall_s,
         "replication_behind_s": made.behind_s,
         "expected_rollback": made.expected_rollback,
+        "average_replayed": made.average_replayed,
         "most_replayed": made.most_replayed,
         "traffic_bytes_per_s": {"average": average, "peak": peak},
         "host_memory_bytes": {
@@ -343,8 +437,10 @@ def _as_json(made: CheckpointPlan) -> dict[str, Any]:
         "dense": {
             "bytes": dense.bytes, "copy_s": dense.copy_s, "send_s": dense.send_s, "stall_s": dense.stall_s,
             "interval": dense.interval, "expected_rollback": dense.expected_rollback,
-            "most_replayed": dense.most_replayed,
+            "average_replayed": dense.average_replayed, "most_replayed": dense.most_replayed,
+            "host_memory_of_node_bytes": _of_node(made, dense.host_memory),
         },
+        "fits": fits(made) if given.cluster.host_memory_bytes is not None else None,
         "alternatives": dict(made.alternatives()),
         "bandwidth_for_window": {str(size): made.bandwidth_for(size) for size in _sizes_of_interest(made)},
     }  # fmt: skip

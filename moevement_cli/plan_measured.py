@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from moevement_core.checkpoint_plan import INTERRUPTED
+
 Record = Sequence[Mapping[str, Any]]
 
 
@@ -63,7 +65,7 @@ def compare(lines: Record, events: Record) -> Iterator[Compared]:
                     max(line["snapshot_memory_bytes"] + line["log_memory_bytes"] for line in under),
                 ),
                 Row(
-                    "iterations that a failure repeats, on average", plan["expected_rollback"],
+                    "iterations that a recovery runs again, on average", plan["expected_rollback"] - INTERRUPTED,
                     statistics.fmean(replayed) if replayed else None, "iterations",
                 ),
                 Row(

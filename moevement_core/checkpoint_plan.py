@@ -35,7 +35,7 @@ from moevement_core.policy.window import (
 )
 from moevement_core.precision import TABLE_7, Regime
 from moevement_core.snapshot.blocks import BLOCK
-from moevement_core.strategies import MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
+from moevement_core.strategies import DenseSchedule, MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
 from moevement_core.strategies.config import Recovery
 from moevement_core.strategies.redo import order_of
 
@@ -43,6 +43,8 @@ DEVICE_BYTES_PER_S = 1e12
 """Of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
 _MASTER_BYTES = 4
 """Of an element of the widest tensor in a snapshot."""
+INTERRUPTED = 0.5
+"""Iterations of work that a failure takes from the iteration under way, on average; no replay counts them."""
 DENSE_OVERHEAD = 0.03
 """CheckFreq's bound on the runtime overhead of dense checkpoints, as MoEvement configures it (section 5.2)."""
 
@@ -230,12 +232,17 @@ class CheckpointPlan:
 
     @property
     def expected_rollback(self) -> float:
-        """Iterations that a failure costs on average."""
+        """Iterations of work that a failure costs on average, half of the interrupted one among them."""
         return self.binding_stage.schedule.expected_rollback(self.lag)
 
     @property
+    def average_replayed(self) -> float:
+        """Committed iterations that a recovery replays on average."""
+        return self.expected_rollback - INTERRUPTED
+
+    @property
     def most_replayed(self) -> int:
-        """Iterations that a recovery replays at most."""
+        """Committed iterations that a recovery replays at most."""
         return self.binding_stage.schedule.most_replayed(self.lag)
 
     def snapshot_memory(self, stage: StagePlan, *, lag: int | None = None) -> int:
@@ -337,23 +344,39 @@ class CheckpointPlan:
         """Whether every slot is copied and sent while an iteration runs."""
         return not any(stage.window.over_budget for stage in self.stages)
 
-    def dense(self) -> DensePlan:
-        """A dense checkpoint of the same model at the same bandwidths."""
+    def dense(self, interval: int | None = None) -> DensePlan:
+        """Return the plan of dense checkpoints in peers' memory, of the same model at the same bandwidths.
+
+        Args:
+            interval: iterations from one to the next; left out the shortest that stalls within the bound on overhead
+                and at which one checkpoint ends before the next begins.
+        """
         stage = max(self.stages, key=lambda stage: stage.full_bytes)
         copy_s = stage.full_bytes / self.given.cluster.d2h_bytes_per_s
         stall_s = max(0.0, copy_s - self._iteration_s)
         send_s = stage.budget.send_s(stage.full_bytes)
         hidden = max(1, math.ceil(stall_s / (DENSE_OVERHEAD * self._iteration_s)))
-        interval = max(hidden, math.ceil(max(copy_s, send_s) / self._iteration_s))
-        lag = math.ceil(copy_s / self._iteration_s) + math.ceil(send_s / self._iteration_s)
-        return DensePlan(stage.full_bytes, copy_s, send_s, stall_s, interval, lag)
+        interval = interval or max(hidden, math.ceil(max(copy_s, send_s) / self._iteration_s))
+        sent_late = math.ceil(send_s / self._iteration_s)
+        lag = math.ceil(copy_s / self._iteration_s) + sent_late
+        schedule = DenseSchedule(stage.table, interval)
+        own, kept = (
+            schedule.slots_at_first(late, to_disk=self.given.to_disk) for late in (max(sent_late, LAG_ALLOWANCE), 0)
+        )
+        logged = schedule.iterations_logged_at_first(max(sent_late, LAG_ALLOWANCE), to_disk=self.given.to_disk)
+        host_memory = (
+            own * stage.full_bytes,
+            self.given.replicas * kept * stage.full_bytes,
+            logged * max(stage.log_bytes for stage in self.stages),
+        )
+        return DensePlan(stage.full_bytes, copy_s, send_s, stall_s, interval, lag, host_memory)
 
     def alternatives(self) -> Iterator[tuple[str, int]]:
         """What would change W, and to what: twice each bandwidth, other window kind, fewer replicas, other regimes."""
         given = replace(self.given, window=None)
         cluster, scaling = given.cluster, given.regime.scaling
         faster_copies = replace(cluster, d2h_bytes_per_s=2 * cluster.d2h_bytes_per_s)
-        faster_network = replace(cluster, network_bytes_per_s=2 * cluster.network_bytes_per_s)
+        faster_network = cluster.with_faster_network(2)
         other = WindowKind.ROLLING if given.kind is WindowKind.ALIGNED else WindowKind.ALIGNED
         changes = {
             "twice the bandwidth from device to host": replace(given, cluster=faster_copies),
@@ -384,6 +407,8 @@ class DensePlan:
 
     lag: int
     """Iterations from the state that a checkpoint holds until every peer has it."""
+    host_memory: tuple[int, int, int]
+    """Bytes of a rank that ``--moevement-strategy dense`` sets aside: own snapshots, those of others, and logs."""
 
     def fetch_s(self, cluster: Cluster) -> float:
         """Seconds until a rank has it from one peer, and on its device."""
@@ -391,8 +416,13 @@ class DensePlan:
 
     @property
     def expected_rollback(self) -> float:
-        """Iterations that a failure costs on average: half the interval (MoEvement section 3.6) and the lag."""
+        """Iterations of work that a failure costs on average: half the interval (MoEvement section 3.6) and the lag."""
         return self.interval / 2 + self.lag
+
+    @property
+    def average_replayed(self) -> float:
+        """Committed iterations that are replayed on average."""
+        return self.expected_rollback - INTERRUPTED
 
     @property
     def most_replayed(self) -> int:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moevement_core.errors import ConfigError
 from moevement_core.numbers import AT_LEAST_ONE, POSITIVE
 
 GB = 1e9
+ASSUMED_SHARE = 0.4
+"""Fraction of a node's network that copies are assumed to get where nobody has measured it, training having the rest.
+
+At about this share the windows that MoEvement publishes for its A100 cluster follow from its network (docs/windows.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +26,8 @@ class Cluster:
     """What all NICs of a node send together."""
     network_share: float = 1.0
     """Fraction of it that is left for replication beside training's own traffic."""
+    copy_bytes_per_s: float | None = None
+    """What copies of a node get, all its ranks sending beside training, if it was measured; instead of the share."""
     host_memory_bytes: float | None = None
     """Host memory of a node, if it is to be checked."""
     storage_bytes_per_s: float | None = None
@@ -42,6 +49,7 @@ class Cluster:
         AT_LEAST_ONE.check("GPUs per node", self.gpus_per_node)
         for what, value in (
             ("bandwidth from device to host", self.d2h_bytes_per_s), ("network bandwidth", self.network_bytes_per_s),
+            ("copy bandwidth", self.copy_bytes_per_s),
             ("storage bandwidth", self.storage_bytes_per_s), ("host memory", self.host_memory_bytes),
             ("flops", self.flops), ("bandwidth of links", self.link_bytes_per_s),
             ("bandwidth of memory", self.memory_bytes_per_s),
@@ -57,7 +65,19 @@ class Cluster:
     @property
     def replication_bytes_per_s(self) -> float:
         """What the network carries for the snapshots of one GPU."""
-        return self.network_bytes_per_s * self.network_share / self.gpus_per_node
+        return self.node_copy_bytes_per_s / self.gpus_per_node
+
+    @property
+    def node_copy_bytes_per_s(self) -> float:
+        """What the network carries for the snapshots of all GPUs of a node."""
+        if self.copy_bytes_per_s is not None:
+            return self.copy_bytes_per_s
+        return self.network_bytes_per_s * self.network_share
+
+    def with_faster_network(self, factor: float) -> Cluster:
+        """Return these machines with a network, and copies over it, that many times as fast."""
+        measured = None if self.copy_bytes_per_s is None else factor * self.copy_bytes_per_s
+        return replace(self, network_bytes_per_s=factor * self.network_bytes_per_s, copy_bytes_per_s=measured)
 
     def speed_of(self, node: int) -> float:
         """Of a node, by its number; those that are not mentioned have the speed 1."""

@@ -15,6 +15,7 @@ from megatron.moevement.describe import describe
 from moevement_cli.main import main
 from moevement_cli.plan import PRESETS, config_path
 from moevement_cli.simulate import SCENARIOS
+from moevement_cli.units import seconds
 from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
 from moevement_core.description.cluster import CLUSTERS, Cluster
 from moevement_core.description.job import JobShape, OperatorShape, StageShape
@@ -126,7 +127,10 @@ def test_alternatives_name_what_would_change_the_window() -> None:
 def test_a_dense_checkpoint_of_the_same_model_stands_beside_it() -> None:
     dense = planned().dense()
     assert (dense.bytes, dense.copy_s, dense.send_s, dense.stall_s) == (96_000, 0.096, 3.0, 0.0)
-    assert (dense.interval, dense.expected_rollback) == (3, 1.5 + 1 + 3)
+    assert (dense.interval, dense.expected_rollback, dense.average_replayed) == (3, 1.5 + 1 + 3, 1.0 + 1 + 3)
+    # Of itself a rank keeps the persisted one and two more, since peers trail by three iterations; peers keep two.
+    assert dense.host_memory == (3 * 96_000, 2 * 2 * 96_000, (4 * 3 + 3 + 1) * 400)
+    assert planned().dense(7).interval == 7
     slow = planned(cluster=replace(SLOW_NETWORK, d2h_bytes_per_s=48_000.0), replicas=0).dense()
     assert (slow.stall_s, slow.interval) == (1.0, 34), "3% of an iteration of 1 s hides 1 s in 34 iterations"
 
@@ -172,13 +176,12 @@ def test_a_config_with_context_parallelism_or_another_dispatcher_is_described_wi
 
 
 def test_the_command_prints_tables_and_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["plan", "deepseek_moe", "--ranks", "96", "--iteration-time", "2.75", "--cluster", "moevement-a100"]
+    command = ["plan", "deepseek_moe", "--ranks", "96", "--iteration-time", "2.75", "--cluster", "moevement-a100",
+               "--network-share", "1"]  # fmt: skip
     assert main([*command, "--global-batch-size", "512", "--json"]) == 0
     printed = capsys.readouterr().out
-    assert "W = 2" in printed
-    assert "by replication" in " ".join(printed.split())
     told = json.loads(printed.splitlines()[-1])
-    assert (told["window"], told["binding"], told["paper_window"]) == (2, "replication", 1)
+    assert (told["window"], told["binding"], told["paper_window"], told["fits"]) == (2, "replication", 1, True)
     assert len(told["stages"]) == 12
     for stage in told["stages"]:
         assert sum(stage["slot_operators"]) == stage["operators"]
@@ -195,8 +198,16 @@ ENOUGH = ["--ranks", "96", "--iteration-time", "2", "--cluster", "moevement-a100
         (["gpt", *ENOUGH], r"'gpt'.*\bdeepseek_moe\b.*\bgpt_moe\b"),
         (
             ["gpt_moe", "--ranks", "96", "--iteration-time", "2"],
-            r"--cluster\b.*--d2h-bandwidth\b.*--network-bandwidth\b.*--gpus-per-node\b",
+            r"--cluster\b.*--d2h-bandwidth\b.*--copy-bandwidth\b.*--gpus-per-node\b",
         ),
+        (["gpt", "--ranks", "96", "--iteration-time", "2"], r"'gpt'.*\bgpt_moe\b"),
+        (["gpt_moe", *ENOUGH, "--cluster", "h100"], r"--cluster h100\b.*\bmoevement-h100\b.*--copy-bandwidth\b"),
+        (["gpt_moe", *ENOUGH, "--iteration-time", "1x"], r"--iteration-time\b.*'1x'.*\b1\.5h\b"),
+        (
+            ["gpt_moe", *ENOUGH, "--copy-bandwidth", "3", "--network-share", "0.5"],
+            r"--copy-bandwidth 3\b.*--network-share 0\.5\b",
+        ),
+        (["gpt_moe", *ENOUGH, "--protection", "copies:2", "--replicas", "1"], r"--protection\b.*--replicas\b"),
         (["gpt_moe", *ENOUGH, "--iteration-time", "0"], r"--iteration-time 0\.0\b.*\b0\b"),
         (["gpt_moe", *ENOUGH, "--iteration-time", "nan"], r"--iteration-time nan\b"),
         (["gpt_moe", *ENOUGH, "--ranks", "0"], r"--ranks 0\b.*\b1\b"),
@@ -222,6 +233,66 @@ def test_what_cannot_be_planned_is_one_line_and_2(
     errors = capsys.readouterr().err.strip().splitlines()
     assert len(errors) == 1
     assert re.search(found, errors[0]), errors[0]
+
+
+@pytest.mark.parametrize("kind", list(WindowKind))
+@pytest.mark.parametrize("replicas", [0, 1, 2, 3])
+@pytest.mark.parametrize("network", [8_000.0, 512_000.0, 1e9])
+def test_no_recovery_replays_more_on_average_than_at_most(kind: WindowKind, replicas: int, network: float) -> None:
+    plan = planned(kind=kind, replicas=replicas, cluster=replace(SLOW_NETWORK, network_bytes_per_s=network))
+    for made in (plan, plan.redo(), plan.dense(), plan.dense(12)):
+        assert 0 <= made.average_replayed <= made.most_replayed
+        assert made.expected_rollback == made.average_replayed + 0.5
+
+
+LAPTOP = ["plan", str(PRESETS / "laptop.yaml"), "--ranks", "4", "--gpus-per-node", "1", "--d2h-bandwidth", "1"]
+
+
+def test_a_window_of_one_iteration_names_dense_checkpoints_and_shows_nothing_twice(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main([*LAPTOP, "--iteration-time", "2s", "--copy-bandwidth", "1", "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last)["window"] == 1
+    shown = " ".join(" ".join(lines).split())
+    assert re.search(r"\bdense\b", shown.partition("Host memory")[0])
+    assert "by redo" not in shown
+    assert "what would" not in shown, "no table where no row changes the window"
+    assert main([*LAPTOP, "--iteration-time", "2s", "--copy-bandwidth", "0.0001"]) == 0
+    assert "by redo" in capsys.readouterr().out
+
+
+def test_memory_that_does_not_suffice_comes_first_and_fails_a_check(capsys: pytest.CaptureFixture[str]) -> None:
+    job = [*LAPTOP, "--iteration-time", "2", "--copy-bandwidth", "1"]
+    codes = [
+        main([*job, "--host-memory", memory, *check]) for memory in ("0.001", "10") for check in ((), ("--check",))
+    ]
+    assert codes == [0, 1, 0, 0]
+    assert main([*job, "--host-memory", "0.001", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert json.loads(text.splitlines()[-1])["fits"] is False
+    assert re.search(r"\b1 MB\b", text[: text.index("\u2503")]), "above the tables"
+    assert main([*job, "--copy-bandwidth", "0.000001", "--window", "1", "--host-memory", "10", "--check"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main([*job, "--check"])
+    assert "--host-memory" in capsys.readouterr().err
+
+
+def test_presets_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["plan", "--list"])
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == sorted(path.stem for path in PRESETS.glob("*.yaml"))
+
+
+def test_times_have_units_and_copies_their_own_bandwidth() -> None:
+    assert [seconds(text) for text in ("90", "1.5h", "30m", "2.5s", "200ms", "2d", "10 min")] == [
+        90.0, 5400.0, 1800.0, 2.5, 0.2, 172_800.0, 600.0,
+    ]  # fmt: skip
+    measured = replace(SLOW_NETWORK, copy_bytes_per_s=8_000.0)
+    assert measured.replication_bytes_per_s == 1_000.0
+    assert measured.with_faster_network(2).replication_bytes_per_s == 2_000.0
+    assert planned(cluster=measured).size > planned().size
 
 
 def test_presets_and_files_are_found() -> None:
