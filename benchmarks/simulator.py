@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.environment import measured_on
 
 OUTPUT = Path(__file__).with_suffix(".md")
-JOB = ["simulate", "deepseek_671b"]
+JOB = ["simulate", "deepseek_671b", "--network-share", "1"]
 SWEEP = [*JOB, "--strategy", "dense", "checkfreq", "gemini", "moc", "moevement", "--seeds", "20", "--json"]
 ONE = [*JOB, "--strategy", "moevement", "--mtbf", "600", "--seeds", "1", "--json"]
 REPEATS = 5

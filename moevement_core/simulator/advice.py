@@ -1,161 +1,315 @@
-"""What to choose for a job on its cluster at a failure rate, and why."""
+"""What to choose for a job on its cluster, and why: every exact strategy at its best, under the same failures.
+
+A candidate is a strategy with its window or interval chosen. Candidates are ordered by the formula first; the best of
+each strategy are simulated with the failures, spares and seconds that the table beside the advice has, and compared by
+that. So no row of the table that loses no update, and fits into host memory, is better than what is proposed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from moevement_core.checkpoint_plan import CheckpointPlan
 from moevement_core.errors import WindowError
 from moevement_core.policy.window import WindowKind
-from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Costs, DenseSynchronous, Gemini, MoEvement
+from moevement_core.simulator.experiment import Cell, Draws, cell_of, half_interval
+from moevement_core.simulator.strategies import CheckFreq, Costs, DenseSynchronous, Gemini, MoEvement, Redo, Techniques
 from moevement_core.simulator.strategies.base import Strategy
+from moevement_core.simulator.training import Spares
+from moevement_core.strategies.config import Recovery
 
-MOST_REPLICAS = 3
+MOST_COPIES = 3
 WINDOWS_TRIED = 4
 """From the smallest that fits on."""
+SIMULATED = 3
+"""Candidates of each strategy, the best by the formula, that are simulated."""
+SCALES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
+"""Intervals that are tried, over the one that a strategy would choose itself."""
 MONTH_S = 30 * 86400.0
-TOLERATED = 0.01
-"""Losses of all copies in a month that are not worth another replica."""
 LOSSY = ("moc", "moetion")
+"""Strategies that lose updates of experts."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What the user has decided, so that it is not chosen."""
+
+    kind: WindowKind | None = None
+    window: int | None = None
+
+    def allows(self, strategy: Strategy) -> bool:
+        """Return whether a strategy is as decided."""
+        given, size = strategy.costs.plan.given, strategy.costs.plan.size
+        if not isinstance(strategy, MoEvement):
+            return True
+        has_kind = self.kind is None or isinstance(strategy, Redo) or given.kind is self.kind
+        return has_kind and self.window in (None, size)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to configure checkpointing."""
+    """A candidate, with the trainings that it was simulated in."""
 
-    strategy: Strategy
-    replicas: int
-    lost_a_month: float
-    """Failures in 30 days after which no copy in memory is left, if failures of nodes are independent but for those
-    that come together."""
-    fits: bool
-    """Whether a node has the host memory."""
-
-    def ettr(self, mtbf_s: float) -> float:
-        """By the formula; recoveries from storage included, and starting from it."""
-        costs, lost = self.strategy.costs, self.lost_a_month / MONTH_S
-        beyond_s = costs.store_s() + costs.iterations(costs.store_s()) * 1.5 * costs.iteration_s
-        return self.strategy.analytic_ettr(mtbf_s) / (1 + lost * beyond_s)
+    cell: Cell
 
     @property
-    def window(self) -> int | None:
-        """W, of strategies that have one."""
-        return self.strategy.costs.plan.size if isinstance(self.strategy, MoEvement) else None
+    def strategy(self) -> Strategy:
+        """The strategy, with window or interval."""
+        return self.cell.strategy
+
+    @property
+    def ettr(self) -> float:
+        """Effective training time ratio, the mean of the simulated trainings."""
+        return self.cell.ettr
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether it saves a part of the state in every iteration."""
+        return isinstance(self.strategy, MoEvement)
+
+    @property
+    def copies(self) -> int:
+        """Peers that keep a copy; 0 if state is in storage."""
+        return self.strategy.costs.plan.given.replicas if self.strategy.in_memory else 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether a node has the host memory, as far as that is known."""
+        return fits(self.strategy)
+
+    @property
+    def lost_a_month(self) -> float:
+        """Failures in 30 days after which no copy in memory is left, if failures of nodes are independent.
+
+        All copies of a rank are gone if the nodes that keep them fail with its own, or before its state is whole again:
+        that takes as long as the simulated recoveries did, waiting for spares included.
+        """
+        if not self.strategy.in_memory:
+            return 0.0
+        costs, mtbf_s = self.strategy.costs, self.cell.mtbf_s
+        if not math.isfinite(mtbf_s):
+            return 0.0
+        failures = sum(outcome.failures for outcome in self.cell.outcomes)
+        spent_s = sum(
+            outcome.lost_s[part]
+            for outcome in self.cell.outcomes
+            for part in ("detect", "no spare", "regroup", "fetch", "convert", "catch up")
+        )
+        recovery_s = spent_s / failures if failures else self.strategy.expected_recovery_s()
+        whole_again_s = recovery_s + self.strategy.interval * costs.iteration_s
+        # A node of the job fails once in nodes x MTBF.
+        before = min(1.0, whole_again_s / (mtbf_s * costs.nodes))
+        return MONTH_S / mtbf_s * min(1.0, self.cell.together + before) ** self.copies
 
     @property
     def flags(self) -> str:
-        """Of a run with it."""
-        if isinstance(self.strategy, MoEvement):
-            kind = self.strategy.costs.plan.given.kind
+        """Flags of a run with it."""
+        strategy, plan = self.strategy, self.strategy.costs.plan
+        if isinstance(strategy, MoEvement):
+            recovery = " --moevement-recovery redo" if isinstance(strategy, Redo) else ""
             return (
-                f"--moevement-sparse-ckpt --moevement-window {self.window} --moevement-window-kind {kind} "
-                f"--moevement-replicas {self.replicas}"
+                f"--moevement-sparse-ckpt --moevement-window {plan.size} --moevement-window-kind {plan.given.kind} "
+                f"--moevement-replicas {self.copies}{recovery}"
             )
-        return f"{self.strategy.name}, every {self.strategy.interval} iterations"
+        if isinstance(strategy, Gemini):
+            return (
+                f"--moevement-strategy gemini --moevement-dense-interval {strategy.interval} "
+                f"--moevement-replicas {self.copies}"
+            )
+        if isinstance(strategy, CheckFreq):
+            return f"--moevement-strategy checkfreq --moevement-dense-interval {strategy.interval}"
+        return f"--save-interval {strategy.interval}"
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The best that loses no update, and what else was looked at, the best of each first."""
+    """The best choice at one failure rate, and what it was compared with."""
 
     mtbf_s: float
-    best: Choice
-    sparse: Choice
-    """The best of sparse checkpoints; mostly the same."""
-    others: tuple[Choice, ...]
-    lossy: tuple[Strategy, ...]
+    choices: tuple[Choice, ...]
+    """The best of each exact strategy, the best of all first; those that fit into host memory before others."""
+    by_copies: tuple[Choice, ...]
+    """The best choice at each number of copies, the proposed number among them."""
+
+    @property
+    def best(self) -> Choice:
+        """What is proposed."""
+        return self.choices[0]
+
+    @property
+    def next_best(self) -> Choice | None:
+        """The best of the other strategies; None if no other was tried."""
+        return self.choices[1] if len(self.choices) > 1 else None
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """ETTR over the next best, and half of its 95% confidence interval, from pairs with the same failures."""
+        if self.next_best is None:
+            return 0.0, math.nan
+        pairs = zip(self.best.cell.outcomes, self.next_best.cell.outcomes, strict=True)
+        gains = [ours.ettr - other.ettr for ours, other in pairs]
+        return statistics.fmean(gains), half_interval(gains)
+
+    @property
+    def decides(self) -> tuple[str, float, float] | None:
+        """Where the best saves most against the next best: the part, and its share of the wall time of either."""
+        if self.next_best is None:
+            return None
+        ours, other = self.best.cell.lost, self.next_best.cell.lost
+        name = max(ours, key=lambda part: other[part] - ours[part])
+        return name, ours[name], other[name]
 
 
-def advise(costs: Costs, mtbf_s: float, together: float = 0.0) -> Advice:
-    """Try windows, window kinds, replicas and strategies.
+def fits(strategy: Strategy) -> bool:
+    """Return whether a node has the host memory of a strategy, as far as that is known."""
+    memory = strategy.costs.plan.given.cluster.host_memory_bytes
+    return memory is None or node_bytes(strategy) <= memory
+
+
+def node_bytes(strategy: Strategy) -> float:
+    """Return the host memory that a strategy takes of a node, bytes."""
+    given = strategy.costs.plan.given
+    return strategy.host_bytes * min(given.cluster.gpus_per_node, given.job.ranks)
+
+
+class Variants:
+    """Costs of a job that saves its state in other ways, each planned once.
 
     Args:
-        costs: of the job.
-        mtbf_s: mean time between failures of the job.
-        together: probability that a failing node takes the next one along.
+        costs: of the job as it is.
     """
-    choices = sorted(_choices(costs, mtbf_s, together), key=lambda one: (one.fits, one.ettr(mtbf_s)), reverse=True)
-    first: dict[str, Choice] = {}
-    for one in choices:
-        first.setdefault(one.strategy.name, one)
-    best = choices[0]
-    others = tuple(one for name, one in first.items() if name != best.strategy.name)
-    sparse = next(one for one in choices if one.window is not None)
-    return Advice(mtbf_s, best, sparse, others, tuple(STRATEGIES[name](costs, mtbf_s) for name in LOSSY))
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self._known: dict[tuple[object, ...], Costs | None] = {}
+
+    def of(
+        self, kind: WindowKind, window: int | None = None, copies: int | None = None, *, is_redone: bool = False
+    ) -> Costs | None:
+        """Return the job with such windows; None if its nodes, or the operators of its stages, are too few.
+
+        Args:
+            kind: of the windows.
+            window: iterations; left out the smallest that fits.
+            copies: on other nodes; left out as many as the job has.
+            is_redone: whether the smallest that fits is that of a recovery by redo.
+        """
+        copies = self.costs.plan.given.replicas if copies is None else copies
+        key = (kind, window, copies, is_redone)
+        if key not in self._known:
+            recovery = Recovery.REDO if is_redone else Recovery.REPLAY
+            given = replace(self.costs.plan.given, kind=kind, window=window, replicas=copies, recovery=recovery)
+            try:
+                self._known[key] = replace(self.costs, plan=CheckpointPlan(given))
+            except WindowError:
+                self._known[key] = None
+        return self._known[key]
 
 
-def _choices(costs: Costs, mtbf_s: float, together: float) -> Iterator[Choice]:
-    nodes, given = costs.nodes, costs.plan.given
-    for replicas in range(1, min(MOST_REPLICAS, max(1, nodes - 1)) + 1):
-        for kind in WindowKind:
-            smallest = _with(costs, replicas=replicas, kind=kind, window=None)
-            if smallest is None:
-                continue
-            for window in range(smallest.plan.size, smallest.plan.size + WINDOWS_TRIED):
-                one = _with(costs, replicas=replicas, kind=kind, window=window)
-                if one is not None:
-                    strategy = MoEvement(one, name=f"moevement-{kind}")
-                    yield _choice(strategy, replicas, mtbf_s, together, one.plan.host_memory_of_node)
-        made = _with(costs, replicas=replicas, kind=given.kind, window=None)
-        if made is not None:
-            gemini = Gemini(made, mtbf_s)
-            yield _choice(gemini, replicas, mtbf_s, together, gemini.host_bytes * given.cluster.gpus_per_node)
-    for stored in (CheckFreq(costs), DenseSynchronous(costs, mtbf_s)):
-        yield Choice(stored, 0, 0.0, fits=True)
+def advise(
+    variants: Variants, draws: Draws, until_s: float, spares: Spares, rows: Sequence[Cell] = (),
+    fixed: Fixed | None = None,
+) -> Advice:  # fmt: skip
+    """Tune every exact strategy and compare them under the same failures.
 
+    Args:
+        variants: of the job; the number of copies is its plan's.
+        draws: failures of each training.
+        until_s: wall seconds of a training.
+        spares: of a training.
+        rows: trainings that are known already: those of the table at this rate.
+        fixed: what is not to be chosen.
+    """
+    fixed = fixed or Fixed()
+    costs = variants.costs
+    copies = costs.plan.given.replicas
 
-def _with(costs: Costs, *, replicas: int, kind: WindowKind, window: int | None) -> Costs | None:
-    """The same job otherwise saved; None if its nodes are too few."""
-    try:
-        return replace(
-            costs, plan=CheckpointPlan(replace(costs.plan.given, replicas=replicas, kind=kind, window=window))
-        )
-    except WindowError:
-        return None
+    def best_of_each(copies: int, rows: Sequence[Cell]) -> list[Choice]:
+        candidates = _candidates(variants, draws.mtbf_s, fixed, copies)
+        known = [Choice(cell) for cell in rows if may_be_proposed(cell.strategy) and fixed.allows(cell.strategy)]
+        for those in _by_family(candidates).values():
+            those.sort(key=lambda one: (fits(one), one.analytic_ettr(draws.mtbf_s)), reverse=True)
+            known += [Choice(cell_of(one, draws, until_s, spares)) for one in those[:SIMULATED]]
+        known.sort(key=_rank, reverse=True)
+        best: dict[str, Choice] = {}
+        for choice in known:
+            best.setdefault(family(choice.strategy), choice)
+        return list(best.values())
 
-
-def _choice(strategy: Strategy, replicas: int, mtbf_s: float, together: float, node_bytes: float) -> Choice:
-    """All copies are gone if the node's next ``replicas`` nodes fail with it, or before state is whole again."""
-    costs = strategy.costs
-    whole_again_s = strategy.expected_recovery_s() + strategy.interval * costs.iteration_s
-    # A node of the job fails once in nodes x MTBF.
-    before = min(1.0, whole_again_s / (mtbf_s * costs.nodes))
-    lost = MONTH_S / mtbf_s * min(1.0, together + before) ** replicas
-    memory = costs.plan.given.cluster.host_memory_bytes
-    return Choice(strategy, replicas, lost, memory is None or node_bytes <= memory)
-
-
-def reasons(choice: Choice, mtbf_s: float) -> Iterator[str]:
-    """Why it is what it is, a sentence each."""
-    strategy, costs = choice.strategy, choice.strategy.costs
-    yield (
-        f"{strategy.overhead_s / costs.iteration_s:.1%} of overhead; a failure costs "
-        f"{strategy.expected_recovery_s():.0f} s: {costs.detect_s + costs.regroup_s:.0f} s to notice and regroup, "
-        f"{strategy.fetch_s:.1f} s to fetch, {strategy.expected_rollback:.1f} iterations computed again"
+    found = best_of_each(copies, rows)
+    by_copies = {copies: found}
+    for count in range(1, min(MOST_COPIES, max(1, costs.nodes - 1)) + 1):
+        if count != copies and variants.of(costs.plan.given.kind, copies=count) is not None:
+            by_copies[count] = best_of_each(count, ())
+    in_memory = (
+        next(choice for choice in by_copies[count] if choice.strategy.in_memory) for count in sorted(by_copies)
     )
-    if choice.window is not None:
-        plan = costs.plan
-        stage = plan.binding_stage
-        smallest = max(one.own.size for one in plan.stages)
-        yield (
-            f"W = {choice.window}: {stage.budget.binding} carries {stage.budget.bytes / 1e9:.3g} GB in an iteration, "
-            f"and {smallest} is the smallest window whose slots fit"
-            + ("" if choice.window == smallest else "; a larger one stalls less or replays no more")
-        )
-        other = WindowKind.ROLLING if plan.given.kind is WindowKind.ALIGNED else WindowKind.ALIGNED
-        alternative = _with(costs, replicas=choice.replicas, kind=other, window=None)
-        if alternative is not None:
-            changed = MoEvement(alternative)
-            yield (
-                f"{plan.given.kind} windows roll back {strategy.expected_rollback:.1f} iterations, {other} ones "
-                f"(W = {alternative.plan.size}) {changed.expected_rollback:.1f}"
-            )
-    if choice.replicas:
-        yield (
-            f"{choice.replicas} replica{'s' if choice.replicas > 1 else ''}: {choice.lost_a_month:.2g} failures in 30 "
-            "days leave no copy in memory"
-            + ("" if choice.lost_a_month <= TOLERATED else ", so keep windows on storage too (--moevement-persist-dir)")
-        )
-    if not choice.fits:
-        yield "no way of keeping state in memory fits into the host memory of a node"
+    return Advice(draws.mtbf_s, tuple(found), tuple(in_memory))
+
+
+def _by_family(candidates: Iterable[Strategy]) -> dict[str, list[Strategy]]:
+    found: dict[str, list[Strategy]] = {}
+    for one in candidates:
+        found.setdefault(family(one), []).append(one)
+    return found
+
+
+def _rank(choice: Choice) -> tuple[bool, float, float]:
+    """Order choices: those that fit first, by what was simulated; among equals by the formula."""
+    return choice.fits, choice.ettr, choice.cell.formula
+
+
+def may_be_proposed(strategy: Strategy) -> bool:
+    """Return whether a strategy loses no update, and is one that a job can be started with."""
+    is_part = isinstance(strategy, MoEvement) and strategy.techniques != Techniques()
+    return strategy.name not in (*LOSSY, "none", "gemini-stalling") and not is_part
+
+
+def family(strategy: Strategy) -> str:
+    """Return the name under which variants of a strategy are one."""
+    if isinstance(strategy, Redo):
+        return "redo"
+    return "moevement" if isinstance(strategy, MoEvement) else strategy.name.split("-")[0]
+
+
+def _candidates(variants: Variants, mtbf_s: float, fixed: Fixed, copies: int) -> Iterator[Strategy]:
+    """Yield each exact strategy with each window or interval that is tried."""
+    for kind in WindowKind if fixed.kind is None else (fixed.kind,):
+        smallest = variants.of(kind, None, copies)
+        for made in _windows(smallest, variants, kind, fixed.window, copies):
+            yield MoEvement(made, name=f"moevement-{kind}")
+    smallest = variants.of(WindowKind.ROLLING, None, copies, is_redone=True)
+    for made in _windows(smallest, variants, WindowKind.ROLLING, fixed.window, copies):
+        yield Redo(made)
+    costs = variants.of(variants.costs.plan.given.kind, variants.costs.plan.given.window, copies)
+    if costs is None:
+        return
+    # A checkpoint that is still being sent when the next begins is waited for; further apart it is not.
+    sent = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes)))
+    for interval in _intervals(Gemini(costs, mtbf_s).interval) | {max(1, sent)}:
+        yield Gemini(costs, mtbf_s, interval=interval)
+    written = costs.iterations(max(costs.copy_s(costs.full_bytes), costs.store_s()))
+    for interval in _intervals(CheckFreq(costs).interval):
+        yield CheckFreq(costs, interval=max(interval, written))
+    for interval in _intervals(DenseSynchronous(costs, mtbf_s).interval):
+        yield DenseSynchronous(costs, mtbf_s, interval=interval)
+
+
+def _windows(
+    smallest: Costs | None, variants: Variants, kind: WindowKind, fixed: int | None, copies: int
+) -> Iterator[Costs]:
+    """Yield the job with each window that is tried: some from the smallest that fits on, or the one that is fixed."""
+    if smallest is None:
+        return
+    first = smallest.plan.size
+    for window in range(first, first + WINDOWS_TRIED) if fixed is None else (fixed,):
+        made = variants.of(kind, window, copies)
+        if made is not None:
+            yield made
+
+
+def _intervals(own: int) -> set[int]:
+    return {max(1, round(own * scale)) for scale in SCALES}

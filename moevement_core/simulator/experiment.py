@@ -35,6 +35,8 @@ class Cell:
     strategy: Strategy
     mtbf_s: float
     outcomes: tuple[Outcome, ...]
+    together: float = 0.0
+    """Probability that a failure took the next node along."""
 
     @property
     def ettr(self) -> float:
@@ -70,6 +72,8 @@ class Draws:
 
     mtbf_s: float
     failures: tuple[list[Failure], ...]
+    together: float = 0.0
+    """Probability that a failure takes the next node along."""
 
 
 def run(
@@ -100,8 +104,12 @@ def _in_worker(task: tuple[Costs, str, Draws, float, Spares]) -> Cell:
 
 
 def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares) -> Cell:
-    job = costs.plan.given.job
-    strategy = STRATEGIES[name](costs, draws.mtbf_s)
+    return cell_of(STRATEGIES[name](costs, draws.mtbf_s), draws, until_s, spares)
+
+
+def cell_of(strategy: Strategy, draws: Draws, until_s: float, spares: Spares) -> Cell:
+    """Return the trainings of one strategy with each of the drawn failures."""
+    job = strategy.costs.plan.given.job
     # A strategy may change in a training: each has its own.
     outcomes = tuple(train(strategy.fresh(), failures, until_s, spares) for failures in draws.failures)
-    return Cell(job.name, job.ranks, strategy, draws.mtbf_s, outcomes)
+    return Cell(job.name, job.ranks, strategy, draws.mtbf_s, outcomes, draws.together)

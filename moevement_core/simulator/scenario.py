@@ -13,12 +13,12 @@ import yaml
 
 from moevement_core import precision
 from moevement_core.checkpoint_plan import CheckpointPlan, PlanInput
-from moevement_core.description.cluster import CLUSTERS, GB, Cluster
+from moevement_core.description.cluster import ASSUMED_SHARE, CLUSTERS, GB, Cluster
 from moevement_core.description.job import JobShape
 from moevement_core.description.profile import Profile
 from moevement_core.description.transformer import Layout, MultiLatentAttention, Transformer, describe
 from moevement_core.errors import ConfigError
-from moevement_core.numbers import NOT_NEGATIVE, POSITIVE, SHARE, Range
+from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import Scaling
 from moevement_core.simulator.experiment import Draws
@@ -41,6 +41,8 @@ class Checkpointing:
     window: int | None = None
     """Imposed; left out it is the smallest that fits."""
     replicas: int = 2
+    keeps_own: bool = True
+    """Whether ranks keep snapshots of their own that all peers have."""
     detect_s: float = 1.0
     regroup_s: float = 10.0
     interference: float = 0.0
@@ -102,8 +104,8 @@ class Scenario:
         ):
             its.check(what, value)
         self._check_checkpointing()
-        if self.run.seeds < 1 or (self.failures.spares is not None and self.failures.spares < 0):
-            raise ConfigError(f"seeds {self.run.seeds}, spares {self.failures.spares}; needs 1 or more, and 0 or more")
+        AT_LEAST_ONE.check("seeds", self.run.seeds)
+        NOT_NEGATIVE.check("spares", self.failures.spares)
         if not self.failures.mtbf_s or not self.run.strategies:
             raise ConfigError("no failure rate or no strategy; needs one of each at least")
         for name in self.run.strategies:
@@ -136,7 +138,7 @@ class Scenario:
         plan = CheckpointPlan(
             PlanInput(
                 self.job, self.cluster, self.job.regime, time.total_s, WindowKind(saved.window_kind), saved.replicas,
-                saved.window,
+                saved.window, keeps_own=saved.keeps_own,
             )
         )  # fmt: skip
         assert self.cluster.storage_bytes_per_s is not None
@@ -169,7 +171,10 @@ class Scenario:
         for mtbf_s in how.mtbf_s:
             check_count(mtbf_s, self.until_s, self.run.seeds)
         models = [FailureModel(mtbf_s, nodes, how.weibull, how.together) for mtbf_s in how.mtbf_s]
-        return [Draws(model.mtbf_s, tuple(model.draw(self.until_s, seed) for seed in seeds)) for model in models]
+        return [
+            Draws(model.mtbf_s, tuple(model.draw(self.until_s, seed) for seed in seeds), how.together)
+            for model in models
+        ]
 
     def spares(self) -> Spares:
         """As the failures say."""
@@ -253,7 +258,7 @@ _CLUSTER_UNITS = {
     "d2h": ("d2h_bytes_per_s", GB), "network": ("network_bytes_per_s", GB), "storage": ("storage_bytes_per_s", GB),
     "nvlink": ("link_bytes_per_s", GB), "memory": ("memory_bytes_per_s", GB), "host_memory": ("host_memory_bytes", GB),
     "tflops": ("flops", 1e12), "gpus_per_node": ("gpus_per_node", None), "network_share": ("network_share", None),
-    "utilization": ("utilization", None), "overlap": ("overlap", None),
+    "utilization": ("utilization", None), "overlap": ("overlap", None), "copies": ("copy_bytes_per_s", GB),
 }  # fmt: skip
 
 
@@ -290,6 +295,7 @@ def _cluster(given: object, measured: Profile | None) -> Cluster:
         base = Cluster(1, 1.0, 1.0)
     if pairs:
         values["speeds"] = pairs
+    values.setdefault("network_share", ASSUMED_SHARE)
     return replace(base, **values)
 
 

@@ -48,10 +48,12 @@ NOUNS: dict[str, tuple[str, float]] = {
     "--window": ("window", 1), "--replicas": ("replicas", 1), "--ranks": ("ranks", 1), "--spares": ("spares", 1),
     "--seeds": ("seeds", 1), "--first-seed": ("first_seed", 1), "--host-memory": ("host memory", GB),
     "--d2h-bandwidth": ("from device", GB), "--network-bandwidth": ("network bandwidth", GB),
-    "--storage-bandwidth": ("storage bandwidth", GB),
+    "--copy-bandwidth": ("copy bandwidth", GB), "--storage-bandwidth": ("storage bandwidth", GB),
 }  # fmt: skip
 """What ``moevement simulate`` calls the value of a flag in its messages, and the factor to the unit it shows."""
-OF_CLUSTERS = ("--d2h-bandwidth", "--network-bandwidth", "--network-share", "--gpus-per-node", "--host-memory")
+OF_CLUSTERS = (
+    "--d2h-bandwidth", "--copy-bandwidth", "--network-bandwidth", "--network-share", "--gpus-per-node", "--host-memory",
+)  # fmt: skip
 """Flags that ``moevement plan`` calls by the same nouns, because the same class checks them."""
 _NUMBER = re.compile(
     r"(?<![\w.-])(?:-?inf|nan|-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:e[+-]?\d+)?)(?!\w)", re.IGNORECASE

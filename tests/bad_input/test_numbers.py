@@ -17,13 +17,16 @@ from moevement_cli.simulate import SCENARIOS
 from tests.bad_input.command import Reason, Row, check, named_in_plan, named_in_simulate, table
 
 SCENARIO = "simulate laptop --strategy none --seeds 2 --hours 1"
+TRACED = "simulate laptop --strategy none --hours 1"
 PLAN = "plan gpt_moe --ranks 96 --iteration-time 2 --cluster moevement-a100"
 IS_A_FOLDER, EXISTS = Reason(errno.EISDIR), Reason(errno.EEXIST)
 
 
 def number(command: str, flag: str, value: float, *bounds: float) -> Row:
     """Return a row for a number that is out of range, and the bounds that its message names."""
-    named = {SCENARIO: named_in_simulate, PLAN: named_in_plan}.get(command)
+    named = next(
+        (its for begins, its in ((SCENARIO, named_in_simulate), (PLAN, named_in_plan)) if begins in command), None
+    )
     needs = [flag, value] if named is None else named(flag, value)
     return Row(f"{command} {flag}={value}", [*needs, *bounds])
 
@@ -37,7 +40,7 @@ def text(command: str, flag: str, value: str) -> Row:
     number(SCENARIO, "--hours", math.nan, 0),
     number(SCENARIO, "--mtbf", 0.0, 0),
     number(SCENARIO, "--detect", math.inf, 0),
-    number(SCENARIO, "--repair", -1.0, 0, math.inf),
+    number(f"{SCENARIO} --spares 1", "--repair", -1.0, 0, math.inf),
     number(SCENARIO, "--skew", 2.0, 0, 1),
     number(SCENARIO, "--first-seed", -1, 0),
     number(SCENARIO, "--storage-bandwidth", -1.0, 0),
@@ -60,9 +63,9 @@ def text(command: str, flag: str, value: str) -> Row:
     text(SCENARIO, "--hours", "x"),
     Row(f"{SCENARIO} --seeds 100000000", ["mtbf", 100_000_000, 1_000_000]),
     Row(f"{SCENARIO} --hours 1e12 --mtbf 60", ["mtbf", 60, 1e12, 1_000_000]),
-    Row(f"{SCENARIO} --trace /dev/null", ["trace", "/dev/null", "no failure", 1]),
-    Row(f"{SCENARIO} --trace {{folder}}", ["trace", "{folder}", IS_A_FOLDER]),
-    Row(f"{SCENARIO} --trace {{trace}}", ["{trace}", "line 1", math.nan, 0]),
+    Row(f"{TRACED} --trace /dev/null", ["trace", "/dev/null", "no failure", 1]),
+    Row(f"{TRACED} --trace {{folder}}", ["trace", "{folder}", IS_A_FOLDER]),
+    Row(f"{TRACED} --trace {{trace}}", ["{trace}", "line 1", math.nan, 0]),
     Row("simulate {not_a_number}", ["{not_a_number}", "run.seeds", math.nan]),
     Row("simulate {endless}", ["{endless}", "cluster.gpus_per_node", math.inf]),
 )

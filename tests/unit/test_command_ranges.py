@@ -18,6 +18,7 @@ from typing import NoReturn
 import pytest
 
 from moevement_cli.main import COMMANDS
+from moevement_cli.units import seconds
 from moevement_core.errors import ConfigError
 from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, SHARE, Range
 from tests.bad_input.command import Needs, filled, named_in_plan, named_in_simulate, unnamed
@@ -62,7 +63,8 @@ TRIED = (
         "megatron.moevement.describe.describe",
         {
             "--ranks": AT_LEAST_ONE, "--iteration-time": POSITIVE, "--d2h-bandwidth": POSITIVE,
-            "--network-bandwidth": POSITIVE, "--network-share": PART, "--gpus-per-node": AT_LEAST_ONE,
+            "--copy-bandwidth": POSITIVE, "--network-bandwidth": POSITIVE, "--network-share": PART,
+            "--gpus-per-node": AT_LEAST_ONE,
             "--host-memory": POSITIVE, "--replicas": NOT_NEGATIVE, "--window": AT_LEAST_ONE,
         },
         named_in_plan,
@@ -71,14 +73,22 @@ TRIED = (
         "simulate", "simulate laptop --strategy none {given}", "moevement_core.simulator.scenario.Scenario.costs",
         {
             "--ranks": Edges((4, 8), (-1, 0, 7)), "--iteration-time": POSITIVE, "--d2h-bandwidth": POSITIVE,
-            "--network-bandwidth": POSITIVE, "--network-share": PART, "--gpus-per-node": AT_LEAST_ONE,
-            "--host-memory": POSITIVE, "--replicas": NOT_NEGATIVE, "--window": AT_LEAST_ONE, "--mtbf": POSITIVE,
-            "--hours": POSITIVE, "--seeds": AT_LEAST_ONE, "--first-seed": NOT_NEGATIVE,
-            "--speedup": POSITIVE, "--spares": NOT_NEGATIVE, "--repair": OR_NEVER,
-            "--detect": NOT_NEGATIVE, "--regroup": NOT_NEGATIVE, "--interference": NOT_NEGATIVE, "--skew": SHARE,
+            "--copy-bandwidth": POSITIVE, "--network-bandwidth": POSITIVE, "--network-share": PART,
+            "--gpus-per-node": AT_LEAST_ONE, "--host-memory": POSITIVE, "--replicas": NOT_NEGATIVE,
+            "--window": AT_LEAST_ONE, "--mtbf": POSITIVE, "--hours": POSITIVE, "--seeds": AT_LEAST_ONE,
+            "--first-seed": NOT_NEGATIVE, "--spares": NOT_NEGATIVE, "--detect": NOT_NEGATIVE,
+            "--regroup": NOT_NEGATIVE, "--interference": NOT_NEGATIVE, "--skew": SHARE,
             "--storage-bandwidth": POSITIVE, "--workers": AT_LEAST_ONE,
         },
         named_in_simulate,
+    ),
+    Command(
+        "simulate", "simulate laptop --strategy none --spares 1 {given}",
+        "moevement_core.simulator.scenario.Scenario.costs", {"--repair": OR_NEVER}, named_in_simulate,
+    ),
+    Command(
+        "simulate", "simulate laptop --strategy none --trace {trace} {given}",
+        "moevement_core.simulator.scenario.Scenario.costs", {"--speedup": POSITIVE}, named_in_simulate,
     ),
     Command(
         "simulate", "simulate laptop --strategy none {given}", "moevement_core.simulator.failures.FailureModel.draw",
@@ -172,9 +182,10 @@ LEAVES = {leaf: parser for name in COMMANDS for leaf, parser in leaves(name, par
 
 
 def types_of(name: str) -> dict[str, type]:
-    """Return the flags of a command that take numbers, and whether of int or float."""
+    """Return the flags of a command that take numbers, and whether of int or float; a time is a float."""
     actions = LEAVES[name]._actions
-    return {one.option_strings[0]: one.type for one in actions if one.type in (int, float)}
+    types = {int: int, float: float, seconds: float}
+    return {one.option_strings[0]: types[one.type] for one in actions if one.type in types}
 
 
 @pytest.fixture
@@ -182,13 +193,16 @@ def refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Comman
     """Return a function that runs a command with a flag up to its work; it returns the message of a refusal."""
     (tmp_path / "script.py").touch()
     (tmp_path / "logs").mkdir()
+    (tmp_path / "trace.csv").write_text("0,add,a\n3600000,remove,a\n")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     def begin(*args: object, **kwargs: object) -> NoReturn:
         raise Begun
 
     def run(command: Command, given: str) -> str | None:
-        places = {"given": given, "script": tmp_path / "script.py", "folder": tmp_path}
+        places = {
+            "given": given, "script": tmp_path / "script.py", "folder": tmp_path, "trace": tmp_path / "trace.csv",
+        }  # fmt: skip
         name, *words = (filled(word, places) for word in command.words.split())
         with monkeypatch.context() as patch:
             patch.setattr(command.work, begin)

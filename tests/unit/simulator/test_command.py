@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -30,9 +32,64 @@ def test_a_sweep_is_reported_drawn_and_given_as_json(tmp_path: Path, capsys: pyt
     assert all(0 < one["ettr"] <= 1 and len(one["failures"]) == 3 for one in results)
     assert plot.stat().st_size > 10_000
     assert re.search(r"(?m)\b96 ranks\b.*\b10 min\s*$", out), "the title of a table"
-    told = " ".join(out.split())
-    assert "--moevement-sparse-ckpt --moevement-window" in told, "whatever is best, flags that can be run are given"
-    assert re.search(r"\bexperts\W+moc 0\.\d", told)
+    shown = " ".join(out.split())
+    for advice in json.loads(out.splitlines()[-1])["advice"]:
+        best = advice["choices"][0]
+        assert best["flags"] in shown, "flags that can be run are given"
+        assert re.search(rf"{re.escape(best['flags'])}\W.*\b{best['ettr']:.3f}\b", shown)
+        rows = [row["ettr"] for row in results if row["mtbf_s"] == advice["mtbf_s"] and row["strategy"] != "moc"]
+        assert best["ettr"] >= max(rows)
+
+
+JOB_OF_A_FEW = ["simulate", "gpt_moe", "--mtbf", "10m", "--seeds", "2", "--json"]
+CHANGES = (
+    "--cluster moevement-h100", "--d2h-bandwidth 0.5", "--copy-bandwidth 1", "--network-share 0.1",
+    "--network-bandwidth 3", "--gpus-per-node 4", "--host-memory 20", "--replicas 1",
+    "--protection copies:1", "--keep-own never",
+    "--window-kind rolling", "--window 9", "--regime fp32", "--iteration-time 7s", "--ranks 192", "--hours 20",
+    "--seeds 3", "--first-seed 7", "--weibull 0.7", "--together 0.5", "--spares 2", "--spares 2 --repair 1h",
+    "--detect 5s", "--regroup 1m", "--interference 0.3", "--storage-bandwidth 1", "--strategy gemini moevement",
+    "--strategy moevement --skew 0.9",
+)  # fmt: skip
+VOID = (
+    ("--speedup 2", "--trace"), ("--repair 1h", "--spares"), ("--protection parity:4+1", "copies:R"),
+    ("--protection copies:1 --replicas 2", "--replicas"), ("--trace {trace} --mtbf 1h", "--mtbf"),
+    ("--trace {trace} --weibull 0.7", "--weibull"), ("--trace {trace} --together 0.1", "--together"),
+    ("--copy-bandwidth 1 --network-share 0.5", "--network-share"), ("--num-layers 12", "--num-layers"),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unchanged() -> str:
+    """Return the results of a job, as JSON."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        assert main(JOB_OF_A_FEW) == 0
+    return output.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_no_option_changes_nothing(words: str, unchanged: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*JOB_OF_A_FEW, *words.split()]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] != unchanged
+
+
+@pytest.mark.parametrize(("words", "named"), VOID)
+def test_an_option_that_would_change_nothing_is_refused(
+    words: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace.csv").write_text("0,add,a\n3600000,remove,a\n")
+    job = ["simulate", "gpt_moe", "--seeds", "2"] if "{trace}" not in words else ["simulate", "gpt_moe"]
+    with pytest.raises(SystemExit, match="2"):
+        main([*job, *words.format(trace=tmp_path / "trace.csv").split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
+
+
+def test_a_model_fails_as_often_as_others_of_its_size_did(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*MODEL, "--ranks", "4", "--seeds", "1", "--strategy", "none", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert result["mtbf_s"] == pytest.approx(54 * 24 * 3600 * 16_384 / 419 / 4)
 
 
 MODEL = ["simulate", str(PRESETS / "laptop.yaml"), "--iteration-time", "2", "--cluster", "moevement-a100"]
@@ -42,7 +99,9 @@ def test_a_model_by_megatrons_flags_is_simulated(capsys: pytest.CaptureFixture[s
     hook = sys.excepthook
     words = ["--ranks", "4", "--mtbf", "3600", "--seeds", "1", "--hours", "1", "--strategy", "moevement", "gemini"]
     assert main([*MODEL, *words, "--json"]) == 0
-    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    printed = capsys.readouterr()
+    assert "rank" not in printed.err
+    results = json.loads(printed.out.splitlines()[-1])["results"]
     assert [result["strategy"] for result in results] == ["moevement", "gemini"]
     assert sys.excepthook is hook, "an error that comes later names no rank that was only imagined"
 

@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from moevement_cli.simulate import SCENARIOS
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
-from moevement_core.simulator.advice import advise, reasons
 from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
 from moevement_core.simulator.pipeline import Pipeline
 from moevement_core.simulator.scenario import load
-from moevement_core.simulator.strategies import STRATEGIES, MoC, MoEtion, MoEvement, Techniques
+from moevement_core.simulator.strategies import STRATEGIES, Gemini, MoC, MoEtion, MoEvement, Techniques
 from moevement_core.simulator.training import Spares, train
 from tests.unit.simulator.jobs import costs
 
@@ -214,24 +213,17 @@ def test_twelve_hours_of_a_large_job_are_a_matter_of_milliseconds() -> None:
     assert len(made.goodput) == made.failures + 1
 
 
-def test_advice_follows_what_is_scarce() -> None:
-    """With much bandwidth a window of one; with little a longer one."""
-    rich, poor = advise(costs(d2h=50.0, network=800.0), 1800.0), advise(costs(d2h=0.5, network=16.0), 1800.0)
-    assert rich.sparse.window == 1
-    assert poor.sparse.window is not None
-    assert poor.sparse.window > 1
-    for advice in (rich, poor):
-        assert all(other.ettr(1800.0) <= advice.best.ettr(1800.0) for other in advice.others)
-        assert list(reasons(advice.best, 1800.0))
-        assert list(reasons(advice.sparse, 1800.0))
-    assert poor.best is poor.sparse, "dense checkpoints stall"
-
-
-def test_nodes_that_fail_together_need_more_copies() -> None:
-    """A recovery from storage costs more than a third copy."""
-    alone, together = (advise(costs(), 600.0, together=one).sparse for one in (0.0, 0.4))
-    assert alone.lost_a_month < together.lost_a_month
-    assert alone.replicas <= together.replicas
+def test_gemini_has_one_cost_whether_its_interval_is_chosen_or_given() -> None:
+    slow = costs(network=2.0)
+    chosen = Gemini(slow, 600.0)
+    given_ = Gemini(slow, 600.0, interval=chosen.interval)
+    assert (chosen.overhead_s, chosen.expected_recovery_s()) == (given_.overhead_s, given_.expected_recovery_s())
+    assert all(
+        Gemini(slow, 600.0, interval=interval).analytic_ettr(600.0) <= chosen.analytic_ettr(600.0)
+        for interval in range(1, 200)
+    )
+    stalling = Gemini(slow, 600.0, interval=chosen.interval, is_spread=False)
+    assert stalling.overhead_s > chosen.overhead_s, "beside one iteration less of it hides"
 
 
 def test_a_failure_during_a_recovery_begins_it_again() -> None:

@@ -1,0 +1,169 @@
+"""The jobs of ``moevement simulate`` and ``advise``: scenario files, or models by Megatron's flags."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from moevement_cli.examples import EXAMPLES
+from moevement_cli.machines import overridden, preset
+from moevement_cli.plan import config_path, input_of
+from moevement_core import precision
+from moevement_core.description.cluster import ASSUMED_SHARE
+from moevement_core.errors import ConfigError
+from moevement_core.numbers import AT_LEAST_ONE, POSITIVE
+from moevement_core.replication.protection import protection_of
+from moevement_core.simulator import scenario
+from moevement_core.simulator.failure_rate import mean_time_between_failures_s
+from moevement_core.simulator.scenario import Scenario
+
+SCENARIOS = EXAMPLES / "simulate"
+MONTH_H = 720.0
+SHORTEST_H = 12.0
+FAILURES = 100
+"""Failures that a simulated training of a model has, if that takes no longer than a month."""
+
+
+def scenarios_of(names: Sequence[str], arguments: argparse.Namespace) -> list[Scenario]:
+    """Return the jobs of a command line; what stands on it wins over a scenario's file.
+
+    Raises:
+        ConfigError: a name is no job, or a flag would change nothing.
+    """
+    _check_flags(arguments)
+    return [_with_flags(one, arguments) for name in names for one in _scenarios(name, arguments)]
+
+
+def scenario_path(name: str) -> Path | None:
+    """Return the file of a scenario, by its path or a preset's name; None if it is a model that Megatron describes."""
+    for path in (Path(name), SCENARIOS / f"{name}.yaml"):
+        if path.is_file():
+            return path if scenario.is_scenario(path) else None
+    return None
+
+
+def scenarios() -> list[str]:
+    """Return the names of the scenarios that come with the installation."""
+    return sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
+
+
+def _check_flags(arguments: argparse.Namespace) -> None:
+    """Refuse a flag that needs another one, or that another one makes void."""
+    given = {name for name, value in vars(arguments).items() if value is not None}
+    for flag, needed in (("speedup", "trace"), ("repair", "spares")):
+        if flag in given and needed not in given and hasattr(arguments, needed):
+            raise ConfigError(f"--{flag} without --{needed} changes nothing; give --{needed} too, or leave it out")
+    if "trace" in given:
+        for flag in ("mtbf", "weibull", "together", "seeds"):
+            if flag in given:
+                raise ConfigError(
+                    f"--{flag} beside --trace changes nothing, since the trace has the failures; leave one of them out"
+                )
+    if arguments.protection is not None:
+        if arguments.replicas is not None:
+            raise ConfigError("--protection and --replicas both say how many copies there are; give one of them")
+        if protection_of("--protection", arguments.protection).parity is not None:
+            raise ConfigError(
+                f"--protection {arguments.protection}: parity is not simulated; give copies:R (moevement plan has the "
+                "memory of parity)"
+            )
+
+
+def _scenarios(name: str, arguments: argparse.Namespace) -> Iterator[Scenario]:
+    path = scenario_path(name)
+    counts = [arguments.ranks] if isinstance(arguments.ranks, int) else arguments.ranks or []
+    if path is None:
+        yield from (_of_model(name, count, arguments) for count in _ranks_of_model(name, counts, arguments))
+        return
+    if arguments.flags:
+        raise ConfigError(
+            f"{' '.join(arguments.flags)}: neither a flag of this command nor a field of {path.name}, and "
+            "Megatron's flags go with a model by Megatron's flags"
+        )
+    for count in counts or [None]:
+        yield _with_machines(scenario.load(path, ranks=count), arguments)
+
+
+def _ranks_of_model(name: str, counts: Sequence[int], arguments: argparse.Namespace) -> Sequence[int]:
+    try:
+        config_path(name)
+    except ConfigError as error:
+        known = ", ".join(scenarios()) or "none, in this installation"
+        raise ConfigError(f"{error}; scenarios are {known}") from None
+    if not counts or arguments.iteration_time is None:
+        raise ConfigError(f"{name} is a model by Megatron's flags; it needs --ranks and --iteration-time too")
+    for count in counts:
+        AT_LEAST_ONE.check("--ranks", count)
+    for mtbf_s in _mtbfs_s(arguments):
+        POSITIVE.check("mtbf", mtbf_s)
+    return counts
+
+
+def _of_model(name: str, ranks: int, arguments: argparse.Namespace) -> Scenario:
+    """Return the job of a model, for a month, or as long as it takes for enough failures."""
+    filled = {
+        "model": name,
+        "ranks": ranks,
+        "windows_on_disk": False,
+        "window_kind": arguments.window_kind or "aligned",
+    }
+    described = input_of(argparse.Namespace(**{**vars(arguments), **filled}))
+    mtbfs_s = _mtbfs_s(arguments) or (mean_time_between_failures_s(ranks),)
+    hours = min(MONTH_H, max(SHORTEST_H, FAILURES * max(mtbfs_s) / 3600))
+    return Scenario(
+        replace(described.job, regime=described.regime), described.cluster, described.iteration_s,
+        failures=scenario.Failures(mtbf_s=mtbfs_s), run=scenario.Run(hours=hours),
+    )  # fmt: skip
+
+
+def _mtbfs_s(arguments: argparse.Namespace) -> tuple[float, ...]:
+    if arguments.mtbf is None:
+        return ()
+    return tuple(arguments.mtbf) if isinstance(arguments.mtbf, list) else (arguments.mtbf,)
+
+
+def _with_machines(given: Scenario, arguments: argparse.Namespace) -> Scenario:
+    """Return the job of a file on the machines, and in the formats, of the command line."""
+    regime = given.job.regime if arguments.regime is None else precision.parse(arguments.regime)
+    if arguments.fp8_scaling is not None:
+        regime = replace(regime, scaling=precision.Scaling(arguments.fp8_scaling))
+    cluster = given.cluster
+    if arguments.cluster is not None:
+        cluster = replace(preset(arguments.cluster), network_share=ASSUMED_SHARE)
+    return _changed(
+        replace(given, job=replace(given.job, regime=regime), cluster=overridden(cluster, arguments)),
+        iteration_s=arguments.iteration_time,
+    )
+
+
+def _with_flags(given: Scenario, arguments: argparse.Namespace) -> Scenario:
+    """Return a job saved, and failing, as the command line says."""
+    replicas = arguments.replicas
+    if arguments.protection is not None:
+        replicas = protection_of("--protection", arguments.protection).replicas
+    of = vars(arguments)
+    return _changed(
+        given,
+        checkpointing=_changed(
+            given.checkpointing, detect_s=of["detect"], regroup_s=of["regroup"], skew=of.get("skew"),
+            interference=of["interference"], replicas=replicas, window=of["window"], window_kind=of["window_kind"],
+            keeps_own=None if of["keep_own"] is None else of["keep_own"] != "never",
+        ),
+        failures=_changed(
+            given.failures, mtbf_s=_mtbfs_s(arguments) or None, weibull=of.get("weibull"), together=of.get("together"),
+            trace=None if of.get("trace") is None else str(of["trace"]), speedup=of.get("speedup"),
+            spares=of["spares"], repair_s=of["repair"],
+        ),
+        run=_changed(
+            given.run, strategies=None if of.get("strategy") is None else tuple(of["strategy"]), hours=of.get("hours"),
+            seeds=of["seeds"], first_seed=of["first_seed"],
+        ),
+    )  # fmt: skip
+
+
+def _changed[Given](base: Given, **values: Any) -> Given:
+    """Return ``base`` with those values that are not None."""
+    return replace(base, **{name: value for name, value in values.items() if value is not None})  # type: ignore[type-var]

@@ -1,0 +1,219 @@
+"""What ``moevement simulate`` prints: the job, trainings at each failure rate, where time went, and advice."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from moevement_cli.machines import copies_get
+from moevement_cli.units import span
+from moevement_core.description.cluster import GB
+from moevement_core.simulator.advice import MONTH_S, Advice, Choice, family, fits, node_bytes
+from moevement_core.simulator.experiment import Cell
+from moevement_core.simulator.scenario import Scenario
+from moevement_core.simulator.strategies import Costs
+
+PARTS = {
+    "checkpointing": ("save", "stalls and slowing by checkpoints"),
+    "interrupted": ("cut", "iterations that a failure cut off"),
+    "detect": ("notice", "until a failure is noticed"),
+    "no spare": ("spare", "waiting for a spare"),
+    "regroup": ("regroup", "until process groups are there again"),
+    "fetch": ("fetch", "until state is on the device"),
+    "convert": ("dense", "replay until the state is dense"),
+    "catch up": ("replay", "replay up to the failure"),
+}
+"""Names of the columns, and what they stand for."""
+NEGLIGIBLE = 0.0005
+"""Difference of two ratios that three digits do not show."""
+
+
+def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
+    """Print what is simulated, and what is assumed."""
+    shape, saved, time = job.job, job.checkpointing, costs.time
+    alone = max(time.segment_s([stage]) for stage in range(time.stages))
+    copies = costs.plan.given.replicas
+    console.print(
+        f"[bold]{shape.name}[/bold] on {shape.ranks} ranks ({shape.layout}): {time.total_s:.3g} s an iteration, "
+        f"{alone:.3g} s for a stage that replays alone; window of {_iterations(costs.plan.size)} "
+        f"({costs.plan.given.kind}); {copies} {'copy' if copies == 1 else 'copies'} on other nodes; "
+        f"{copies_get(job.cluster)}; {job.run.hours:g} hours, {job.run.seeds} trainings of each kind"
+    )
+    console.print(
+        f"Assumed or given: {saved.detect_s:g} s to notice a failure, {saved.regroup_s:g} s to regroup, "
+        f"interference {saved.interference:g}"
+        + (" (assumed: copies slow training by nothing)" if not saved.interference else "")
+    )
+
+
+def print_cells(console: Console, cells: Sequence[Cell], jobs: Sequence[Scenario]) -> None:
+    """Print ratios at each failure rate, and where time went at the highest."""
+    console.print(_ratio_table(cells))
+    if any(not fits(cell.strategy) for cell in cells):
+        console.print("[bold red]*[/bold red] needs more host memory than a node has")
+    for here in _worst(cells):
+        console.print(_lost_table(here))
+        console.print(_counted_table(here))
+    console.print("; ".join(f"{name}: {meaning}" for name, meaning in PARTS.values()))
+    if all(not job.checkpointing.interference for job in jobs):
+        console.print("An overhead of 0.0% is assumed, not measured: give --interference (docs/sizing.md).")
+
+
+def _ratio_table(cells: Sequence[Cell]) -> Table:
+    count = jobs_in(cells)
+    table = Table(
+        "MTBF", _kept("strategy"), "every", "cost", "E[R]", "formula", _kept("simulated"),
+        title="effective training time ratio; dense strategies at the interval each chooses itself",
+        caption="every: iterations between checkpoints; cost: what they add to an iteration; E[R]: a recovery",
+    )  # fmt: skip
+    for cell in cells:
+        strategy = cell.strategy
+        table.add_row(
+            span(cell.mtbf_s), name_of(cell, count) + ("" if fits(strategy) else " *"),
+            str(strategy.interval or "never"),
+            f"{strategy.overhead_s / strategy.costs.iteration_s:.1%}", f"{strategy.expected_recovery_s():.1f} s",
+            f"{cell.formula:.3f}",
+            f"{cell.ettr:.3f} ± {cell.interval:.3f}" if len(cell.outcomes) > 1 else f"{cell.ettr:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def jobs_in(cells: Sequence[Cell]) -> int:
+    """Return how many jobs there are."""
+    return len({(cell.job, cell.ranks) for cell in cells})
+
+
+def name_of(cell: Cell, jobs: int) -> str:
+    """Return the name of the strategy, with the job's where there are several."""
+    return cell.strategy.name if jobs == 1 else f"{cell.strategy.name}, {cell.job} on {cell.ranks}"
+
+
+def _worst(cells: Sequence[Cell]) -> Iterator[list[Cell]]:
+    """Yield of each job its cells at the highest failure rate."""
+    for job in dict.fromkeys((cell.job, cell.ranks) for cell in cells):
+        own = [cell for cell in cells if (cell.job, cell.ranks) == job]
+        worst = min(cell.mtbf_s for cell in own)
+        yield [cell for cell in own if cell.mtbf_s == worst]
+
+
+def _kept(header: str) -> Column:
+    """Return a column that is not abbreviated where the console is narrow."""
+    return Column(header, no_wrap=True)
+
+
+def _lost_table(here: Sequence[Cell]) -> Table:
+    """Return where the time went, percent of it."""
+    table = Table(_kept("% lost to"), *(_kept(name) for name, _ in PARTS.values()), title=_rate(here))
+    for cell in here:
+        table.add_row(cell.strategy.name, *(f"{100 * cell.lost[part]:.2f}" for part in PARTS))
+    return table
+
+
+def _counted_table(here: Sequence[Cell]) -> Table:
+    """Return what is copied and kept, and what failures met."""
+    table = Table(
+        _kept(""), "GB copied", "GB kept", "failures", "nested", "storage", "lost", title=_rate(here),
+        caption="copied: an iteration, the heaviest rank; kept: host memory of that rank; nested: failures in a "
+        "recovery; storage: recoveries for which no copy in memory was left; lost: updates of experts, in iterations",
+    )  # fmt: skip
+    for cell in here:
+        table.add_row(
+            cell.strategy.name, f"{cell.strategy.copied_bytes / GB:.3g}", f"{cell.strategy.host_bytes / GB:.3g}",
+            *(
+                f"{statistics.fmean(getattr(one, counted) for one in cell.outcomes):.1f}"
+                for counted in ("failures", "during_recovery", "from_storage", "tokens_lost")
+            ),
+        )  # fmt: skip
+    return table
+
+
+def _rate(here: Sequence[Cell]) -> str:
+    return f"{here[0].job}, {here[0].ranks} ranks, a failure every {span(here[0].mtbf_s)}"
+
+
+def print_advice(console: Console, advice: Sequence[tuple[Scenario, Advice]]) -> None:
+    """Print each strategy at its best, at each rate, and a sentence on what decides."""
+    for job in {id(job): job for job, _ in advice}.values():
+        own = [one for other, one in advice if other is job]
+        console.print(_choice_table(job, own))
+        for one in own:
+            for sentence in _sentences(job, one):
+                console.print(sentence)
+        console.print("Not proposed, because failures lose updates of experts: moc, moetion.")
+
+
+def _choice_table(job: Scenario, advice: Sequence[Advice]) -> Table:
+    spares = job.failures.spares
+    table = Table(
+        "MTBF", _kept("strategy"), "W or every", "ETTR", "GB of a node", "lost all",
+        title=f"{job.job.name}, {job.job.ranks} ranks: each strategy at its best, "
+        f"{job.checkpointing.replicas} copies, {'always a spare' if spares is None else f'{spares} spares'}",
+        caption="the failures, spares and seconds of the table above; lost all: failures in 30 days that leave no copy "
+        "in memory",
+    )  # fmt: skip
+    for one in advice:
+        for choice in one.choices:
+            table.add_row(
+                span(one.mtbf_s), _called(choice), _every(choice), f"{choice.ettr:.3f}",
+                f"{node_bytes(choice.strategy) / GB:,.0f}" + ("" if choice.fits else " *"),
+                f"{choice.lost_a_month:.2g}" if choice.strategy.in_memory else "-",
+                style="bold" if choice is one.best else "",
+            )  # fmt: skip
+    return table
+
+
+def _called(choice: Choice) -> str:
+    return family(choice.strategy)
+
+
+def _every(choice: Choice) -> str:
+    if choice.is_sparse:
+        given = choice.strategy.costs.plan
+        return f"W {given.size}" + ("" if _called(choice) == "redo" else f" {given.given.kind}")
+    return f"every {choice.strategy.interval}"
+
+
+def _sentences(job: Scenario, advice: Advice) -> Iterator[str]:
+    best = advice.best
+    yield f"A failure every {span(advice.mtbf_s)}: [bold]{best.flags}[/bold], ETTR {best.ettr:.3f}. {_gain(advice)}"
+    if not best.fits:
+        yield "[bold red]No strategy fits into the host memory of a node.[/bold red]"
+    life = best.lost_a_month * job.until_s / MONTH_S
+    if life > 1:
+        yield (
+            f"[bold red]{life:.1f} failures in these {job.run.hours:g} hours leave no copy in memory[/bold red]: keep "
+            "windows on storage too (--moevement-persist-dir), or more copies (--replicas)."
+        )
+    if len(advice.by_copies) > 1:
+        yield "By copies: " + "; ".join(
+            f"{one.copies}: ETTR {one.ettr:.3f}, {node_bytes(one.strategy) / GB:,.0f} GB of a node, all copies lost "
+            f"{one.lost_a_month:.2g} times in 30 days"
+            for one in advice.by_copies
+        )
+
+
+def _gain(advice: Advice) -> str:
+    """Return what it gains over the next best, and what decides."""
+    other, decides = advice.next_best, advice.decides
+    if other is None or decides is None:
+        return "No other strategy was tried."
+    gain, confidence = advice.gain
+    name, ours, its = decides
+    part = PARTS[name][1]
+    against = f"{_called(other)} ({_every(other)})"
+    if not other.fits and advice.best.fits:
+        return f"It fits into host memory; {against}, ETTR {other.ettr:.3f}, does not."
+    if abs(gain) < NEGLIGIBLE or (math.isfinite(confidence) and abs(gain) <= confidence):
+        return f"Over {against} the gain of {gain:.3f} is no more than chance: take the one that needs less memory."
+    margin = f" ± {confidence:.3f}" if math.isfinite(confidence) else ""
+    return (
+        f"It gains {gain:.3f}{margin} over {against}; what decides is {part}: {ours:.2%} of the time against {its:.2%}."
+    )
+
+
+def _iterations(count: int) -> str:
+    return f"{count} iteration{'' if count == 1 else 's'}"
