@@ -49,20 +49,32 @@ class StageShape:
     ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
     """What each of its ranks owns, in order, by whether weights are kept in FP8, which have buffers of their own.
     Empty where only Megatron could say it."""
+    _tables: dict[tuple[Regime, int], OperatorTable] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Tables of its ranks that were made, which many plans of one job ask for."""
 
     def table(self, regime: Regime) -> OperatorTable:
         """The operators of one rank, each cut evenly over the ranks that share it."""
-        return OperatorTable(
-            Operator(shape.name, shape.kind, regime.state_bytes(shape.tensors, shape.shards))
-            for shape in self.operators
-        )
+        if (regime, 0) not in self._tables:
+            self._tables[regime, 0] = OperatorTable(
+                Operator(shape.name, shape.kind, regime.state_bytes(shape.tensors, shape.shards))
+                for shape in self.operators
+            )
+        return self._tables[regime, 0]
 
     def tables_of_ranks(self, regime: Regime, expert_parallel: int) -> OperatorTable:
         """The operators of the stage with a row for each of its ranks, as a live job has them.
 
         Where nobody knows what each rank owns there is a row for each expert-parallel rank, with state cut evenly.
         """
+        if (regime, expert_parallel) not in self._tables:
+            self._tables[regime, expert_parallel] = OperatorTable(ranks=self._rows(regime, expert_parallel))
+        return self._tables[regime, expert_parallel]
+
+    def _rows(self, regime: Regime, expert_parallel: int) -> list[list[Operator]]:
         shapes, parts = self.operators, self.ranks.get(regime.keeps_fp8, ())
+        even = [] if parts else [regime.state_bytes(shape.tensors, shape.shards) for shape in shapes]
         local: dict[str, int] = {}
         for shape in shapes:
             layer = shape.name.rpartition(".")[0]
@@ -81,11 +93,11 @@ class StageShape:
                 state = (
                     regime.part_bytes((tensor, own.get((place, at), 0)) for at, tensor in enumerate(shape.tensors))
                     if parts
-                    else regime.state_bytes(shape.tensors, shape.shards)
+                    else even[place]
                 )
                 row.append(Operator(name, shape.kind, state))
             rows.append(row)
-        return OperatorTable(ranks=rows)
+        return rows
 
     def rank_bytes(self, regime: Regime) -> list[StateBytes]:
         """What each rank of the stage saves of its state, to the byte; empty where nobody knows what it owns."""
