@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "in groups of nodes that hold each expert once) and restart (from the newest checkpoint whenever a node goes). "
         "Defaults are Lazarus's testbed and its GPT-S. docs/elastic.md, docs/simulator.md."
     )
-    parser.add_argument("trace", type=Path, metavar="TRACE.csv", help="milliseconds,add|remove,NODE")
+    parser.add_argument(
+        "trace", type=Path, metavar="TRACE.csv",
+        help="lines of milliseconds,add|remove,NODE; examples/simulate/nodes.csv is one that was drawn",
+    )  # fmt: skip
     parser.add_argument(
         "--routing", type=Path, metavar="FILE.npz",
         help="recorded loads: tokens_per_expert [records, layers, experts] and iteration [records] (default: drawn)",
@@ -153,8 +156,9 @@ def _print(found: dict[System, list[Trained]], nodes: Sequence[float], arguments
     table = Table(
         Column("system", no_wrap=True), Column("iterations", no_wrap=True), "changes", "from storage", "experts moved",
         "regroup", "migrate", "restart", "save",
-        title=f"{arguments.trace.stem}: {len(nodes)} segments of {arguments.segment:g} s, means; "
-        f"{statistics.mean(nodes):.1f} nodes; seconds lost to regroup ... save",
+        title=f"{arguments.trace.stem}: means of {len(nodes)} segments of {arguments.segment:g} s, "
+        f"{statistics.mean(nodes):.1f} nodes",
+        caption="last four columns: seconds of a segment that went to regrouping, moving experts, restarts, saves",
     )  # fmt: skip
     for system, its in found.items():
         counted = (statistics.mean(getattr(one, name) for one in its) for name in ("changes", "fallbacks", "moved"))
@@ -162,7 +166,23 @@ def _print(found: dict[System, list[Trained]], nodes: Sequence[float], arguments
                                                                             "checkpoint"))  # fmt: skip
         made = statistics.mean(one.iterations for one in its)
         table.add_row(str(system), f"{made:,.0f}", *(f"{one:.1f}" for one in counted), *(f"{one:.0f}" for one in lost))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    if (sentence := compared(found)) is not None:
+        console.print(sentence)
+
+
+def compared(found: Mapping[System, Sequence[Trained]]) -> str | None:
+    """Return who made the most iterations, and how many more than each other system; None of one system."""
+    made = {system: statistics.mean(one.iterations for one in its) for system, its in found.items()}
+    first, *others = sorted(made, key=lambda system: made[system], reverse=True)
+    if not others:
+        return None
+    against = ", ".join(
+        f"{made[first] / made[other] - 1:+.0%} iterations against {other}" if made[other] else f"{other} made none"
+        for other in others
+    )
+    return f"{first} is ahead: {against}."
 
 
 def _as_json(system: System, its: Sequence[Trained]) -> dict[str, Any]:

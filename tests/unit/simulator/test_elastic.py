@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from moevement_cli.examples import EXAMPLES
+from moevement_cli.main import main
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.availability import Change, changes, nodes_over_time, segment
 from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System
@@ -83,6 +86,21 @@ def test_skewed_loads_are_followed() -> None:
         for system in (System.LAZARUS, System.REGROUP)
     )
     assert elastic > 1.1 * equal
+
+
+def test_the_command_names_who_is_ahead_and_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["elastic", str(EXAMPLES / "simulate" / "nodes.csv"), "--segment", "20000", "--layers", "2", "--json"]
+    assert main(words) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    made = {
+        one["system"]: sum(segment["iterations"] for segment in one["segments"]) for one in json.loads(last)["results"]
+    }
+    sentence = " ".join(lines[-3:])
+    for other in ("regroup", "restart"):
+        assert f"{made['lazarus'] / made[other] - 1:+.0%}" in sentence
+        assert made["lazarus"] > made[other]
+    assert main([*words, "--system", "regroup"]) == 0
+    assert "%" not in capsys.readouterr().out
 
 
 def test_a_segment_of_a_trace_has_a_cluster_of_its_own(tmp_path: Path) -> None:
