@@ -27,13 +27,20 @@ FAILURES = 100
 """Failures that a simulated training of a model has, if that takes no longer than a month."""
 
 
-def scenarios_of(names: Sequence[str], arguments: argparse.Namespace) -> list[Scenario]:
+def scenarios_of(
+    names: Sequence[str], arguments: argparse.Namespace, needs: Sequence[tuple[str, str]] = ()
+) -> list[Scenario]:
     """Return the jobs of a command line; what stands on it wins over a scenario's file.
+
+    Args:
+        names: of scenarios or models.
+        arguments: of the command.
+        needs: pairs of flags of which the first changes nothing without the second.
 
     Raises:
         ConfigError: a name is no job, or a flag would change nothing.
     """
-    _check_flags(arguments)
+    _check_flags(arguments, needs)
     return [_with_flags(one, arguments) for name in names for one in _scenarios(name, arguments)]
 
 
@@ -50,11 +57,11 @@ def scenarios() -> list[str]:
     return sorted(path.stem for path in SCENARIOS.glob("*.yaml"))
 
 
-def _check_flags(arguments: argparse.Namespace) -> None:
+def _check_flags(arguments: argparse.Namespace, needs: Sequence[tuple[str, str]]) -> None:
     """Refuse a flag that needs another one, or that another one makes void."""
     given = {name for name, value in vars(arguments).items() if value is not None}
-    for flag, needed in (("speedup", "trace"), ("repair", "spares")):
-        if flag in given and needed not in given and hasattr(arguments, needed):
+    for flag, needed in needs:
+        if flag in given and needed not in given:
             raise ConfigError(f"--{flag} without --{needed} changes nothing; give --{needed} too, or leave it out")
     if "trace" in given:
         for flag in ("mtbf", "weibull", "together", "seeds"):

@@ -23,6 +23,7 @@ COMMANDS = {
     "data": "make token files from text",
     "plan": "what sparse checkpointing of a job will cost",
     "simulate": "what a failure rate costs under each way of checkpointing",
+    "advise": "whether it is worth it: GPU hours that a job loses in a month, today and with each strategy",
     "elastic": "what nodes that come and go cost, with elastic experts and without",
     "profile": "measure what an iteration of a real run is made of, for moevement simulate",
     "bench": "measure on this machine",

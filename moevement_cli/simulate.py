@@ -93,7 +93,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     if arguments.workers < 1:
         raise ConfigError(f"--workers {arguments.workers}; needs 1 or more")
     check_output("--plot", arguments.plot)
-    jobs = scenarios_of(arguments.what, arguments)
+    jobs = scenarios_of(arguments.what, arguments, (("speedup", "trace"), ("repair", "spares")))
     console = Console()
     cells: list[Cell] = []
     advice: list[tuple[Scenario, Advice]] = []

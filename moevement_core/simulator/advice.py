@@ -223,31 +223,45 @@ def advise(
         rows: trainings that are known already: those of the table at this rate.
         fixed: what is not to be chosen.
     """
-    fixed = fixed or Fixed()
     costs = variants.costs
     copies = costs.plan.given.replicas
-
-    def best_of_each(copies: int, rows: Sequence[Cell]) -> list[Choice]:
-        candidates = _candidates(variants, draws.mtbf_s, fixed, copies)
-        known = [Choice(cell) for cell in rows if may_be_proposed(cell.strategy) and fixed.allows(cell.strategy)]
-        for those in _by_family(candidates).values():
-            those.sort(key=lambda one: (fits(one), one.analytic_ettr(draws.mtbf_s)), reverse=True)
-            known += [Choice(cell_of(one, draws, until_s, spares)) for one in those[:SIMULATED]]
-        known.sort(key=_rank, reverse=True)
-        best: dict[str, Choice] = {}
-        for choice in known:
-            best.setdefault(family(choice.strategy), choice)
-        return list(best.values())
-
-    found = best_of_each(copies, rows)
+    found = choices_of(variants, draws, until_s, spares, rows, fixed)
     by_copies = {copies: found}
     for count in range(1, min(MOST_COPIES, max(1, costs.nodes - 1)) + 1):
         if count != copies and variants.of(costs.plan.given.kind, copies=count) is not None:
-            by_copies[count] = best_of_each(count, ())
+            by_copies[count] = choices_of(variants, draws, until_s, spares, (), fixed, count)
     in_memory = (
         next(choice for choice in by_copies[count] if choice.strategy.in_memory) for count in sorted(by_copies)
     )
     return Advice(draws.mtbf_s, tuple(found), tuple(in_memory))
+
+
+def choices_of(
+    variants: Variants, draws: Draws, until_s: float, spares: Spares, rows: Sequence[Cell] = (),
+    fixed: Fixed | None = None, copies: int | None = None,
+) -> list[Choice]:  # fmt: skip
+    """Return the best choice of each exact strategy, the best first; arguments as of :func:`advise`.
+
+    Args:
+        variants: of the job.
+        draws: failures of each training.
+        until_s: wall seconds of a training.
+        spares: of a training.
+        rows: trainings that are known already.
+        fixed: what is not to be chosen.
+        copies: on other nodes; left out as many as the job has.
+    """
+    fixed = fixed or Fixed()
+    copies = variants.costs.plan.given.replicas if copies is None else copies
+    known = [Choice(cell) for cell in rows if may_be_proposed(cell.strategy) and fixed.allows(cell.strategy)]
+    for those in _by_family(_candidates(variants, draws.mtbf_s, fixed, copies)).values():
+        those.sort(key=lambda one: (fits(one), one.analytic_ettr(draws.mtbf_s)), reverse=True)
+        known += [Choice(cell_of(one, draws, until_s, spares)) for one in those[:SIMULATED]]
+    known.sort(key=_rank, reverse=True)
+    best: dict[str, Choice] = {}
+    for choice in known:
+        best.setdefault(family(choice.strategy), choice)
+    return list(best.values())
 
 
 def _by_family(candidates: Iterable[Strategy]) -> dict[str, list[Strategy]]:

@@ -19,6 +19,8 @@ class Spares:
     """None: there is always one."""
     repair_s: float = math.inf
     """After which a node that failed is a spare again."""
+    provided_s: float = math.inf
+    """After which a scheduler gives another node where none is left."""
 
 
 @dataclass
@@ -127,6 +129,11 @@ class _Pool:
                 self._free += 1
             if self._free:
                 self._free -= 1
+            elif self._repaired[0] > now + self._spares.provided_s:
+                ready = max(ready, now + self._spares.provided_s)
+                # The scheduler has the node that failed in its place: the job does not gain a spare by it.
+                self._repaired.remove(max(self._repaired))
+                heapq.heapify(self._repaired)
             else:
                 ready = max(ready, heapq.heappop(self._repaired))
         return ready - now

@@ -96,6 +96,24 @@ TRIED = (
         named_in_simulate,
     ),
     Command(
+        "advise", "advise laptop {given}", "moevement_core.simulator.scenario.Scenario.costs",
+        {
+            "--ranks": Edges((4, 8), (-1, 0, 7)), "--iteration-time": POSITIVE, "--d2h-bandwidth": POSITIVE,
+            "--copy-bandwidth": POSITIVE, "--network-bandwidth": POSITIVE, "--network-share": PART,
+            "--gpus-per-node": AT_LEAST_ONE, "--host-memory": POSITIVE, "--replicas": NOT_NEGATIVE,
+            "--seeds": AT_LEAST_ONE, "--first-seed": NOT_NEGATIVE, "--detect": NOT_NEGATIVE,
+            "--regroup": NOT_NEGATIVE, "--interference": NOT_NEGATIVE, "--storage-bandwidth": POSITIVE,
+        },
+        named_in_simulate,
+    ),
+    Command(
+        "advise", "advise laptop {given}", "moevement_core.simulator.scenario.Scenario.costs",
+        {
+            "--spares": NOT_NEGATIVE, "--save-every": AT_LEAST_ONE, "--restart": NOT_NEGATIVE, "--repair": OR_NEVER,
+            "--mtbf": Edges((60.0, 1e9), (0.0, -1.0)),
+        },
+    ),
+    Command(
         "elastic", "elastic {script} {given}", "moevement_cli.elastic.changes",
         {
             "--layers": Range(1, 10_000), "--skew": Range(0.0, 99.0), "--segment": POSITIVE,
@@ -145,8 +163,8 @@ TRIED = (
     ),
 )  # fmt: skip
 """Where a bound follows from the default of another flag, as that of --experts from --slots, it stands here too."""
-UNCHECKED = {"drill": {"--timeout"}}
-"""Flags with a number that no command checks."""
+UNCHECKED = {"drill": {"--timeout"}, "advise": {"--window"}}
+"""Flags with a number that no command checks, or that the command refuses."""
 
 
 class Begun(Exception):

@@ -1,0 +1,224 @@
+"""``moevement advise``: what fault tolerance costs and saves a job in a month, and whether it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from moevement_cli.jobs import scenarios, scenarios_of
+from moevement_cli.machines import copies_get
+from moevement_cli.plan import ListPresets, presets
+from moevement_cli.simulate import add_job
+from moevement_cli.units import METAVAR, seconds, span
+from moevement_cli.waiting import waiting
+from moevement_core.description.cluster import GB
+from moevement_core.errors import ConfigError
+from moevement_core.numbers import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, Range
+from moevement_core.simulator.advice import family, fits, node_bytes
+from moevement_core.simulator.experiment import Draws
+from moevement_core.simulator.failure_rate import SOURCE, mean_time_between_failures_s
+from moevement_core.simulator.failures import FailureModel, check_count
+from moevement_core.simulator.scenario import Checkpointing, Scenario
+from moevement_core.simulator.strategies import MoEvement
+from moevement_core.simulator.worth import LEAST_SHARE, MONTH_H, Way, Worth, worth
+
+RESTART_S, REPAIR_S = 600.0, 86_400.0
+"""Assumed where nothing is given: ten minutes until a job has started again, a day until a node is repaired."""
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Set the description and arguments of the command."""
+    parser.allow_abbrev = False
+    parser.description = (
+        "GPU hours that a job loses in a month: with restarts from dense checkpoints in storage, as today, and with "
+        "each strategy of MoEvement's, idle spares included; the failure rate from which it pays; and whether you need "
+        "it. WHAT is a model as for moevement plan, or a scenario. docs/worth_it.md has an example, docs/sizing.md how "
+        "to measure what is asked for."
+    )
+    add = parser.add_argument
+    add(
+        "what", metavar="WHAT",
+        help=f"a .yaml of Megatron's flags, a preset ({', '.join(presets())}), or a scenario "
+        f"({', '.join(scenarios())})",
+    )  # fmt: skip
+    add("--list", action=ListPresets, nargs=0, help="list the presets, with what each is, and end")
+    add("--ranks", type=int, metavar="N", help="GPUs of the job")
+    add("--mtbf", type=seconds, metavar=METAVAR,
+        help="mean time between failures of the job, as 200h (default: Llama 3's, by GPUs)")  # fmt: skip
+    add(
+        "--save-every",
+        type=int,
+        metavar="K",
+        help="iterations between two checkpoints today (default: the best number)",
+    )
+    add("--restart", type=seconds, metavar=METAVAR,
+        help="time from a failure until a restarted job loads its checkpoint today (default: 10m)")  # fmt: skip
+    add_job(parser)
+    parser.set_defaults(run=advise, flags=[])
+
+
+def advise(arguments: argparse.Namespace) -> int:
+    """Print what a month costs; returns the exit code."""
+    AT_LEAST_ONE.check("--save-every", arguments.save_every)
+    NOT_NEGATIVE.check("--restart", arguments.restart)
+    NOT_NEGATIVE.check("--spares", arguments.spares)
+    POSITIVE.check("--mtbf", arguments.mtbf)
+    Range(0.0, or_infinite=True).check("--repair", arguments.repair)
+    if arguments.window is not None or arguments.window_kind is not None:
+        raise ConfigError("--window and --window-kind are chosen by advise; leave them out, or ask moevement simulate")
+    (job,) = scenarios_of([arguments.what], arguments)
+    mtbf_s = arguments.mtbf or mean_time_between_failures_s(job.job.ranks)
+    check_count(mtbf_s, MONTH_H * 3600, job.run.seeds)
+    restart_s = RESTART_S if arguments.restart is None else arguments.restart
+    repair_s = REPAIR_S if arguments.repair is None else arguments.repair
+    with waiting(f"{job.job.name} on {job.job.ranks} GPUs: {job.run.seeds} months with each strategy"):
+        costs = job.costs()
+        model = FailureModel(mtbf_s, costs.nodes)
+        seeds = range(job.run.first_seed, job.run.first_seed + job.run.seeds)
+        draws = Draws(mtbf_s, tuple(model.draw(MONTH_H * 3600, seed) for seed in seeds))
+        found = worth(
+            costs, draws, restart_s=restart_s, every=arguments.save_every, spares=arguments.spares, repair_s=repair_s
+        )
+    console = Console()
+    for sentence in _verdict(found):
+        console.print(sentence)
+    console.print(_table(job, found))
+    for sentence in _assumed(job, found, arguments, restart_s, repair_s):
+        console.print(sentence)
+    if arguments.json:
+        print(json.dumps(_as_json(job, found)))
+    return 0
+
+
+def _verdict(found: Worth) -> Iterator[str]:
+    ours = found.ours[0]
+    way = f"{_called(ours)} with {ours.spares} spare node{'s' * (ours.spares != 1)}"
+    if not fits(ours.strategy):
+        yield "[bold red]Not with these nodes[/bold red]: no strategy fits into the host memory of a node."
+    elif found.pays:
+        yield f"[bold]It pays[/bold]: {way} {_saved(found.today[0], ours, found.saved_interval_h)}."
+        yield f"Flags: {ours.name}"
+    else:
+        yield (
+            f"[bold]You do not need this[/bold]: even the cheapest strategy, {way}, "
+            f"{_saved(found.today[0], ours, found.saved_interval_h)}."
+        )
+    if found.yours is not None and found.yours is not found.today[0]:
+        yield f"As you save now, it {_saved(found.yours, ours)}."
+    least = f"{LEAST_SHARE:.1%} of the job's GPU hours"
+    if found.break_even_s == 0:
+        yield f"At no failure rate would it save {least}."
+    elif math.isinf(found.break_even_s):
+        yield f"At any failure rate it saves {least}."
+    else:
+        yield (
+            f"Break-even: it saves {least} where failures are {span(found.break_even_s)} apart or less; yours are "
+            f"{span(found.mtbf_s)} apart."
+        )
+
+
+def _saved(today: Way, ours: Way, interval_h: float = math.nan) -> str:
+    saved_h, all_h = today.total_h - ours.total_h, today.gpus * MONTH_H
+    margin = f" ± {interval_h:,.0f}" if math.isfinite(interval_h) else ""
+    verb, over = ("saves", "over") if saved_h >= 0 else ("costs", "more than")
+    name = today.name.partition(",")[0]
+    return (
+        f"{verb} {abs(saved_h):,.0f}{margin} of {all_h:,.0f} GPU hours a month ({abs(saved_h) / all_h:.2%}) {over} "
+        f"{name} every {today.strategy.interval:,} iterations"
+    )
+
+
+def _called(way: Way) -> str:
+    return family(way.strategy)
+
+
+def _table(job: Scenario, found: Worth) -> Table:
+    gpus = job.job.ranks
+    table = Table(
+        *(
+            Column(name, no_wrap=True)
+            for name in ("", "every", "saving", "failures", "spares", "lost", "%", "GB")
+        ),
+        title=f"GPU hours lost a month, {job.job.name} on {gpus:,} GPUs, a failure every {span(found.mtbf_s)}",
+        caption="every: iterations between saves, or W; saving: what checkpoints add; failures: work cut off or "
+        "repeated, waiting, recovering; spares: idle nodes; GB: host memory of a node",
+    )  # fmt: skip
+    for way in (*found.today, *found.ours):
+        is_ours = way in found.ours
+        sparse = isinstance(way.strategy, MoEvement)
+        if way is found.ours[0]:
+            table.add_section()
+        table.add_row(
+            _called(way) if is_ours else way.name,
+            f"W {way.strategy.costs.plan.size}" if sparse else f"{way.strategy.interval:,}",
+            f"{way.saving_h:,.0f}", f"{way.failing_h:,.0f}", f"{way.spares_h:,.0f}", f"{way.total_h:,.0f}",
+            f"{way.total_h / (gpus * MONTH_H):.2%}",
+            f"{node_bytes(way.strategy) / GB:,.0f}" + ("" if fits(way.strategy) else ", does not fit"),
+            style="bold" if way in (found.today[0], found.ours[0]) else "",
+        )  # fmt: skip
+    return table
+
+
+def _assumed(
+    job: Scenario, found: Worth, arguments: argparse.Namespace, restart_s: float, repair_s: float
+) -> Iterator[str]:
+    """Yield what the numbers rest on, and which of it was not given."""
+    saved, ours = job.checkpointing, found.ours[0]
+
+    def source(flag: str, default: bool = True) -> str:
+        return f"assumed, --{flag}" if default and getattr(arguments, flag) is None else "given"
+
+    usual = Checkpointing()
+    rate = "given" if arguments.mtbf is not None else f"{SOURCE}; --mtbf gives yours"
+    yield f"A failure every {span(found.mtbf_s)}: {rate}."
+    yield (
+        f"A restart takes {span(restart_s)} ({source('restart')}), and as long until the scheduler gives another node. "
+        f"Here a failure is noticed in {saved.detect_s:g} s ({source('detect', saved.detect_s == usual.detect_s)}) and "
+        f"ranks regroup in {saved.regroup_s:g} s ({source('regroup', saved.regroup_s == usual.regroup_s)}; nobody has "
+        f"measured it on GPUs); a failed node is a spare again after {span(repair_s)} ({source('repair')})."
+    )
+    storage = job.cluster.storage_bytes_per_s
+    assert storage is not None, "a scenario has it"
+    yield (
+        f"{_sentence(copies_get(job.cluster))}. Storage takes {storage / GB:g} GB/s. Copies slow training by "
+        f"{saved.interference:g} of their time "
+        f"({source('interference', saved.interference == usual.interference)})."
+    )
+    memory = job.cluster.host_memory_bytes
+    if memory is not None:
+        used = node_bytes(ours.strategy)
+        yield (
+            f"Host memory: {used / GB:,.0f} of {memory / GB:,.0f} GB of a node; it costs nothing where nothing else "
+            "needs it."
+        )
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _as_json(job: Scenario, found: Worth) -> dict[str, Any]:
+    return {
+        "job": job.job.name, "gpus": job.job.ranks, "mtbf_s": found.mtbf_s, "hours": MONTH_H, "pays": found.pays,
+        "saved_gpu_hours": found.saved_h,
+        "saved_confidence": found.saved_interval_h if math.isfinite(found.saved_interval_h) else None,
+        "break_even_mtbf_s": found.break_even_s if math.isfinite(found.break_even_s) else None,
+        "today": [_way_as_json(way) for way in found.today], "ours": [_way_as_json(way) for way in found.ours],
+    }  # fmt: skip
+
+
+def _way_as_json(way: Way) -> dict[str, Any]:
+    strategy = way.strategy
+    return {
+        "name": way.name, "strategy": strategy.name, "interval": strategy.interval,
+        "window": strategy.costs.plan.size if isinstance(strategy, MoEvement) else None, "spares": way.spares,
+        "saving_gpu_hours": way.saving_h, "failing_gpu_hours": way.failing_h, "spares_gpu_hours": way.spares_h,
+        "lost_gpu_hours": way.total_h, "ettr": way.cell.ettr, "host_bytes_of_node": node_bytes(strategy),
+        "fits": fits(strategy),
+    }  # fmt: skip
