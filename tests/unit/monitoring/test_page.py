@@ -80,7 +80,7 @@ def test_a_page_has_the_figures_of_its_run(run: RunRecord) -> None:
     }  # fmt: skip
     plan = rows[rows.index(["planned", "measured"]) + 1 :]
     assert [row[1:] for row in plan[:5]] == [
-        ["0.00 MB", "0.00 MB"], ["0.00 MB", "0.00 MB"], ["6.00 MB", "5.00 MB"], ["4.5", "2"], ["5", "2"],
+        ["0.00 MB", "0.00 MB"], ["0.00 MB", "0.00 MB"], ["6.00 MB", "5.00 MB"], ["4", "2"], ["5", "2"],
     ]  # fmt: skip
     assert ["nothing persisted", STANDSTILL.text] in rows
     assert failure().scope in [cell for row in rows for cell in row]
