@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moevement_core.errors import ConfigError, DataError
+from moevement_core.words import counted
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".txt.gz", ".jsonl.gz")
 
@@ -71,7 +72,8 @@ def build(arguments: argparse.Namespace) -> int:
             json_key=arguments.json_key,
             on_bytes=lambda nbytes: progress.advance(task, nbytes),
         )
-    print(f"{prefix}.bin, .idx: {written.documents:,} documents, {written.tokens:,} tokens")
+    documents, tokens = counted(written.documents, "document"), counted(written.tokens, "token")
+    print(f"{prefix}.bin, .idx: {documents}, {tokens}, with the token that ends each document")
     print("train on it with: --data-path", prefix, " ".join(written.train_flags))
     if arguments.json:
         print(json.dumps({**asdict(written), "prefix": str(prefix)}))

@@ -88,7 +88,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "if all of it was found and every job came to the final state of an undamaged one, or ended with a reason."
     )
     parser.add_argument(
-        "--flip", nargs="+", choices=[*FlipKind, ALL], default=[ALL], metavar="KIND",
+        "--flip", nargs="+", choices=[*(kind.value for kind in FlipKind), ALL], default=[ALL], metavar="KIND",
         help=f"what is damaged: {', '.join(FlipKind)}, or all (default: all)",
     )  # fmt: skip
     parser.add_argument("--at", type=int, default=10, metavar="N", help="iteration of the failure (default: 10)")

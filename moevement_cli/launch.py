@@ -18,6 +18,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "Start SCRIPT on N ranks of this host, fault tolerant, or, under srun, as the one rank that "
         "this task is. Everything after SCRIPT goes to the script, Megatron's flags and --config FILE, --run-dir DIR."
     )
+    parser.epilog = (
+        "Fault tolerance is set by flags of the script, too: --moevement-sparse-ckpt switches it on, and the other "
+        "--moevement-* flags are listed in docs/flags.md and by `moevement launch --nproc 1 SCRIPT --help`."
+    )
     parser.add_argument(
         "--nproc",
         type=int,

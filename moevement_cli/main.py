@@ -8,30 +8,50 @@ the file of the command that is asked for is imported.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 
-from moevement_core import __version__
 from moevement_core.exit_codes import INTERRUPTED, USAGE_ERROR, exit_cleanly, files_are_given, output_may_end
 from moevement_core.interrupts import interruptible
+from moevement_core.versions import version_line
 
-COMMANDS = {
-    "launch": "start the ranks of a training script",
-    "coordinate": "hold the store of a job over several hosts and give out its ranks",
-    "data": "make token files from text",
-    "plan": "what sparse checkpointing of a job will cost",
-    "simulate": "what a failure rate costs under each way of checkpointing",
-    "advise": "whether it is worth it: GPU hours that a job loses in a month, today and with each strategy",
-    "elastic": "what nodes that come and go cost, with elastic experts and without",
-    "profile": "measure what an iteration of a real run is made of, for moevement simulate",
-    "bench": "measure on this machine",
-    "drill": "flip bits of a job's data, and see that all of it is found",
-    "verify": "whether two runs are the same, bit for bit",
-    "top": "what a run does now, in the terminal",
-    "report": "summary and plot of finished or running runs",
+GROUPS = {
+    "run": {
+        "launch": "start the ranks of a training script",
+        "coordinate": "hold the store of a job over several hosts and give out its ranks",
+        "data": "make token files from text",
+    },
+    "look": {
+        "top": "show what a run does now, in the terminal",
+        "report": "summarize runs: table, plot, page and timeline",
+        "verify": "compare two runs, bit for bit",
+    },
+    "size": {
+        "plan": "say what sparse checkpointing of a job will cost",
+        "simulate": "say what a failure rate costs under each way of checkpointing",
+        "advise": "say whether it is worth it: GPU hours that a job loses in a month, today and with each strategy",
+        "elastic": "say what nodes that come and go cost, with elastic experts and without",
+        "profile": "measure what an iteration of a real run is made of, for moevement simulate",
+    },
+    "test": {
+        "bench": "measure on this machine",
+        "drill": "flip bits of a job's data, and see that all of it is found",
+    },
 }
+"""Commands with their purposes, in the order of a user's journey."""
+COMMANDS = {name: purpose for commands in GROUPS.values() for name, purpose in commands.items()}
+EXAMPLES = """\
+examples:
+  moevement launch --nproc 4 --spares 1 examples/pretrain_moe/pretrain_gpt.py \\
+      --config examples/pretrain_moe/configs/laptop.yaml --run-dir runs/mine
+  moevement top runs/mine
+  moevement report runs/mine --html runs/mine/report.html
+
+moevement COMMAND --help lists the options of a command.
+"""
 
 
 class _OneLineParser(argparse.ArgumentParser):
@@ -60,6 +80,7 @@ def _run(words: list[str]) -> int:
     if others and not hasattr(arguments, "flags"):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.flags = [word for word in others if word != "--"]
+    arguments.command_line = shlex.join(["moevement", *words])
     # A task of Slurm's runs the user's script in this process: what that raises keeps its traceback.
     with nullcontext() if words[:1] == ["launch"] else files_are_given():
         code = int(arguments.run(arguments))
@@ -68,11 +89,21 @@ def _run(words: list[str]) -> int:
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
-    parser = _OneLineParser(prog="moevement", description="Native fault tolerance for MoE training on Megatron-Core.")
-    parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser = _OneLineParser(
+        prog="moevement", usage="moevement [--help] [--version] COMMAND ...",
+        description="Native fault tolerance for MoE training on Megatron-Core.", epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=version_line())
+    listed = "\n".join(
+        f"{group}:\n" + "\n".join(f"  {name:<11} {purpose}" for name, purpose in commands.items())
+        for group, commands in GROUPS.items()
+    )
+    commands = parser.add_subparsers(
+        title="commands", description=listed, required=True, metavar="COMMAND", prog="moevement", help=argparse.SUPPRESS
+    )
     for name, purpose in COMMANDS.items():
-        command = commands.add_parser(name, help=purpose)
+        command = commands.add_parser(name, description=f"{purpose[0].upper()}{purpose[1:]}.")
         if name in words:
             import_module(f"moevement_cli.{name}").add_to(command)
     return parser

@@ -7,7 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from moevement_cli.outputs import check_output
 from moevement_core.errors import ConfigError
+
+SUFFIXES = (".png", ".svg", ".pdf")
+"""Of the files that a figure can be written to."""
 
 
 @contextmanager
@@ -15,7 +19,7 @@ def figure(path: Path, columns: int, size: tuple[float, float], rows: int = 1) -
     """Axes beside each other, to draw on, row after row; saved at the end.
 
     Args:
-        path: its suffix says the format; folders are made.
+        path: its suffix is one of ``SUFFIXES``; folders are made.
         columns: of axes.
         size: inches.
         rows: of axes.
@@ -23,6 +27,7 @@ def figure(path: Path, columns: int, size: tuple[float, float], rows: int = 1) -
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.
     """
+    check_output("--plot", path, SUFFIXES)
     try:
         import matplotlib
     except ImportError:
@@ -33,7 +38,6 @@ def figure(path: Path, columns: int, size: tuple[float, float], rows: int = 1) -
     made, axes = plt.subplots(rows, columns, figsize=size, layout="constrained")
     try:
         yield axes.ravel() if rows > 1 else axes
-        path.parent.mkdir(parents=True, exist_ok=True)
         made.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--plot {path}: cannot be written: {' '.join(str(error).split())}") from None

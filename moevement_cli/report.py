@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from moevement_cli.html_report import write_page
-from moevement_cli.plotting import figure
+from moevement_cli.outputs import check_output
+from moevement_cli.plotting import SUFFIXES, figure
+from moevement_cli.run_folders import expanded
 from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.events import Resized
 from moevement_core.recovery.account import trace_events
@@ -47,6 +49,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 def report(runs: list[Path], plot: Path | None, trace: Path | None, html: Path | None, *, as_json: bool) -> int:
     """Print a table of ``runs``, draw them to ``plot``, and so on, if given; returns the exit code."""
+    check_output("--plot", plot, SUFFIXES)
+    check_output("--trace", trace)
+    check_output("--html", html)
+    runs = list(expanded(runs))
     rows = [_row(RunRecord(folder)) for folder in runs]
     table = Table("run", "iterations", "loss", "validation", "test", "tokens/s", "state digest")
     for row in rows:

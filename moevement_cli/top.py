@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.live import Live
 
 from moevement_cli.frame import frame, nodes_of, state_of
+from moevement_cli.run_folders import is_run, which_run
 from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.monitoring.watched_run import WatchedRun
 
@@ -65,8 +66,8 @@ def _checked(folder: Path) -> Path:
     """
     if not folder.is_dir():
         raise RunRecordError(f"{folder}: no such run directory; give the --run-dir of a run")
-    if not any((folder / name).exists() for name in ("config.yaml", "metrics.jsonl", "ranks.json", "logs")):
-        raise RunRecordError(f"{folder}: no run was recorded here; give the --run-dir of a run")
+    if not is_run(folder):
+        raise RunRecordError(f"{folder}: no run was recorded here; {which_run(folder)}")
     return folder
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from moevement_core.errors import RunRecordError
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
 
@@ -30,6 +31,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the subcommand; returns the exit code."""
     a, b = RunRecord(arguments.run_a), RunRecord(arguments.run_b)
+    if a.folder.is_dir() and b.folder.is_dir() and a.folder.samefile(b.folder):
+        raise RunRecordError(f"{a.folder} and {b.folder} are the same folder; give the --run-dir of two runs")
     verdict = compare(a, b, common_iterations=arguments.common)
     if verdict.equal:
         print(f"equal: {verdict.iterations_compared} iterations and the final state, bit for bit")

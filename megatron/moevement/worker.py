@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from importlib import import_module
 
 from moevement_core.launching.worker import Trainer, code_of, end_groups, run_script
@@ -44,7 +45,13 @@ def _uses_gpus() -> bool:
     return not platform.is_cpu()
 
 
-MEGATRON = Trainer("megatron.moevement.worker", run_rank, preload, _uses_gpus, "--moevement-sparse-ckpt")
+def _refuse(argv: Sequence[str], ranks: int) -> None:
+    from megatron.moevement.preflight.early import refuse_early
+
+    refuse_early(argv, ranks)
+
+
+MEGATRON = Trainer("megatron.moevement.worker", run_rank, preload, _uses_gpus, "--moevement-sparse-ckpt", _refuse)
 """Scripts that call Megatron's ``pretrain()``."""
 
 

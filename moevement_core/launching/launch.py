@@ -225,6 +225,7 @@ def _check(launch: Launch) -> None:
             f"--spares without {switch}: what a rank loses could not be brought back; add the flag to the script's, or "
             "leave --spares out; for a script that binds a trainer of its own give --trainer torch"
         )
+    launch.trainer.refuse(launch.argv, launch.nproc)
 
 
 class _Starter:

@@ -45,6 +45,9 @@ class Trainer:
     uses_gpus: Callable[[], bool]
     switch: str | None = None
     """The script's flag without which it is not fault tolerant; None if it always is."""
+    refuse: Callable[[Sequence[str], int], None] = lambda argv, ranks: None
+    """Raises ConfigError if the script, given it with its arguments and the number of ranks, cannot begin; called
+    before any rank is started, so it looks only at what needs none."""
 
     def count_devices(self) -> int:
         """Return how many accelerators this process sees; 0 where ranks run on CPUs."""

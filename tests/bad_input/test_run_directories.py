@@ -100,5 +100,5 @@ def test_no_run(
     given = place.format(folder=tmp_path, long="x" * 300)
     # A long name may be cut.
     needs: list[Need] = [str(tmp_path), Reason(errno.ENAMETOOLONG)] if place.endswith("{long}") else [given]
-    whole = recovered_run(tmp_path / "whole")
+    whole = recovered_run(tmp_path / "runs" / "whole")  # not right below {folder}, which would stand for it
     check(Row(READERS[reader], needs), capfd, monkeypatch, run=given, whole=whole.folder, folder=tmp_path)

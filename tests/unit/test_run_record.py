@@ -126,7 +126,8 @@ def test_two_jobs_in_one_directory_are_no_run(tmp_path: Path) -> None:
     for runs in ((a, b), (b, a), (b, b)):
         with pytest.raises(RunRecordError, match=r"/b/metrics\.jsonl\b.*\b2\b.*\b2, 3\b"):
             compare(*runs)
-    assert main(["verify", str(a.folder), str(a.folder)]) == 0
+    same = record(tmp_path / "same", {1: 3.0, 2: 2.0, 3: 1.0})
+    assert main(["verify", str(a.folder), str(same.folder)]) == 0
     with pytest.raises(SystemExit) as caught:
         main(["verify", str(a.folder), str(b.folder)])
     assert caught.value.code == 2

@@ -1,0 +1,42 @@
+"""Folders that users give for runs: run directories, and folders of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+FILES = ("config.yaml", "metrics.jsonl", "ranks.json", "job.json", "logs")
+"""Each of which only a run directory has."""
+MOST_NAMED = 5
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a job has written to this folder."""
+    return any((folder / name).exists() for name in FILES)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run directories right below a folder, sorted by when they were begun."""
+    try:
+        return sorted((path for path in folder.iterdir() if path.is_dir() and is_run(path)), key=_begun)
+    except OSError:
+        return []
+
+
+def expanded(folders: Iterable[Path]) -> Iterator[Path]:
+    """Yield run directories; a folder that is none, and has some right below it, stands for these."""
+    for folder in folders:
+        yield from [folder] if is_run(folder) else runs_in(folder) or [folder]
+
+
+def which_run(folder: Path) -> str:
+    """Return what to give instead of a folder that is no run, in words."""
+    if not (runs := [str(path) for path in runs_in(folder)]):
+        return "give the --run-dir of a run"
+    more = f" or one of {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
+    return f"give {' or '.join(runs[:MOST_NAMED])}{more}"
+
+
+def _begun(folder: Path) -> tuple[float, str]:
+    path = folder / "config.yaml"
+    return (path.stat().st_mtime if path.exists() else 0.0), folder.name

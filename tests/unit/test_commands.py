@@ -1,0 +1,141 @@
+"""What every command says of itself, and right words for wrong ones, before any work is done."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.moevement.preflight.early import refuse_early
+from moevement_cli.examples import EXAMPLES
+from moevement_cli.main import COMMANDS, main
+from moevement_core.errors import ConfigError
+from moevement_core.versions import versions
+from moevement_core.words import counted
+from tests.unit.monitoring.runs import recovered_run
+
+LAPTOP = ["pretrain_gpt.py", "--config", str(EXAMPLES / "pretrain_moe" / "configs" / "laptop.yaml")]
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line of a command that ends with 2."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_the_version_is_that_of_everything_a_bug_report_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    line = printed(["--version"], capsys)
+    assert line.split()[0] == "moevement"
+    assert {"moevement", "megatron-core", "torch", "NVRx", "Python"} == versions().keys()
+    assert all(f"{name} {version}" in line for name, version in versions().items())
+
+
+def test_help_lists_every_command_in_a_group(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(["--help"], capsys).splitlines()
+    groups = {"run": "launch", "look": "top", "size": "plan", "test": "bench"}
+    for group, first in groups.items():
+        assert lines[lines.index(f"  {group}:") + 1].split()[0] == first
+    listed = {line.split()[0] for line in lines if re.match(r" {4}\w", line)}
+    assert listed == set(COMMANDS)
+    assert sum(line.startswith("  moevement ") for line in lines) == 3
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_a_sentence(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    usage, sentence, *_ = printed([command, "--help"], capsys).split("\n\n")
+    assert usage.startswith(f"usage: moevement {command}")
+    assert re.search(r"[.:]\s*$", sentence)
+
+
+def test_help_of_launch_says_where_the_flags_of_fault_tolerance_are(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(["launch", "--help"], capsys)
+    assert "--moevement-sparse-ckpt" in text
+    assert "docs/flags.md" in text
+
+
+def test_choices_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refused(["drill", "--flip", "nonsense"], capsys)
+    assert "'copies'" in error
+    assert "FlipKind" not in error
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recovered_run(tmp_path / "run").folder
+    (tmp_path / "link").symlink_to(run)
+    assert str(tmp_path / "link") in refused(["verify", str(run), str(tmp_path / "link")], capsys)
+    other = recovered_run(tmp_path / "other").folder
+    assert main(["verify", str(run), str(other)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "file", "found"),
+    [
+        ("--plot", "{}/x.gif", r"\.gif\b.*\.png\b.*\.svg\b.*\.pdf\b"), ("--plot", "{}/x", r"\.png\b"),
+        ("--plot", "/nonexist/x.png", r"/nonexist(?!/)"), ("--html", "/nonexist/x.html", r"/nonexist(?!/)"),
+        ("--trace", "/nonexist/deep/x.json", r"/nonexist(?!/)"),
+    ],
+)  # fmt: skip
+def test_files_are_looked_at_first(
+    flag: str, file: str, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, path = recovered_run(tmp_path / "run").folder, Path(file.format(tmp_path))
+    assert re.search(f"{re.escape(f'{flag} {path}')}.*{found}", refused(["report", str(run), flag, str(path)], capsys))
+    assert not path.exists()
+    assert not Path("/nonexist").exists()
+
+
+def test_a_folder_of_runs_stands_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [str(recovered_run(tmp_path / name).folder) for name in ("first", "second")]
+    (tmp_path / "notes").mkdir()
+    assert all(name in refused(["top", str(tmp_path)], capsys) for name in names)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
+    assert [run["run"] for run in runs] == names
+
+
+def test_a_short_run_of_the_laptop_preset_is_not_refused() -> None:
+    for iterations in ("12", "2"):
+        refuse_early([*LAPTOP, "--train-iters", iterations], 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "found"),
+    [
+        (["--lr-warmup-iters", "15", "--train-iters", "12"], 4, r"--lr-warmup-iters 15\b.*--train-iters 12\b"),
+        (["--lr-warmup-iters=15", "--lr-decay-iters=9"], 4, r"--lr-warmup-iters 15\b.*--lr-decay-iters 9\b"),
+        ([], 3, r"\b3\b.*--pipeline-model-parallel-size 2\b"),
+        (["--expert-model-parallel-size", "4"], 4, r"--expert-model-parallel-size 4\b.*\b8\b"),
+    ],
+)
+def test_what_flags_alone_rule_out_starts_no_rank(
+    words: list[str], ranks: int, found: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=found):
+        refuse_early([*LAPTOP, *words], ranks)
+    script = str(EXAMPLES / "pretrain_moe" / "pretrain_gpt.py")
+    launch = ["launch", "--nproc", str(ranks), script, *LAPTOP[1:], *words, "--run-dir", str(tmp_path / "run")]
+    assert re.search(found, refused(launch, capsys))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_later_files_decide_is_left_to_the_ranks() -> None:
+    for words in (["--use-checkpoint-args"], ["--yaml-cfg", "x.yaml"], ["--train-iters", "many"]):
+        refuse_early([*LAPTOP, *words, "--lr-warmup-iters", "500"], 3)
+
+
+def test_numbers_have_their_nouns() -> None:
+    assert [counted(number, "spare") for number in (0, 1, 2)] == ["0 spares", "1 spare", "2 spares"]
+    assert counted(1000, "process", "processes") == "1,000 processes"
