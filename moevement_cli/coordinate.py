@@ -60,5 +60,13 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("a command without --nodes; say which nodes it is run for, as in --nodes n1,n2")
     tasks = NodeCommand(arguments.nodes.split(","), arguments.tasks_per_node, words) if words else None
     return coordinate(
-        Coordination(arguments.ranks, arguments.host, arguments.port, arguments.spare_timeout, arguments.run_dir, tasks)
+        Coordination(
+            arguments.ranks,
+            arguments.host,
+            arguments.port,
+            arguments.spare_timeout,
+            arguments.run_dir,
+            tasks,
+            arguments.command_line,
+        )
     )

@@ -41,6 +41,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Child]], caption: str = "
     return element("div", element("table", *parts), class_="scrolls")
 
 
+def rows_table(head: Sequence[str], rows: Iterable[Sequence[Child]]) -> Element:
+    """A table whose first column names what its rows are, with a row of names at its top."""
+    body = [element("tr", element("th", name, scope="row"), *(element("td", cell) for cell in cells))
+            for name, *cells in rows]  # fmt: skip
+    top = element("thead", element("tr", *(element("th", name, scope="col") for name in head)))
+    return element("div", element("table", top, element("tbody", *body)), class_="scrolls")
+
+
 def document(title: str, style: str, *body: Child) -> str:
     """A whole page, which asks for nothing else: a browser is told to refuse it."""
     page = element(

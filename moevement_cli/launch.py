@@ -141,5 +141,6 @@ def run(arguments: argparse.Namespace) -> int:
             ranks_per_node=arguments.ranks_per_node,
             spare_timeout_s=arguments.spare_timeout,
             respawn_after_s=arguments.respawn_after,
+            command=arguments.command_line,
         )
     )

@@ -1,4 +1,4 @@
-"""Lines over iterations, as SVG."""
+"""Lines over iterations or over time, as SVG, with their numbers as a table for those who do not see them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moevement_cli.elements import Element, element
+from moevement_cli.elements import Element, element, table
 
-WIDTH, HEIGHT = 640.0, 250.0
-LEFT, RIGHT, TOP, BOTTOM = 64.0, 12.0, 10.0, 34.0
+WIDTH, HEIGHT = 520.0, 260.0
+LEFT, RIGHT, TOP, BOTTOM = 58.0, 14.0, 22.0, 46.0
 """Margins around what is drawn."""
 MOST_POINTS = 1200
 """Of a line; of more the least and the greatest of as many as fall on a place are drawn."""
-X_TICKS, Y_TICKS = 8, 5
+MOST_ROWS = 25
+"""Of a table of numbers, spread evenly over a line."""
+X_TICKS, Y_TICKS = 7, 5
 """About so many."""
 HEADROOM = 1.04
 FONT_PX = 12.0
+CONSTANT = 1e-3
+"""A line whose values differ by no more than this share of the greatest magnitude is constant."""
+LETTER_PX = 6.5
+"""Width of a letter, about."""
 
 Point = tuple[float, float]
 
@@ -31,14 +37,24 @@ class Line:
     """In the order of x; a y that is no finite number is a gap."""
     is_dashed: bool = False
 
+    @property
+    def finite(self) -> list[Point]:
+        """Points without gaps."""
+        return [point for point in self.points if math.isfinite(point[0]) and math.isfinite(point[1])]
+
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened at an x."""
+    """Something that happened at an x, or from an x on."""
 
     x: float
     color: str
     text: str
+    """What is shown when it is pointed at."""
+    label: str = ""
+    """What stands beside it; empty: nothing."""
+    until: float | None = None
+    """Where it was over; None: it is drawn as a line."""
 
 
 @dataclass(frozen=True)
@@ -52,24 +68,48 @@ class Chart:
     """Of y, behind the title; with ``bytes`` numbers are in kB, MB, GB or TB."""
     from_zero: bool = True
     x_label: str = "iteration"
+    note: str = ""
+    """A sentence below it."""
+    steady: float = CONSTANT
+    """Share of the greatest value by which values of a line may differ for it to say nothing more than that one."""
 
     def draw(self) -> Element:
-        """A figure with its caption and legend."""
+        """A figure with its caption, legend and numbers."""
         caption = element("figcaption", self.title + (f", {self._unit_shown}" if self._unit_shown else ""))
-        if not self._finite:
+        if not self.has_values:
             return element("figure", caption, element("p", "nothing was recorded", class_="none"), class_="chart")
-        return element("figure", caption, self._svg(), *self._legend(), class_="chart")
+        note = [element("p", self.note, class_="soft")] if self.note else []
+        return element("figure", caption, self._svg(), *self._legend(), *note, self._numbers(), class_="chart")
 
     @property
-    def _finite(self) -> list[Point]:
-        return [point for line in self.lines for point in line.points if math.isfinite(point[1])]
+    def has_values(self) -> bool:
+        """Whether anything can be drawn."""
+        return any(line.finite for line in self.lines)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether each line stays where it is, so that a number says as much."""
+        return self.has_values and all(_spread(line.finite) <= self.steady for line in self.lines)
+
+    def values(self) -> list[tuple[str, str]]:
+        """Return label and value of each line of a chart that is constant."""
+        divisor, unit = self._scale
+        return [
+            (
+                line.label,
+                ("" if _spread(line.finite) <= CONSTANT else "at most ")
+                + f"{max(y for _, y in line.finite) / divisor:,.4g} {unit}".strip(),
+            )
+            for line in self.lines
+            if line.finite
+        ]
 
     @property
     def _scale(self) -> tuple[float, str]:
         """What y is divided by, and the unit of what comes of it."""
         if self.unit != "bytes":
             return 1.0, self.unit
-        most = max((y for _, y in self._finite), default=0.0)
+        most = max((y for line in self.lines for _, y in line.finite), default=0.0)
         return next(((size, name) for size, name in _SIZES if most >= size), _SIZES[-1])
 
     @property
@@ -79,17 +119,40 @@ class Chart:
     def _svg(self) -> Element:
         divisor, _ = self._scale
         # Gaps have their place, too, so that charts of one run have one scale.
-        xs, ys = [x for line in self.lines for x, _ in line.points], [y / divisor for _, y in self._finite]
+        xs = [x for line in self.lines for x, _ in line.points if math.isfinite(x)]
+        ys = [y / divisor for line in self.lines for _, y in line.finite]
         x_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT, X_TICKS)
         y_axis = _Axis(0.0 if self.from_zero else min(ys), max(ys) * HEADROOM, HEIGHT - BOTTOM, TOP, Y_TICKS)
-        parts = [*_grid(x_axis, y_axis, self.x_label), *(_mark(mark, x_axis) for mark in self.marks)]
+        parts = [*_grid(x_axis, y_axis, self.x_label), *_marks(self.marks, x_axis)]
         for line in self.lines:
             scaled = [(x, y / divisor) for x, y in line.points]
             parts += [_polyline(line, run, x_axis, y_axis) for run in _runs(scaled)]
         return element(
             "svg", element("title", self.title), *parts, viewBox=f"0 0 {WIDTH:g} {HEIGHT:g}", role="img",
-            aria_label=self.title,
+            aria_label=f"{self.title}: {self._summary()}",
         )  # fmt: skip
+
+    def _summary(self) -> str:
+        """What a line does, in words."""
+        divisor, unit = self._scale
+        spoken = []
+        for line in self.lines:
+            if values := [y / divisor for _, y in line.finite]:
+                spoken.append(f"{line.label} from {values[0]:.4g} to {values[-1]:.4g} {unit}".strip())
+        return "; ".join([*spoken, *(mark.text for mark in self.marks)])
+
+    def _numbers(self) -> Element:
+        """The values of some iterations as a table, closed at first."""
+        divisor, unit = self._scale
+        xs = sorted({x for line in self.lines for x, _ in line.finite})
+        shown = xs if len(xs) <= MOST_ROWS else [xs[k * (len(xs) - 1) // (MOST_ROWS - 1)] for k in range(MOST_ROWS)]
+        by_x = [dict(line.finite) for line in self.lines]
+        rows = [
+            [f"{x:,.6g}", *(f"{values[x] / divisor:,.4g}" if x in values else "\N{EN DASH}" for values in by_x)]
+            for x in shown
+        ]
+        head = [self.x_label, *(f"{line.label}{f', {unit}' if unit else ''}" for line in self.lines)]
+        return element("details", element("summary", "Numbers"), table(head, rows), class_="numbers")
 
     def _legend(self) -> list[Element]:
         if len(self.lines) < 2:
@@ -109,6 +172,12 @@ class Chart:
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
+def _spread(points: Sequence[Point]) -> float:
+    """Return the difference of the greatest and the least value, as a share of the greatest magnitude."""
+    values = [y for _, y in points] or [0.0]
+    return (max(values) - min(values)) / (max(map(abs, values)) or 1.0)
+
+
 class _Axis:
     """From values to places, with a range that ends at ticks."""
 
@@ -121,7 +190,7 @@ class _Axis:
 
     def place(self, value: float) -> float:
         share = (value - self._least) / (self._most - self._least)
-        return self._begin + share * (self._end - self._begin)
+        return self._begin + min(max(share, 0.0), 1.0) * (self._end - self._begin)
 
 
 def tick_step(least: float, most: float, ticks: int = Y_TICKS) -> float:
@@ -132,27 +201,44 @@ def tick_step(least: float, most: float, ticks: int = Y_TICKS) -> float:
 
 
 def _grid(x_axis: _Axis, y_axis: _Axis, x_label: str) -> Iterator[Element]:
+    bottom = HEIGHT - BOTTOM
     for value in y_axis.ticks:
         y = y_axis.place(value)
         yield element("line", x1=LEFT, x2=WIDTH - RIGHT, y1=y, y2=y, class_="grid")
         yield element("text", f"{value:,.6g}", x=LEFT - 8, y=y + FONT_PX / 3, class_="y tick")
     for value in x_axis.ticks:
-        x = x_axis.place(value)
-        yield element("line", x1=x, x2=x, y1=HEIGHT - BOTTOM, y2=HEIGHT - BOTTOM + 4, class_="grid")
-        if x < WIDTH - RIGHT - 70:  # where the label of the axis is
-            yield element("text", f"{value:,.6g}", x=x, y=HEIGHT - BOTTOM + 18, class_="x tick")
-    yield element("text", x_label, x=WIDTH - RIGHT, y=HEIGHT - BOTTOM + 18, class_="x label")
+        x, text = x_axis.place(value), f"{value:,.6g}"
+        yield element("line", x1=x, x2=x, y1=bottom, y2=bottom + 4, class_="grid")
+        half = LETTER_PX * len(text) / 2
+        yield element("text", text, x=min(x, WIDTH - half - 1), y=bottom + 18, class_="x tick")
+    yield element("text", x_label, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 6, class_="x label")
+
+
+def _marks(marks: Sequence[Mark], x_axis: _Axis) -> Iterator[Element]:
+    """Lines and spans, with labels above what is drawn, each as far to the left as it fits."""
+    free_from = LEFT
+    for mark in sorted(marks, key=lambda mark: mark.x):
+        yield _mark(mark, x_axis)
+        width = LETTER_PX * len(mark.label)
+        x = min(x_axis.place(mark.x), WIDTH - RIGHT - width)
+        if mark.label and x >= free_from:  # else those beside it would be written over
+            yield element("text", mark.label, x=x, y=TOP - 6, class_="mark-label", fill=mark.color)
+            free_from = x + width + LETTER_PX
 
 
 def _mark(mark: Mark, x_axis: _Axis) -> Element:
-    x = x_axis.place(mark.x)
-    line = element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, stroke=mark.color, class_="mark")
-    return element("g", element("title", mark.text), line)
+    x, title = x_axis.place(mark.x), element("title", mark.text)
+    if mark.until is None:
+        line = element("line", x1=x, x2=x, y1=TOP, y2=HEIGHT - BOTTOM, stroke=mark.color, class_="mark")
+        return element("g", title, line)
+    width = max(x_axis.place(mark.until) - x, 1.0)
+    span = element("rect", x=x, y=TOP, width=width, height=HEIGHT - BOTTOM - TOP, fill=mark.color, class_="span")
+    return element("g", title, span)
 
 
 def _polyline(line: Line, points: Sequence[Point], x_axis: _Axis, y_axis: _Axis) -> Element:
     places = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in thinned(points))
-    dashes: dict[str, str | float] = {"stroke_dasharray": "5 3"} if line.is_dashed else {}
+    dashes: dict[str, str | float] = {"stroke_dasharray": "6 5"} if line.is_dashed else {}
     return element("polyline", element("title", line.label), points=places, stroke=line.color, class_="line", **dashes)
 
 
@@ -160,7 +246,7 @@ def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
     """Points in a row without a gap."""
     run: list[Point] = []
     for point in points:
-        if math.isfinite(point[1]):
+        if math.isfinite(point[0]) and math.isfinite(point[1]):
             run.append(point)
         elif run:
             yield run

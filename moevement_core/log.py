@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
 from typing import override
@@ -65,6 +66,13 @@ def get() -> logging.Logger:
         logger.setLevel(logging.INFO)
         logger.propagate = False
     return logger
+
+
+def message_of(line: str) -> str:
+    """Return what a line of this project says, without the name of the project, level and rank."""
+    if line.startswith(PREFIXES[1]):
+        return str(json.loads(line)[NAME])
+    return re.sub(rf"^{NAME}: (?:[A-Z]+ rank \S+: )?", "", line)
 
 
 def info(text: str) -> None:

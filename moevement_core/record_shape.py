@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from moevement_core.events import Planned, Resized
+from moevement_core.job_entry import JobEntry
 from moevement_core.overhead.fields import FIELDS
 from moevement_core.recovery.account import Account
 from moevement_core.recovery.outcome import Recovery
@@ -101,6 +102,15 @@ def processes_complaint(processes: Any) -> str | None:
             return f"a process of host {_shown(one.get('host'))}; needs its name"
         if one["role"] == "active" and not _is_whole(one.get("rank")):
             return f"a process of rank {_shown(one.get('rank'))}; needs a whole number"
+    return None
+
+
+def job_complaint(job: Any) -> str | None:
+    """Of ``job.json``."""
+    if complaint := _fields_of(JobEntry, job):
+        return complaint
+    if job.get("ended_at") is not None and job.get("code") is None:
+        return "ended without a code; it was damaged after writing"
     return None
 
 

@@ -4,6 +4,7 @@
 ``config.yaml``       every resolved flag
 ``metrics.jsonl``     exactly one line for each committed iteration
 ``events.jsonl``      starts, evaluations, checkpoints, failures, the end (``events.py``)
+``job.json``          command, versions and hardware of the newest job, and how it ended (``job_entry.py``)
 ``ranks.json``        rank, pid, host and role of every process
 ``strangers.json``    how many values in the job's store were of none of its processes; not there while none was
 ``placements/``       experts in the slots of each rank, one file for each placement of an elastic job
@@ -18,6 +19,7 @@ reading skips and the next line cuts off.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -32,9 +34,10 @@ from moevement_core import log
 from moevement_core.errors import RunRecordError
 from moevement_core.events import Event
 from moevement_core.file_modes import make_folder, opener
+from moevement_core.job_entry import JobEntry
 from moevement_core.monitoring.figures import RunFigures
 from moevement_core.persistence.lock import FolderLock
-from moevement_core.record_shape import event_complaint, line_complaint, summary_complaint
+from moevement_core.record_shape import event_complaint, job_complaint, line_complaint, summary_complaint
 from moevement_core.regular_files import read_regular
 
 _MOST_RECORD_BYTES = 1 << 40
@@ -57,6 +60,7 @@ class RunRecord:
         self.config_path = folder / "config.yaml"
         self.metrics_path = folder / "metrics.jsonl"
         self.events_path = folder / "events.jsonl"
+        self.job_path = folder / "job.json"
         self.ranks_path = folder / "ranks.json"
         self.strangers_path = folder / "strangers.json"
         self.summary_path = folder / "summary.json"
@@ -108,6 +112,31 @@ class RunRecord:
     def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
         """Replace ``ranks.json``."""
         self._try(self.ranks_path, lambda: _replace(self.ranks_path, json.dumps(ranks, indent=2) + "\n"))
+
+    def write_job(self, entry: JobEntry) -> None:
+        """Replace ``job.json``."""
+        self._try(
+            self.job_path, lambda: _replace(self.job_path, json.dumps(dataclasses.asdict(entry), indent=2) + "\n")
+        )
+
+    def job(self) -> JobEntry | None:
+        """Return how the newest job was launched and how it ended; None if none has written that.
+
+        Raises:
+            RunRecordError: it is damaged, or of another version.
+        """
+        try:
+            found = json.loads(read_regular(self.job_path))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise RunRecordError(
+                f"{self.job_path}: cannot be read ({error}); the file was damaged after writing"
+            ) from None
+        if (complaint := job_complaint(found)) is not None:
+            raise RunRecordError(f"{self.job_path}: {complaint}")
+        known = {field.name for field in dataclasses.fields(JobEntry)} & found.keys()
+        return JobEntry(**{name: found[name] for name in known})
 
     def write_strangers(self, values: int) -> None:
         """Replace ``strangers.json``."""

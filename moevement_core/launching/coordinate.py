@@ -20,6 +20,8 @@ from typing import Any
 from moevement_core.errors import ConfigError
 from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.file_modes import file_mode, make_folder
+from moevement_core.job_entry import JobEntry
+from moevement_core.launching.job_file import JobFile, Outcome, stopped_by
 from moevement_core.launching.node_tasks import NodeCommand, NodeTasks
 from moevement_core.launching.signals import Signals, Stopped
 from moevement_core.monitoring.endpoint import SERVED, Endpoint, Served
@@ -58,6 +60,8 @@ class Coordination:
     """Where ``ranks.json`` is kept."""
     tasks: NodeCommand | None = None
     """What starts the tasks of each node; nothing where something else does."""
+    command: str = ""
+    """The command line that asked for it, for ``job.json``."""
 
 
 def coordinate(what: Coordination) -> int:
@@ -78,28 +82,38 @@ def coordinate(what: Coordination) -> int:
         raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
     if what.run_dir is not None:
         _make(what.run_dir)
+    record = RunRecord(what.run_dir) if what.run_dir is not None else None
+    # Until it has trained, the run directory may be another job's, which the ranks find out.
+    entry = JobFile(record, JobEntry.of_this_process(what.command, what.ranks, None), begins=False)
     with Signals() as signals:
         signals.may_wind_down = True
-        running: _Coordination | None = None
         try:
-            running = _Coordination(what, signals)
-            return running.run(signals)
+            with entry:
+                entry.outcome = _run(what, signals, entry)
+                return entry.outcome.code
         except Stopped as stopped:
-            print(f"moevement: stopped by {signal.Signals(stopped.number).name}", file=sys.stderr, flush=True)
+            print(f"moevement: stopped by {stopped_by(stopped)}", file=sys.stderr, flush=True)
             return 128 + stopped.number
-        finally:
-            if running is not None:
-                running.end_tasks()
+
+
+def _run(what: Coordination, signals: Signals, entry: JobFile) -> Outcome:
+    running: _Coordination | None = None
+    try:
+        running = _Coordination(what, signals, entry)
+        return running.run(signals)
+    finally:
+        if running is not None:
+            running.end_tasks()
 
 
 class _Coordination:
-    def __init__(self, what: Coordination, signals: Signals) -> None:
+    def __init__(self, what: Coordination, signals: Signals, entry: JobFile) -> None:
         import torch
 
         from moevement_core.restart.store import interrupt_in
 
         signals.check()  # before anything is started
-        self._what = what
+        self._what, self._entry = what, entry
         listener, leases = _listen(what, what.port), _listen(what, 0)
         token = _token_for(what)
         address = (what.host, int(listener.getsockname()[1]))
@@ -127,7 +141,7 @@ class _Coordination:
             NodeTasks(what.tasks, {STORE_ENV: where, **token.environment}, _report) if what.tasks is not None else None
         )
 
-    def run(self, signals: Signals) -> int:
+    def run(self, signals: Signals) -> Outcome:
         """To the end of the job."""
         coordinator = self._coordinator
         while coordinator.state not in (State.DONE, State.STOPPED):
@@ -146,8 +160,8 @@ class _Coordination:
         if coordinator.state is State.STOPPED:
             reason = (self._store.read(STOP) or b"").decode()
             print(f"moevement: the job is stopped: {reason}", file=sys.stderr, flush=True)
-            return self._code
-        return 0
+            return Outcome(self._code, reason)
+        return Outcome(0)
 
     def _look_after_tasks(self) -> None:
         """Start again the tasks of nodes where they have ended; stop the job where that is of no use."""
@@ -210,6 +224,8 @@ class _Coordination:
             for reason in roster.reasons[:MOST_REASONS]:
                 _report(reason)
             _report(f"generation {roster.generation} is formed; {roster.spares} spares are left")
+        if coordinator.has_trained():
+            self._entry.begin()
         run_dir = self._what.run_dir
         if run_dir is not None and self._generation >= 0 and (who_ := coordinator.who()) != self._written:
             self._written = who_

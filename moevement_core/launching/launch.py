@@ -21,8 +21,10 @@ from pathlib import Path
 from moevement_core.errors import ConfigError, ProcessGroupError
 from moevement_core.exit_codes import REPLACES_ENV
 from moevement_core.file_modes import FLAG, make_folder, use_file_mode
+from moevement_core.job_entry import JobEntry
 from moevement_core.launching import config_file
 from moevement_core.launching.children import Child, end_all, nothing_left_behind
+from moevement_core.launching.job_file import JobFile, stopped_by
 from moevement_core.launching.limits import check_process_limits
 from moevement_core.launching.logs import LogFolder
 from moevement_core.launching.signals import Signals, Stopped
@@ -66,6 +68,8 @@ class Launch:
     """How long after a process has died another one is started in its place; infinite: never."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """For the environment of every process, as configuration files set them."""
+    command: str = ""
+    """The command line that asked for it, for ``job.json``."""
 
 
 def read_once(argv: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -124,14 +128,14 @@ def launch_on_this_host(launch: Launch) -> int:
         argv, variables = read_once(launch.argv)
         return _run(replace(launch, argv=argv, variables=variables))
     except Stopped as stopped:
-        name = "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name
-        print(f"moevement: stopped by {name}", file=sys.stderr, flush=True)
+        print(f"moevement: stopped by {stopped_by(stopped)}", file=sys.stderr, flush=True)
         return 128 + stopped.number
 
 
 def _run(launch: Launch) -> int:
     run_dir = run_dir_of(launch.argv)
     use_file_mode(value_of(launch.argv, FLAG))
+    record = RunRecord(run_dir) if run_dir is not None else None
     served = served_by(run_dir, lambda flag: value_of(launch.argv, flag))
     listener = socket.create_server(("127.0.0.1", 0), backlog=max(128, launch.nproc))
     port = int(listener.getsockname()[1])
@@ -140,6 +144,7 @@ def _run(launch: Launch) -> int:
         tempfile.TemporaryDirectory(prefix="moevement-", ignore_cleanup_errors=True) as scratch,
         nothing_left_behind(),
         Signals() as signals,
+        JobFile(record, JobEntry.of_this_process(launch.command, launch.nproc, launch.spares)) as job,
     ):
         logs = None if launch.show_logs or run_dir is None else _make_logs(run_dir)
         token = given_token() or Token.new()
@@ -159,7 +164,6 @@ def _run(launch: Launch) -> int:
             with Progress(*followed) as progress:
                 if endpoint is not None:
                     progress.say(f"figures of the run are served at {endpoint.url}")
-                record = RunRecord(run_dir) if run_dir is not None else None
                 if launch.spares is None:
                     watch = UntilOneFails(children, record, progress.say, pages)
                 else:
@@ -186,7 +190,8 @@ def _run(launch: Launch) -> int:
             end_all(children)
             starter.close()
             server.close()
-        return watch.verdict()
+        job.outcome = watch.verdict()
+        return job.outcome.code
 
 
 def _wind_down(watch: Watch, signals: Signals, progress: Progress) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from moevement_core import log
 from moevement_core.exit_codes import BROKEN_DEVICE, USAGE_ERROR
 from moevement_core.launching.children import Child, end_all
+from moevement_core.launching.job_file import Outcome
 from moevement_core.launching.silence import Silence
 from moevement_core.launching.supervisor import LocalLink, Supervisor, is_mistake
 from moevement_core.progress import Progress
@@ -39,8 +40,8 @@ class Watch(ABC):
         return False
 
     @abstractmethod
-    def verdict(self) -> int:
-        """The job's exit code, after it has said why if it is not 0; every process has ended."""
+    def verdict(self) -> Outcome:
+        """Return how the job ended, after printing why if its exit code is not 0; every process has ended."""
 
 
 class UntilOneFails(Watch):
@@ -78,7 +79,7 @@ class UntilOneFails(Watch):
             page.ask_to_wind_down()
         return any(page.committed is not None for page in self._pages)
 
-    def verdict(self) -> int:
+    def verdict(self) -> Outcome:
         """Say which failed."""
         return _say_who_failed(self._children)
 
@@ -104,16 +105,15 @@ def _reports_of(child: Child) -> list[str]:
     return [line for line in child.lines_of("err") if line.startswith(log.PREFIXES)]
 
 
-def _say_who_failed(children: list[Child]) -> int:
+def _say_who_failed(children: list[Child]) -> Outcome:
     codes = [child.code for child in children]
     if not any(codes):
-        return 0
+        return Outcome(0)
     if USAGE_ERROR in codes:
-        for child in children:
-            if lines := _reports_of(child):
-                print("\n".join(lines), file=sys.stderr)
-                break
-        return USAGE_ERROR
+        lines = next((lines for child in children if (lines := _reports_of(child))), [])
+        if lines:
+            print("\n".join(lines), file=sys.stderr)
+        return Outcome(USAGE_ERROR, "\n".join(map(log.message_of, lines)))
     # A rank that is killed makes its peers fail by their broken connections, not the other way round; and those that
     # went on were ended just now.
     failed = [child for child in children if child.code not in (0, None) and not child.was_ended]
@@ -122,8 +122,9 @@ def _say_who_failed(children: list[Child]) -> int:
         print("\n".join(child.lines_of("err")[-30:]), file=sys.stderr)
     where = f"; its output is in {child.logs}/{child.label}.out and .err" if child.logs is not None else ""
     name = child.label.replace("_", " ")
-    print(f"moevement: {name} (pid {child.pid}) {child.how}{where}", file=sys.stderr)
-    return 1
+    reason = f"{name} (pid {child.pid}) {child.how}{where}"
+    print(f"moevement: {reason}", file=sys.stderr)
+    return Outcome(1, reason)
 
 
 class ReplaceWhoDies(Watch):
@@ -253,7 +254,7 @@ class ReplaceWhoDies(Watch):
             self._rejected = self._coordinator.rejected
             self._record.write_strangers(self._rejected)
 
-    def verdict(self) -> int:
+    def verdict(self) -> Outcome:
         """Say why the job has ended, if it did not come to its end."""
         if self._stopped:
             print(f"moevement: the job is stopped: {self._stopped}", file=sys.stderr)
@@ -261,7 +262,7 @@ class ReplaceWhoDies(Watch):
                 if errors := child.lines_of("err"):
                     print("\n".join(errors[-15:]), file=sys.stderr)
                     break
-            return 1
+            return Outcome(1, self._stopped)
         if self._failed is not None:
             return _say_who_failed(self._children)
         ranks = [self._supervisor.children[member] for member in self._roster.ranks.values()]

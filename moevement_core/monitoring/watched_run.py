@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.errors import RunRecordError
+from moevement_core.job_entry import JobEntry
 from moevement_core.monitoring.figures import REJECTED, RunFigures, Sample, samples_of_processes
 from moevement_core.monitoring.tail import Tail
 from moevement_core.record_shape import event_complaint, line_complaint, processes_complaint, strangers_complaint
@@ -27,6 +28,8 @@ class WatchedRun:
         self.figures = RunFigures()
         self.processes: list[dict[str, Any]] = []
         """Who takes part, as ``ranks.json`` has it."""
+        self.job: JobEntry | None = None
+        """How the newest job was launched and how it ended, as ``job.json`` has it."""
         self.rejected = 0
         """Values in the job's store that did not count, as ``strangers.json`` has them."""
         self._train_iterations: int | None = None
@@ -51,12 +54,15 @@ class WatchedRun:
             self.figures.take_line(line)
         for event in events.lines:
             self.figures.take_event(event)
+        self.job = self.record.job()
         self.processes = self._read(self.record.ranks_path, [], processes_complaint)
         self.rejected = self._read(self.record.strangers_path, {"values": 0}, strangers_complaint)["values"]
 
     @property
     def has_ended(self) -> bool:
-        """Whether it came to its end."""
+        """Whether no process of it trains any more, whatever ended it."""
+        if self.job is not None:
+            return self.job.ended_at is not None or self.job.is_abandoned
         return self.record.summary_path.exists()
 
     @property

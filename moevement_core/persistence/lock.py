@@ -25,6 +25,7 @@ from types import TracebackType
 
 from moevement_core.errors import FolderInUse
 from moevement_core.file_modes import file_mode, make_folder
+from moevement_core.process_identity import is_gone, machine_id, start_of
 from moevement_core.regular_files import read_regular
 
 LOCK = ".moevement-lock"
@@ -64,13 +65,13 @@ class Holder:
         """A new acquisition by this process."""
         pid = os.getpid()
         return Holder(
-            job, uuid.uuid4().hex, socket.gethostname(), _machine(), pid, _start_of(pid) or "", round(time.time(), 3)
+            job, uuid.uuid4().hex, socket.gethostname(), machine_id(), pid, start_of(pid) or "", round(time.time(), 3)
         )
 
     @property
     def has_ended(self) -> bool:
         """Whether the process is known to be gone; False where that cannot be known from here."""
-        return self.machine == _machine() and _start_of(self.pid) != self.started
+        return is_gone(self.machine, self.pid, self.started)
 
     def sentence(self) -> str:
         """Who and since when."""
@@ -261,22 +262,3 @@ def _put_aside(path: Path, is_it: Callable[[bytes], bool]) -> None:
 def _is_settled(path: Path, mine: Holder) -> bool:
     time.sleep(_SETTLE_S)
     return _token(_read(path) or b"") == mine.token
-
-
-def _machine() -> str:
-    """Where process ids of this process mean the same."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {uuid.getnode()}"
-
-
-def _start_of(pid: int) -> str | None:
-    """When a process of this host was started, in ticks since boot; nothing if it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    state, started = fields[0], fields[19]
-    return None if state in "ZX" else started

@@ -15,7 +15,7 @@ from tests.bad_input.command import Needs, Reason
 
 Change = Callable[[RunRecord], None]
 METRICS, EVENTS, SUMMARY = "metrics.jsonl", "events.jsonl", "summary.json"
-RANKS, STRANGERS, CONFIG = "ranks.json", "strangers.json", "config.yaml"
+RANKS, STRANGERS, CONFIG, JOB = "ranks.json", "strangers.json", "config.yaml", "job.json"
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,16 @@ def content(file: str, text: bytes) -> Change:
         (run.folder / file).write_bytes(text)
 
     return write
+
+
+def changed_json(file: str, **changed: Any) -> Change:
+    """Return a change of fields of a file that holds one JSON object."""
+
+    def change(run: RunRecord) -> None:
+        path = run.folder / file
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
+
+    return change
 
 
 def fields(file: str, **changed: Any) -> Change:
@@ -145,6 +155,11 @@ DAMAGES = (
     Damage("ranks of text", RANKS, content(RANKS, b"[1]"), [1, "no process"]),
     Damage("ranks no host", RANKS, content(RANKS, b'[{"role": "active", "rank": 0}]'), ["host", "None"]),
     Damage("ranks no rank", RANKS, content(RANKS, b'[{"role": "active", "host": "a"}]'), ["rank", "None"]),
+    Damage("job list", JOB, content(JOB, b"[1]"), ["[1]"]),
+    Damage("job cut", JOB, content(JOB, b'{"com'), ["column 2"]),
+    Damage("job without command", JOB, content(JOB, b"{}"), ["command"]),
+    Damage("job of text", JOB, changed_json(JOB, ranks="4"), ["ranks", "'4'"]),
+    Damage("job without code", JOB, changed_json(JOB, code=None), ["code"]),
     Damage("strangers list", STRANGERS, content(STRANGERS, b"[1]"), ["[1]", "no count"]),
     Damage("strangers cut", STRANGERS, content(STRANGERS, b'{"val'), ["column 2"]),
     Damage("strangers text", STRANGERS, content(STRANGERS, b'{"values": "1"}'), ["'values'", "'1'"]),

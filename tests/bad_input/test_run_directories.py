@@ -19,6 +19,7 @@ from tests.bad_input.damages import (
     CONFIG,
     DAMAGES,
     EVENTS,
+    JOB,
     METRICS,
     RANKS,
     STRANGERS,
@@ -39,6 +40,7 @@ READERS_OF = {
     SUMMARY: ("verify", "report", "html"),
     RANKS: ("top", "top_json"),
     STRANGERS: ("top", "top_json"),
+    JOB: ("report", "html", "top"),
     CONFIG: ("top", "top_json"),
 }
 """The commands that read a file at all; top reads a run that has not ended."""

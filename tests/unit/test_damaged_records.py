@@ -11,7 +11,7 @@ from moevement_core.errors import RunRecordError
 from moevement_core.monitoring.watched_run import WatchedRun
 from moevement_core.run_record import RunRecord
 from tests.bad_input.command import unnamed, within
-from tests.bad_input.damages import CONFIG, DAMAGES, EVENTS, METRICS, RANKS, STRANGERS, SUMMARY, Damage
+from tests.bad_input.damages import CONFIG, DAMAGES, EVENTS, JOB, METRICS, RANKS, STRANGERS, SUMMARY, Damage
 from tests.unit.monitoring.runs import recovered_run
 
 LIMIT_S = 20
@@ -26,9 +26,10 @@ def watch(run: RunRecord) -> object:
 
 
 WHOLE: dict[str, Read] = {
-    METRICS: RunRecord.metrics, EVENTS: RunRecord.events, SUMMARY: RunRecord.summary, CONFIG: RunRecord.config
+    METRICS: RunRecord.metrics, EVENTS: RunRecord.events, SUMMARY: RunRecord.summary, CONFIG: RunRecord.config,
+    JOB: RunRecord.job
 }  # fmt: skip
-WATCHED: dict[str, Read] = dict.fromkeys((METRICS, EVENTS, RANKS, STRANGERS, CONFIG), watch)
+WATCHED: dict[str, Read] = dict.fromkeys((METRICS, EVENTS, RANKS, STRANGERS, CONFIG, JOB), watch)
 CASES = [(read[one.file], one) for read in (WHOLE, WATCHED) for one in DAMAGES if one.file in read]
 
 

@@ -71,7 +71,7 @@ class Job:
                 time.sleep(0.01)
         finally:
             end_all(self.children)
-        return self.watch.verdict()
+        return self.watch.verdict().code
 
 
 def test_a_rank_that_is_killed_after_the_end_is_no_failure(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_core.events import Ended, NothingPersisted, Started
+from moevement_core.job_entry import JobEntry
 from moevement_core.recovery.account import Account
 from moevement_core.recovery.outcome import Recovery
 from moevement_core.run_record import RunRecord
@@ -51,10 +52,21 @@ def failure(generation: int = 1, at: float = BEGAN_AT + 5.5, **fields: Any) -> A
     return Account(**given | fields)
 
 
+def job(**fields: Any) -> JobEntry:
+    """Of a job of four ranks and a spare that runs on another machine."""
+    given: dict[str, Any] = {
+        "command": "moevement launch --nproc 4 --spares 1 train.py", "began_at": BEGAN_AT - 3.0, "host": "host0",
+        "pid": 7, "machine": "another", "started": "1", "hardware": "2 cores", "ranks": 4, "spares": 1,
+        "versions": {"moevement": "0.1.0", "torch": "2.13.0"},
+    }  # fmt: skip
+    return JobEntry(**given | fields)
+
+
 def recovered_run(folder: Path, *, has_ended: bool = True) -> RunRecord:
     """Ten iterations of two nodes; a failure after the fifth, which took four seconds and repeated two."""
     run = RunRecord(folder)
     run.begin({"train_iters": 10, "seed": 1}, first_iteration=1)
+    run.write_job(job())
     processes = [
         {"rank": rank, "pid": 10 + rank, "host": f"host{rank // 2}", "node": f"n{rank // 2}", "role": "active"}
         for rank in range(4)
@@ -71,6 +83,7 @@ def recovered_run(folder: Path, *, has_ended: bool = True) -> RunRecord:
     if has_ended:
         run.event(Ended(10))
         run.write_summary({"state_digest": {"all": "ab", "parts": {"weights": "c"}, "ranks": []}})
+        run.write_job(job(ended_at=BEGAN_AT + 17.0, code=0))
     return run
 
 

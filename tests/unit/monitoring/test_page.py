@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 
 from moevement_cli import recovery_chart
-from moevement_cli.html_report import COLORS, UNKNOWN, page
-from moevement_cli.line_chart import Chart, Line, thinned, tick_step
+from moevement_cli.colors import RUN_COLORS
+from moevement_cli.html_report import page
+from moevement_cli.line_chart import Chart, Line, Mark, thinned, tick_step
 from moevement_cli.main import main
 from moevement_cli.plan_measured import compare
+from moevement_cli.run_facts import UNKNOWN, RunFacts, read
 from moevement_core.events import Planned
 from moevement_core.run_record import RunRecord
 from tests.unit.monitoring import browser
-from tests.unit.monitoring.runs import BEGAN_AT, STANDSTILL, failure, recovered_run
+from tests.unit.monitoring.runs import BEGAN_AT, STANDSTILL, failure, job, recovered_run
 
 VOID = {"meta"}
 PARTS = failure().parts()
@@ -35,6 +37,7 @@ class Page(HTMLParser):
         self.attributes: list[tuple[str, str, str | None]] = []
         self.rows: list[list[str]] = []
         self.texts: list[str] = []
+        self.headings: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open, f"not closed: {self.open}"
@@ -51,6 +54,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data)
+        if self.open and self.open[-1] in ("h2", "h3"):
+            self.headings.append(data)
         if self.open and self.open[-1] in ("td", "th", "code"):
             self.rows[-1].append(data)
 
@@ -70,24 +75,44 @@ def run(tmp_path: Path) -> RunRecord:
     return run
 
 
+def facts(*runs: RunRecord) -> list[RunFacts]:
+    return read([run.folder for run in runs])
+
+
 def test_a_page_has_the_figures_of_its_run(run: RunRecord) -> None:
-    rows = Page(page([run])).rows
-    head, values = rows[:2]
-    assert dict(zip(head, values, strict=True)) == {
-        "run": str(run.folder), "state": "ended", "iterations": "10", "loss": "2.0000", "validation": UNKNOWN,
-        "iteration time": "1.000 s", "tokens/s": "512", "effective time": "62.5%", "recoveries": "1",
-        "state digest": "ab",
+    parsed = Page(page(facts(run)))
+    rows = parsed.rows
+    assert dict(rows[:11]) == {
+        "run": "run", "state": "ended", "iterations": "10", "loss": "2.0000", "validation loss": UNKNOWN,
+        "iteration time": "1.000 s", "tokens/s": "512", "ETTR": "62.5%", "recoveries": "1",
+        "time lost": "4.00 s", "state digest": "ab",
     }  # fmt: skip
     plan = rows[rows.index(["planned", "measured"]) + 1 :]
     assert [row[1:] for row in plan[:5]] == [
         ["0.00 MB", "0.00 MB"], ["0.00 MB", "0.00 MB"], ["6.00 MB", "5.00 MB"], ["4", "2"], ["5", "2"],
     ]  # fmt: skip
     assert ["nothing persisted", STANDSTILL.text] in rows
-    assert failure().scope in [cell for row in rows for cell in row]
+    assert failure().scope in parsed.texts
+    assert {job().command, str(run.folder), "moevement 0.1.0, torch 2.13.0"} <= set(parsed.texts)
+
+
+def test_a_page_begins_with_what_a_reader_wants_to_know(tmp_path: Path) -> None:
+    runs = [recovered_run(tmp_path / name) for name in ("first", "second")]
+    parsed = Page(page(facts(*runs)))
+    title, heading = (text for text in parsed.texts if text.startswith("Equal"))
+    assert title.startswith(heading)
+    assert re.findall(r"[\d.]+ s\b", heading) == ["4.0 s", "4.0 s"]
+    (digests,) = (row[1:] for row in parsed.rows if row[0] == "state digest")
+    assert (digests[0], digests[1].split()[-1]) == ("ab", "first")
+    assert sum("identical" in text for text in parsed.texts) == 1
+    runs[1].metrics_path.write_text(runs[1].metrics_path.read_text().replace("2.9", "2.8"))
+    parsed = Page(page(facts(*runs)))
+    assert any("second DIFFERS" in text and "iteration 1" in text for text in parsed.texts)
+    assert not any("identical" in text for text in parsed.texts)
 
 
 def test_a_page_asks_for_nothing_else(run: RunRecord) -> None:
-    text = page([run, run])
+    text = page(facts(run, run))
     assert not re.search(r"https?:|url\(|@import|<script|<link|<img|<iframe|<object", text)
     names = {name for _, name, _ in Page(text).attributes}
     assert not names & {"src", "href", "srcset", "data", "xlink:href", "action", "poster"}
@@ -98,7 +123,7 @@ def test_a_page_asks_for_nothing_else(run: RunRecord) -> None:
 def test_what_a_run_calls_itself_is_text(tmp_path: Path) -> None:
     run = recovered_run(tmp_path / "<script>alert(1);&amp;")
     run.event(failure(2, failures=['rank 0: KeyError: "</title><b>"']))
-    parsed = Page(page([run]))
+    parsed = Page(page(facts(run)))
     assert not any(tag in ("script", "b") for tag, _, _ in parsed.attributes)
     assert any("<script>alert(1);&amp;" in text for text in parsed.texts)
     assert any('KeyError: "</title><b>"' in text for text in parsed.texts)
@@ -107,24 +132,23 @@ def test_what_a_run_calls_itself_is_text(tmp_path: Path) -> None:
 def test_of_several_runs_each_has_its_color_and_sections(tmp_path: Path) -> None:
     runs = [recovered_run(tmp_path / name) for name in ("first", "second")]
     planned(runs[1])
-    text = page(runs)
-    assert text.count(f'stroke="{COLORS[0]}"') >= 6
-    assert text.count(f'stroke="{COLORS[1]}"') >= 6
-    titles = [each.split() for each in Page(text).texts if each.startswith(("Recoveries", "Plan"))]
-    assert [(title[0], title[-1]) for title in titles] == [
-        ("Recoveries", "first"), ("Recoveries", "second"), ("Plan", "second"),
-    ]  # fmt: skip
+    text = page(facts(*runs))
+    assert text.count(f'stroke="{RUN_COLORS[0]}"') >= 4
+    assert text.count(f'stroke="{RUN_COLORS[1]}"') >= 4
+    parsed = Page(text)
+    order = [parsed.headings.index(name) for name in ("Training", "first", "second")]
+    assert order == sorted(order)
+    sections = [heading.split()[0] for heading in parsed.headings[order[1] + 1 :]]
+    assert sections == ["Recoveries", "Warnings", "second", "Recoveries", "Planned", "Warnings"]
 
 
 def test_a_run_without_checkpoints_has_a_page(tmp_path: Path) -> None:
     run = RunRecord(tmp_path)
     run.begin({}, first_iteration=1)
     run.metric(iteration=1, loss="nan", time=BEGAN_AT)
-    parsed = Page(page([run]))
-    head, values = parsed.rows[:2]
-    assert dict(zip(head, values, strict=True))["state"] not in ("ended", UNKNOWN)
-    assert parsed.attributes.count(("p", "class", "none")) == 6
-    assert not any(tag == "svg" for tag, _, _ in parsed.attributes)
+    parsed = Page(page(facts(run)))
+    assert dict(row for row in parsed.rows if len(row) == 2)["state"] not in ("ended", UNKNOWN)
+    assert parsed.attributes.count(("p", "class", "none")) >= 6
 
 
 def test_each_plan_is_compared_with_the_iterations_under_it(tmp_path: Path) -> None:
@@ -133,7 +157,7 @@ def test_each_plan_is_compared_with_the_iterations_under_it(tmp_path: Path) -> N
     planned(run, iteration=5, window=1, most_replayed=1)
     first, second = compare(run.metrics(), run.events())
     assert [(one.first, one.last, one.window) for one in (first, second)] == [(0, 5, 3), (5, 10, 1)]
-    assert [row.measured for row in second.rows] == [1000, 2000, 5_000_000, 2, 2]
+    assert [row.measured for row in second.rows] == [1000, 2000, 5_000_000, 2.5, 2]
     assert [row.measured for row in first.rows] == [1000, 2000, 5_000_000, None, None]
     assert list(compare(run.metrics(), [])) == []
 
@@ -193,6 +217,34 @@ def test_what_is_no_number_is_a_gap() -> None:
     assert len(drawn.findall(".//polyline")) == 2
 
 
+def test_a_chart_has_its_numbers_as_a_table_too() -> None:
+    points = [(float(x), 2.0 * x) for x in range(1, 1001)]
+    chart = Chart("loss", [Line("run", "#000", points)], [Mark(500.0, "#000", "run: recovery 1", "rank 2 killed")])
+    drawn = chart.draw()
+    rows = [[cell.text for cell in row.findall("td")] for row in drawn.findall(".//tbody/tr")]
+    assert rows[0] == ["1", "2"]
+    assert rows[-1] == ["1,000", "2,000"]
+    assert len(rows) == 25
+    svg = drawn.find("svg")
+    assert svg is not None
+    assert {"run", "2", "2000", "recovery"} <= set(re.findall(r"\w+", svg.attrib["aria-label"]))
+    assert "rank 2 killed" in [text.text for text in svg.findall("text")]
+    assert {text.text for text in svg.findall("text")} >= {"200", "1,000", "iteration"}
+
+
+def test_a_chart_that_says_nothing_is_a_number() -> None:
+    def chart(*values: float, **fields: float) -> Chart:
+        return Chart("memory", [Line("run", "#000", list(enumerate(values)))], unit="bytes", **fields)  # type: ignore[arg-type]
+
+    assert chart(103e6, 103e6, math.nan).is_constant
+    assert chart(103e6, 103e6).values() == [("run", "103 MB")]
+    assert chart(0.0, 0.0).is_constant
+    assert not chart(100e6, 103e6).is_constant
+    assert chart(100e6, 103e6, steady=0.1).is_constant
+    assert "103 MB" in chart(100e6, 103e6, steady=0.1).values()[0][1]
+    assert not chart(math.nan).is_constant
+
+
 def test_a_line_that_stays_where_it_is_is_drawn() -> None:
     for value in (0.0, 7.0):
         drawn = Chart("stall", [Line("run", "#000", [(5, value)])], from_zero=False).draw()
@@ -207,6 +259,11 @@ const box = element => { const b = element.getBoundingClientRect(); return [b.le
 return {
   window: [window.innerWidth, document.documentElement.scrollWidth],
   requests: performance.getEntriesByType("resource").length,
+  bars: [...document.querySelectorAll(".bar")].map(bar => ({
+    frame: box(bar), seconds: bar.textContent,
+    parts: [...bar.children].map(part => [getComputedStyle(part).backgroundColor, ...box(part)]),
+  })),
+  font: Math.min(...[...document.querySelectorAll("svg")].map(svg => 12 * svg.getBoundingClientRect().width / 520)),
   charts: [...document.querySelectorAll("figure svg")].map(svg => ({
     frame: box(svg),
     texts: [...svg.querySelectorAll("text")].map(text => [text.textContent, ...box(text)]),
@@ -215,6 +272,10 @@ return {
   })),
 };
 """
+
+
+def rgb(color: str) -> tuple[int, ...]:
+    return tuple(int(color[at : at + 2], 16) for at in (1, 3, 5))
 
 
 @pytest.fixture
@@ -230,7 +291,8 @@ def test_everything_has_its_place_at_any_width(shown: Path, tmp_path: Path, widt
     inner, scrolled = seen["window"]
     assert scrolled <= inner, "the page itself never scrolls sideways"
     assert seen["requests"] == 0
-    assert len(seen["charts"]) == 6 + 2
+    assert len(seen["charts"]) == 3, "all others stay where they are"
+    assert seen["font"] > 10, "pixels of a letter"
     for chart in seen["charts"]:
         left, top, right, bottom = chart["frame"]
         assert right - left > 300
@@ -240,14 +302,17 @@ def test_everything_has_its_place_at_any_width(shown: Path, tmp_path: Path, widt
             assert left - 1 <= a <= c <= right + 1, chart
             assert top - 1 <= b <= d <= bottom + 1, chart
         assert all(text for text, *_ in chart["texts"])
-    recovery = seen["charts"][-1]
-    assert [color for color, *_ in recovery["bars"]] == [recovery_chart.COLORS[part] for part in PARTS]
-    widths = [right - left for _, left, _, right, _ in recovery["bars"]]
+    recovery = seen["bars"][-1]
+    colors = [tuple(map(int, re.findall(r"\d+", color))) for color, *_ in recovery["parts"]]
+    assert colors == [rgb(recovery_chart.COLORS[part]) for part in PARTS]
+    widths = [right - left for _, left, _, right, _ in recovery["parts"]]
     assert np.allclose(np.array(widths) / sum(widths), np.array([*PARTS.values()]) / 4.0, atol=0.01)
+    assert recovery["frame"][2] <= inner, "all of it is seen"
+    assert recovery["seconds"] == "0.50" + "1.00" + "0.50" + "1.50", "the longer parts have theirs in the bar"
 
 
 def test_lines_and_bars_are_seen_in_their_colors(shown: Path, tmp_path: Path) -> None:
-    picture = browser.find(tmp_path).picture(shown, 1280, 2200)
-    for color in {*COLORS[:2], *(recovery_chart.COLORS[part] for part in PARTS)}:
-        wanted = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)])
+    picture = browser.find(tmp_path).picture(shown, 1280, 3200)
+    for color in {*RUN_COLORS[:2], *(recovery_chart.COLORS[part] for part in PARTS)}:
+        wanted = np.array(rgb(color))
         assert (np.abs(picture.astype(int) - wanted).max(axis=-1) <= 3).sum() > 50, color

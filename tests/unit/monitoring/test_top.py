@@ -19,7 +19,7 @@ from rich.console import Console
 from moevement_cli.frame import frame, ranges, state_of
 from moevement_cli.main import main
 from moevement_core.monitoring.watched_run import WatchedRun
-from tests.unit.monitoring.runs import BEGAN_AT, append, failure, line, recovered_run
+from tests.unit.monitoring.runs import BEGAN_AT, append, failure, job, line, recovered_run
 
 NOW = BEGAN_AT + 20.0
 
@@ -200,7 +200,7 @@ def test_in_a_terminal_it_goes_on_until_the_run_has_ended(tmp_path: Path) -> Non
     terminal.until("10/10")
     append(run.metrics_path, line(11))
     terminal.until("11/10")
-    run.write_summary({"state_digest": {"all": "ab", "parts": {}, "ranks": []}})
+    run.write_job(job(ended_at=time.time(), code=0))
     terminal.until("ended")
     assert terminal.ends() == 0
 

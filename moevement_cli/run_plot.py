@@ -1,0 +1,66 @@
+"""``moevement report --plot``: loss of runs over iterations, and their progress over wall time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from moevement_cli.colors import RUN_COLORS
+from moevement_cli.plotting import figure
+from moevement_cli.run_facts import RunFacts, headline
+
+MOST_LABELED = 4
+"""Recoveries of all runs that have their words beside their marks; of more each has its mark alone."""
+
+
+def draw(runs: Sequence[RunFacts], path: Path) -> None:
+    """Draw ``runs`` to a file, with a mark at each recovery.
+
+    Raises:
+        ConfigError: it cannot be drawn or written.
+    """
+    with figure(path, 2, (11, 4.2)) as (loss, progress):
+        for run, color, style in zip(runs, cycle(RUN_COLORS), cycle(("-", (0, (4, 3)))), strict=False):
+            look: dict[str, Any] = {"color": color, "linestyle": style, "linewidth": 1.8, "label": run.name}
+            points = [(x, y) for x, y in run.series("loss") if math.isfinite(y)]
+            loss.plot([x for x, _ in points], [y for _, y in points], **look)
+            points = run.progress()
+            progress.plot([x for x, _ in points], [y for _, y in points], **look)
+            _mark(run, color, loss, progress, is_labeled=sum(len(run.recoveries) for run in runs) <= MOST_LABELED)
+        loss.set(xlabel="iteration", ylabel="training loss")
+        progress.set(xlabel="seconds since the first iteration began", ylabel="committed iterations")
+        for axis in (loss, progress):
+            axis.grid(alpha=0.3)
+            axis.legend()
+        loss.figure.suptitle(headline(runs))
+
+
+def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bool) -> None:
+    """Mark the recoveries of a run: a line among its iterations, a span of its time."""
+    for recovery in run.recoveries:
+        at = run.iteration_at(recovery) + 0.5
+        end = run.elapsed_s(recovery["resumed_at"])
+        loss.axvline(at, color=color, linestyle=":", linewidth=1.2)
+        progress.axvspan(end - recovery["total_s"], end, color=color, alpha=0.15, linewidth=0)
+        if is_labeled:
+            words = f" {who(recovery)}"
+            loss.annotate(words, (at, 0.97), xycoords=("data", "axes fraction"), va="top", fontsize=9, color=color)
+            progress.annotate(
+                f" {recovery['total_s']:.1f} s",
+                (end, 0.03),
+                xycoords=("data", "axes fraction"),
+                fontsize=9,
+                color=color,
+            )
+
+
+def who(recovery: dict[str, Any]) -> str:
+    """Return what failed in a few words: ``rank 2 killed``; without pids and reasons."""
+    failures = [*recovery.get("earlier", ()), *recovery["failures"]]
+    if not failures:
+        return "all ranks restarted"
+    what = failures[0].split(" (")[0] + (" killed" if " was killed " in failures[0] else " failed")
+    return what if len(failures) == 1 else f"{what} and {len(failures) - 1} more"

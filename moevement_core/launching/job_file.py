@@ -1,0 +1,87 @@
+"""Writes ``job.json``: when a job begins, and how it ended, so that whoever looks at a run directory knows both."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from moevement_core.errors import MoEvementError
+from moevement_core.exit_codes import USAGE_ERROR
+from moevement_core.file_modes import make_folder
+from moevement_core.job_entry import JobEntry
+from moevement_core.launching.signals import Stopped
+from moevement_core.run_record import RunRecord
+
+MOST_LINES = 3
+"""Of a reason, that are kept."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code of a job, and the reason where it is not 0."""
+
+    code: int
+    reason: str = ""
+
+    @staticmethod
+    def of_error(error: BaseException) -> Outcome:
+        """Return how a job ends that an exception ends."""
+        if isinstance(error, Stopped):
+            return Outcome(128 + error.number, f"stopped by {stopped_by(error)}")
+        if isinstance(error, KeyboardInterrupt):
+            return Outcome(128 + signal.SIGINT, "interrupted")
+        if isinstance(error, MoEvementError):
+            return Outcome(USAGE_ERROR, str(error))
+        return Outcome(1, f"{type(error).__name__}: {error}")
+
+
+class JobFile:
+    """Writer of one job's entry; a context manager around the job, which sets :attr:`outcome` at its end.
+
+    Args:
+        record: of the run; None: nothing is written.
+        entry: of the job.
+        begins: whether the entry is written at once, and not by :meth:`begin`: nobody else uses the run directory.
+    """
+
+    def __init__(self, record: RunRecord | None, entry: JobEntry, *, begins: bool = True) -> None:
+        self.outcome: Outcome | None = None
+        self._record, self._entry, self._begins, self._has_begun = record, entry, begins, False
+
+    def begin(self) -> None:
+        """Write that the job has begun; does nothing the second time, or where the folder cannot be made."""
+        if self._record is None or self._has_begun:
+            return
+        with suppress(OSError):  # who needs the folder complains about it
+            make_folder(self._record.folder)
+            self._has_begun = True
+            self._record.write_job(self._entry)
+
+    def __enter__(self) -> JobFile:
+        if self._begins:
+            self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        outcome = Outcome.of_error(error) if error is not None else self.outcome
+        if outcome is None or self._record is None:
+            return
+        if not self._has_begun and self._record.job_path.exists():
+            return  # the entry of the job that has the run directory
+        if not self._has_begun:
+            self.begin()
+        if self._has_begun:
+            reason = "\n".join(outcome.reason.strip().splitlines()[:MOST_LINES])
+            self._record.write_job(
+                replace(self._entry, ended_at=round(time.time(), 3), code=outcome.code, reason=reason)
+            )
+
+
+def stopped_by(stopped: Stopped) -> str:
+    """Return the name of what stopped a job."""
+    return "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name

@@ -1,0 +1,84 @@
+"""``job.json`` says how a job was launched, and how it ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moevement_core.errors import ConfigError
+from moevement_core.job_entry import JobEntry
+from moevement_core.launching.job_file import JobFile, Outcome
+from moevement_core.launching.signals import Stopped
+from moevement_core.process_identity import start_of
+from moevement_core.run_record import RunRecord
+
+
+def entry() -> JobEntry:
+    return JobEntry.of_this_process("moevement launch train.py", 4, 1)
+
+
+def test_the_entry_has_what_a_report_needs(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path / "deep" / "run")
+    with JobFile(record, entry()) as file:
+        running = record.job()
+        file.outcome = Outcome(0)
+    assert running is not None
+    assert (running.ended_at, running.code, running.is_abandoned) == (None, None, False)
+    assert running.versions["torch"].startswith("2.")
+    assert "cores" in running.hardware
+    ended = record.job()
+    assert ended is not None
+    assert ended == replace(running, ended_at=ended.ended_at, code=0)
+    assert ended.ended_at is not None
+    assert ended.ended_at >= ended.began_at
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (Stopped(15), 143, "stopped by SIGTERM"), (Stopped(2), 130, "stopped by Ctrl-C"), (ConfigError("a"), 2, "a"),
+        (ValueError("b"), 1, "ValueError: b"),
+    ],
+)  # fmt: skip
+def test_what_ends_a_job_is_kept(error: BaseException, code: int, reason: str, tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    with pytest.raises(type(error)), JobFile(record, entry()):
+        raise error
+    found = record.job()
+    assert found is not None
+    assert (found.code, found.reason) == (code, reason)
+
+
+def test_the_entry_of_a_job_that_trains_is_left_alone(tmp_path: Path) -> None:
+    """A coordinator does not know whose the run directory is until its own job has trained."""
+    record, other = RunRecord(tmp_path), entry()
+    record.write_job(other)
+    with JobFile(record, entry(), begins=False) as file:
+        file.outcome = Outcome(2, "refused")
+    assert record.job() == other
+    with JobFile(record, replace(entry(), command="mine"), begins=False) as file:
+        file.begin()
+        file.outcome = Outcome(0)
+    found = record.job()
+    assert found is not None
+    assert (found.command, found.code) == ("mine", 0)
+
+
+def test_a_job_whose_launcher_was_killed_is_abandoned(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    job = replace(entry(), pid=launcher.pid, started=start_of(launcher.pid) or "")
+    assert not job.is_abandoned
+    launcher.kill()
+    launcher.communicate()
+    assert job.is_abandoned
+    assert not replace(job, ended_at=1.0, code=0).is_abandoned
+    assert not replace(job, machine="another").is_abandoned
+
+
+def test_a_run_directory_that_cannot_be_made_is_no_error_of_the_entry() -> None:
+    with JobFile(RunRecord(Path("/proc/none/run")), entry()) as file:
+        file.outcome = Outcome(0)
