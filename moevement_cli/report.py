@@ -20,8 +20,7 @@ from moevement_cli.run_facts import DIGEST_LENGTH, UNKNOWN, RunFacts, headline, 
 from moevement_cli.run_folders import expanded
 from moevement_cli.run_plot import draw
 from moevement_core.errors import ConfigError
-from moevement_core.recovery.account import trace_events
-from moevement_core.recovery.outcome import Recovery
+from moevement_core.recovery.account import Account, trace_events
 from moevement_core.run_record import RunRecord
 from moevement_core.snapshot.cost import cost_line
 
@@ -82,9 +81,9 @@ def _print(runs: Sequence[RunFacts], console: Console, *, is_verbose: bool) -> N
     for run in runs:
         if checkpointing := run.summary.get("checkpointing"):
             print(f"{run.name}: {cost_line(checkpointing)}")
-            for recovery in checkpointing["recoveries"] if is_verbose else ():
-                known = {field.name: recovery[field.name] for field in fields(Recovery)}
-                print(f"{run.name}: {Recovery(**known).sentence()}")
+        for event in run.recoveries if is_verbose else ():
+            known = {field.name: event[field.name] for field in fields(Account) if field.name in event}
+            print("\n".join(f"{run.name}: {line}" for line in Account(**known).lines(is_verbose=True)))
         for text in run.resizes:
             print(f"{run.name}: {text}")
 

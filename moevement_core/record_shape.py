@@ -96,7 +96,7 @@ def processes_complaint(processes: Any) -> str | None:
     if not isinstance(processes, list):
         return f"holds {type(processes).__name__}, not a list; it was damaged after writing"
     for one in processes:
-        if not isinstance(one, dict) or one.get("role") not in ("active", "spare"):
+        if not isinstance(one, dict) or one.get("role") not in ("active", "spare", "starting"):
             return f"{_shown(one)} is no process; it was damaged after writing"
         if not isinstance(one.get("host"), str) or not isinstance(one.get("node", ""), str):
             return f"a process of host {_shown(one.get('host'))}; needs its name"

@@ -32,6 +32,7 @@ from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.token import HOW, Token, given_token
 from moevement_core.restart.environment import STORE_ENV
 from moevement_core.run_record import RunRecord
+from moevement_core.words import spares_words
 
 POLL_S = 0.05
 MOST_PORT = 65535
@@ -223,7 +224,7 @@ class _Coordination:
             self._generation = roster.generation
             for reason in roster.reasons[:MOST_REASONS]:
                 _report(reason)
-            _report(f"generation {roster.generation} is formed; {roster.spares} spares are left")
+            _report(f"generation {roster.generation} is formed; spares: {spares_words(roster.spares, roster.starting)}")
         if coordinator.has_trained():
             self._entry.begin()
         run_dir = self._what.run_dir

@@ -23,6 +23,7 @@ from moevement_core.rendezvous.roster import STOP, Roster
 from moevement_core.rendezvous.signed_store import SignedStore
 from moevement_core.rendezvous.status_page import StatusPage
 from moevement_core.run_record import RunRecord
+from moevement_core.words import spares_words
 
 SAY_S = 5.0
 """How long ranks have to end by themselves after one has found a mistake in the flags."""
@@ -276,4 +277,4 @@ def _sentence(roster: Roster, children: Mapping[int, Child]) -> str:
     others = "all ranks restart"
     if roster.ranks_before is not None:
         others = f"{len(roster.ranks)} ranks go on where {roster.ranks_before} were"
-    return ", ".join(places or [others]) + f"; {roster.spares} spares are left"
+    return ", ".join(places or [others]) + f"; spares: {spares_words(roster.spares, roster.starting)}"

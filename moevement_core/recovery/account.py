@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from moevement_core.recovery.outcome import Recovery
+from moevement_core.words import counted, spares_words
 
 PARTS = ("interrupted recoveries", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "replay")
 """Of a recovery, in their order; the first where it was begun more than once."""
@@ -49,8 +50,13 @@ class Account:
     kept: str
     """What was compared of the state that ranks kept, in words."""
     spares: int
+    """Spares that were ready when the job was formed again."""
     copies: str
     """Whether everything is kept as often as it should be."""
+    starting: int = 0
+    """Spares that were being started then, in the place of processes that ended."""
+    survivors: str = ""
+    """How many ranks kept their state, and how many of these were compared, in words."""
     earlier: Sequence[str] = ()
     """Who had failed before, and how, where the recovery from that was interrupted by this failure."""
     first_failed_at: float | None = None
@@ -83,29 +89,32 @@ class Account:
     def _began_at(self) -> float:
         return self.failed_at if self.first_failed_at is None else self.first_failed_at
 
-    def lines(self) -> list[str]:
-        """The block."""
-        parts = "  ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts().items())
+    def lines(self, *, is_verbose: bool = False) -> list[str]:
+        """Return the block in the log; with all that is known of the recovery if ``is_verbose``."""
         found = Recovery(**self.recovery) if self.recovery is not None else None
         rows = [
-            ("failed", "; ".join(self.failures) or "nobody; all ranks restarted"),
-            *([("before", f"{'; '.join(self.earlier)}; interrupted the recovery from that")] if self.earlier else ()),
+            ("failed", "; ".join(self.failures) or "no rank; all ranks restarted"),
+            ("before", f"{'; '.join(self.earlier)}; this failure interrupted that recovery" if self.earlier else ""),
             ("noticed", self.noticed_by),
             ("scope", self.scope),
-            ("plan", _plan(found)),
-            ("seconds", f"{parts}  = {self.total_s:.2f}"),
-            *([("left", self._left)] if self.leaving else ()),
-            *([("lost", found.losses)] if found is not None and found.losses else ()),
-            ("verified", _verified(found)),
-            ("kept", self.kept),
+            ("restored", _restored(found)),
+            ("replayed", _replayed(found)),
+            ("seconds", "  ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts().items())),
+            ("", f"total {self.total_s:.2f}"),
+            ("lost", found.losses if found is not None else ""),
+            ("verified", "nothing to verify: no state was lost" if found is None else found.verified),
+            ("survivors", (self.kept if is_verbose else self.survivors) or self.kept),
             ("copies", self.copies),
-            ("so far", f"{_effective(self.effective)}; {self.spares} spares are left"),
+            ("spares", spares_words(self.spares, self.starting)),
+            ("ETTR", f"{self.effective:.1%} so far" if self.effective is not None else ""),
+            ("leaving", self._left if is_verbose and self.leaving else ""),
+            ("fed", f"{found.fed_bytes / 1e6:.1f} MB from logs" if is_verbose and found is not None else ""),
         ]
-        return [f"recovery {self.generation}", *(f"  {name:<9} {text}" for name, text in rows)]
+        return [f"recovery {self.generation}", *(f"  {name:<9} {text}" for name, text in rows if text)]
 
     @property
     def _left(self) -> str:
-        free = f"; {self.free_bytes / 1e9:.1f} GB of device memory were free" if self.free_bytes is not None else ""
+        free = f"; {self.free_bytes / 1e9:.1f} GB of memory free" if self.free_bytes is not None else ""
         return "  ".join(f"{name.replace('_', ' ')} {took:.2f}" for name, took in self.leaving.items()) + free
 
     def as_dict(self) -> dict[str, Any]:
@@ -113,45 +122,57 @@ class Account:
         return {**asdict(self), "parts": self.parts(), "total_s": self.total_s}
 
 
-def _plan(found: Recovery | None) -> str:
+def _restored(found: Recovery | None) -> str:
+    """From which snapshots, and where they were."""
     if found is None:
         return "no state was lost"
     came = ", ".join(f"{count} from {name}" for name, count in found.sources.items() if count)
-    begin = f"from the snapshots of iteration {found.first} on ({came}) to iteration {found.until}"
-    redo = f"{found.redone} updates made again by rank {', '.join(map(str, found.ranks))}" if found.redone else ""
-    if redo and not found.replayed:
-        return f"{begin}; {redo}; no iteration is repeated"
-    stages = ", ".join(f"{stage}: {count}" for stage, count in found.replayed_by_stage.items())
-    tail = f"iterations replayed by stage {stages}; {found.fed_bytes / 1e6:.1f} MB fed from logs"
-    return "; ".join(part for part in (begin, redo, tail) if part)
+    return f"iteration {found.until}, from snapshots of iteration {found.first} on ({came})"
 
 
-def _verified(found: Recovery | None) -> str:
-    return "nothing was replayed" if found is None else found.verified
-
-
-def _effective(ratio: float | None) -> str:
-    return (
-        "effective training time ratio not known yet" if ratio is None else f"effective training time ratio {ratio:.3f}"
+def _replayed(found: Recovery | None) -> str:
+    """What was run again, and by which stages."""
+    if found is None:
+        return ""
+    redone = (
+        f"{counted(found.redone, 'update')} from logged gradients, by {_ranks(found.ranks)}" if found.redone else ""
     )
+    stages = {stage: count for stage, count in found.replayed_by_stage.items() if count}
+    if not stages:
+        return redone or "no iteration is repeated"
+    spread = ", ".join(f"{count} by stage {stage}" for stage, count in stages.items())
+    return "; ".join(filter(None, [f"{counted(found.replayed, 'iteration')} ({spread})", redone]))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+_TRACKS = {"recoveries": 0, "parts of recoveries": 1, "other events": 2, "windows": 3}
+"""Rows of the timeline; windows have one of their own, where they bury nothing."""
 
 
 def trace_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """A timeline in the trace event format that Perfetto opens, from the events of a run."""
+    """Return a timeline in the trace event format that Perfetto opens, from the events of a run."""
     begun: float | None = None
-    shown: list[dict[str, Any]] = []
+    shown: list[dict[str, Any]] = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": name}}
+        for name, track in _TRACKS.items()
+    ]
     for event in events:
         begun = event["time"] if begun is None else begun
         if event["event"] != "failure":
+            track = _TRACKS["windows" if event["event"] == "window" else "other events"]
             shown.append(
-                {"name": event["event"], "ph": "i", "s": "g", "pid": 0, "tid": 0, "ts": _us(event["time"], begun)}
+                {"name": event["event"], "ph": "i", "s": "t", "pid": 0, "tid": track, "ts": _us(event["time"], begun)}
             )
             continue
         at = event["failed_at"] if event.get("first_failed_at") is None else event["first_failed_at"]
         failures = [*event.get("earlier", ()), *event["failures"]]
-        shown.append(_slice(f"recovery {event['generation']}", at, event["total_s"], begun, 0, failures))
+        whole = _TRACKS["recoveries"]
+        shown.append(_slice(f"recovery {event['generation']}", at, event["total_s"], begun, whole, failures))
         for name, seconds in event["parts"].items():
-            shown.append(_slice(name, at, seconds, begun, 1, None))
+            shown.append(_slice(name, at, seconds, begun, _TRACKS["parts of recoveries"], None))
             at += seconds
     return {"traceEvents": shown, "displayTimeUnit": "ms"}
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from moevement_core.words import counted
+
 
 @dataclass(frozen=True)
 class Recovery:
@@ -54,12 +56,13 @@ class Recovery:
     """Processor time of all ranks during the replay, those that wait included."""
 
     def sentence(self) -> str:
-        """For the log: what was done and what is known of it."""
+        """Return what was done and what is known of it, for the log."""
         came = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
+        snapshots = f"snapshots of iteration {self.first} on ({came})"
+        losses = f"{self.losses}; " if self.losses else ""
         return (
-            f"state of iteration {self.until} recovered by {self.scope}: snapshots from {self.first} on ({came}), "
-            f"{self.work} in {self.replay_s:.2f} s; {self.losses and f'{self.losses}; '}the state is "
-            f"{'' if self.verified_until is None else 'verified '}{self.verified}"
+            f"state of iteration {self.until} restored by {self.scope} from {snapshots}; {self.work} in "
+            f"{self.replay_s:.2f} s; {losses}verified: {self.verified}"
         )
 
     @property
@@ -87,21 +90,23 @@ class Recovery:
     @property
     def work(self) -> str:
         """What was done, in words."""
-        updates = f"{self.redone} updates made again, " if self.redone else ""
-        return f"{updates}{self.replayed} iterations replayed"
+        updates = f"{counted(self.redone, 'update')} from logged gradients, " if self.redone else ""
+        return f"{updates}{counted(self.replayed, 'iteration')} replayed"
 
     @property
     def verified(self) -> str:
         """What is known of the state, in words."""
-        parts = (
-            f"{self.recomputed} operators recomputed and compared, {self.restored} restored from checked bytes; what "
-            f"{self.sends} iterations sent to other stages"
-        )
+        parts, how = self.recomputed + self.restored, f"{self.recomputed} by recomputing, {self.restored} by checksum"
+        if self.verified_until is None:
+            return f"not verified; {parts} parts of the state were compared ({how})"
+        sent = f", and so has what {counted(self.sends, 'iteration')} sent to other stages" if self.sends else ""
         if self.largest_difference:
-            parts += f"; the largest relative difference is {self.largest_difference:.1e}"
-        if self.verified_until is not None:
-            return f"up to iteration {self.verified_until} ({parts})"
-        return f"not verified ({parts})"
+            return (
+                f"{parts} parts of the state were compared with those before the failure ({how}); the largest relative "
+                f"difference is {self.largest_difference:.1e}"
+            )
+        until = "" if self.verified_until == self.until else f", up to iteration {self.verified_until}"
+        return f"all {parts} parts of the state have the bits they had before the failure ({how}){sent}{until}"
 
     def as_dict(self) -> dict[str, Any]:
         """For events and the summary."""

@@ -259,19 +259,25 @@ class Coordinator:
         return {identity(info, number) for info, number in ranks if info is not None} | self._broken
 
     def who(self) -> list[dict[str, Any]]:
-        """Everyone who takes part, as ``ranks.json`` has it: ranks in their order, then spares."""
+        """Return everyone who takes part, as ``ranks.json`` has it: ranks in their order, spares, those that start."""
         ranks: list[tuple[int | None, int]] = [
             *sorted(self.roster.ranks.items()),
             *((None, info.member) for info in self._without_rank()),
         ]
         known = [(rank, self.members[member]) for rank, member in ranks if member in self.members]
-        return [
+        starting = [
+            {"rank": None, "pid": None, "host": node, "node": node, "role": "starting"}
+            for node, count in self._respawns.starting().items()
+            for _ in range(count)
+        ]
+        there = [
             {
                 "rank": rank, "pid": info.pid, "host": info.host, "node": info.node,
                 "role": "spare" if rank is None else "active",
             }
             for rank, info in known
         ]  # fmt: skip
+        return there + starting
 
     def _lose(self, member: int, how: str, noticed_by: NoticedBy) -> None:
         info = self.members.get(member)
@@ -519,6 +525,7 @@ class Coordinator:
             ranks_before=len(self._entered.members) if len(self._entered.members) not in (0, len(ranks)) else None,
             left_at=max((left["at"] for left in self._entered.left.values()), default=now),
             spares=spares,
+            starting=sum(self._respawns.starting().values()),
             nodes=nodes,
             split=self._blocks_split(nodes),
             devices=devices,

@@ -38,6 +38,11 @@ class Respawns:
         """The node has gone, or has no device for them: nobody comes."""
         self._begun.pop(node, None)
 
+    def starting(self) -> dict[str, int]:
+        """Return how many processes are being started on each node."""
+        recent = {node: sum(self._clock() - at < LONGEST_WAIT_S for at in begun) for node, begun in self._begun.items()}
+        return {node: count for node, count in recent.items() if count and self._wait_s}
+
     def is_expected(self, node: str) -> bool:
         """Return whether a process may join there soon."""
         return any(self._clock() - at < self._wait_s for at in self._begun.get(node, ()))

@@ -165,6 +165,8 @@ class Roster:
     """How many ranks the last generation had that entered training, where this one has another number."""
     spares: int = 0
     """Members that wait, this roster's not among them."""
+    starting: int = 0
+    """Processes that are being started in the place of others, and will be spares."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """The node of each rank."""
     devices: Mapping[int, int] = field(default_factory=dict)

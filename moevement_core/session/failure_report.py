@@ -17,6 +17,7 @@ from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.kept import Kept
 from moevement_core.session.session import Session
 from moevement_core.session.topology import Topology
+from moevement_core.words import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,10 @@ def report_failure(
         recovery=recovery.as_dict() if recovery is not None else None,
         effective=iterations_s / (resumed_at - roster.first_formed_at) if iterations_s else None,
         kept=str(kept),
+        survivors=kept.summary,
         spares=roster.spares,
-        copies=f"{sum(missing)} snapshots are being brought to peers again" if sum(missing) else "all are there",
+        starting=roster.starting,
+        copies=f"{counted(sum(missing), 'snapshot')} still to be copied to peers" if sum(missing) else "complete",
         earlier=[_failure(death) for death in roster.earlier],
         first_failed_at=min(map(_lost_at, roster.earlier), default=None),
         leaving=_slowest(left_in),

@@ -37,6 +37,13 @@ class Kept:
             f"{self.whole} in whole, {self.in_part} in part, {rest} not; replicas have the same weights"
         )
 
+    @property
+    def summary(self) -> str:
+        """How many ranks kept their state, and how many of these were compared, in words."""
+        if not self.ranks:
+            return "none kept its state"
+        return f"{self.in_part + self.whole} of {self.ranks} checked, unchanged"
+
 
 @dataclass(frozen=True)
 class _Compared:

@@ -490,7 +490,11 @@ def test_a_spare_takes_no_device_of_a_rank_that_lives(store: Any) -> None:
     job.leave(0)
     assert job.coordinator.waiting() == []
     assert (job.coordinator.roster.ranks, job.coordinator.roster.devices) == ({0: 0, 1: 3}, {0: 0, 1: 0})
-    assert [one["pid"] for one in job.coordinator.who()] == [1000, 1003, 1002]
+    assert [one["pid"] for one in job.coordinator.who()] == [1000, 1003, 1002, None]
+    assert [one["role"] for one in job.coordinator.who()] == ["active", "active", "spare", "starting"]
+    assert (job.coordinator.roster.spares, job.coordinator.roster.starting) == (0, 1)
+    job.join(4, "node", ("GPU-d",))
+    assert [one["role"] for one in job.coordinator.who()][2:] == ["spare", "spare"]
 
 
 def two_nodes(store: Any, members: int = 5, devices: int = 2) -> Job:
