@@ -1,26 +1,25 @@
-"""One frame of ``moevement top``: a run at one moment."""
+"""One frame of ``moevement top``: a run at one moment, as wide and as high as the terminal."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, groupby
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from moevement_cli.flow import columns, facts, flow, shortened
+from moevement_cli.run_state import RunState, duration, left_s, missing_ranks, state_of
 from moevement_core.monitoring.watched_run import WatchedRun
+from moevement_core.words import counted, spares_words
 
-SILENT_S = 30.0
-"""A run that has written nothing for longer than this, and than many iterations, is said to be silent."""
-SILENT_ITERATIONS = 10
-MOST_NODES = 12
 MOST_RECOVERIES = 5
 """Of more the newest are shown."""
 BAR = 72
-"""Characters of a recovery's bar."""
+"""Characters of a recovery's bar, at most."""
 SHADES = (("█", "yellow"), ("▓", "red"), ("▒", "magenta"), ("░", "blue"), ("▚", "cyan"), ("▄", "green"))
 """Of its parts, in their order: told apart without colors, too."""
 UNKNOWN = "-"
@@ -33,6 +32,9 @@ class Node:
     name: str
     ranks: list[int] = field(default_factory=list)
     spares: int = 0
+    """Spares that are ready."""
+    starting: int = 0
+    """Processes that are being started, and will be spares."""
 
 
 def nodes_of(watched: WatchedRun) -> list[Node]:
@@ -42,125 +44,191 @@ def nodes_of(watched: WatchedRun) -> list[Node]:
         node = nodes.setdefault(name := process.get("node", process["host"]), Node(name))
         if process["role"] == "active":
             node.ranks.append(process["rank"])
-        else:
+        elif process["role"] == "spare":
             node.spares += 1
+        else:
+            node.starting += 1
     return list(nodes.values())
 
 
-def state_of(watched: WatchedRun, now: float) -> str:
-    """In words.
+@dataclass(frozen=True)
+class Frame:
+    """A run at one moment, in lines of the width that there is, and no more of them than there is room for."""
 
-    Args:
-        watched: the run.
-        now: seconds since the epoch.
-    """
-    figures, active = watched.figures, sum(its["role"] == "active" for its in watched.processes)
-    if watched.has_ended:
-        return "ended"
-    if not figures.iterations:
-        return "starting"
-    silent_s = now - figures.line.get("time", now)
-    patience_s = max(SILENT_S, SILENT_ITERATIONS * (figures.line.get("iteration_s") or 0.0))
-    silence = f"nothing written for {_duration(silent_s)}" if silent_s > patience_s else ""
-    if watched.processes and figures.world_size is not None and active < figures.world_size:
-        missing = figures.world_size - active
-        return f"recovering: {missing} of {figures.world_size} ranks missing" + (f", {silence}" if silence else "")
-    return silence or "training"
+    watched: WatchedRun
+    """The run, as of its last update."""
+    now: float
+    """Seconds since the epoch."""
+    hint: str = ""
+    """A last line, for a terminal that is watched."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines."""
+        for line in self.lines(options.max_width, options.height):
+            line.no_wrap, line.overflow = True, "crop"
+            yield line
+
+    def lines(self, width: int, height: int | None = None) -> list[Text]:
+        """Return its lines; where there is no room for all, blank ones go first, then older recoveries and nodes."""
+        head, nodes = self._head(width), list(_nodes(nodes_of(self.watched), width))
+        recoveries = [list(_recovery(each, self.now, width)) for each in _newest(self.watched.figures.recoveries)]
+        hint = [Text(self.hint, "dim")] if self.hint else []
+        every = _below_each_other(head, nodes, recoveries)
+        if height is None or len(every) + len(hint) <= height:
+            return [*every, *hint]
+        head, room = [line for line in head if line.cell_len], height - len(hint)
+        recoveries = _fitting(recoveries, room - len(head) - min(len(nodes), 3))
+        nodes = _cut(nodes, room - len(head) - max(1, sum(map(len, recoveries))))
+        every = [line for line in _below_each_other(head, nodes, recoveries) if line.cell_len]
+        return [*every[: max(1, room)], *hint][: max(1, height)]
+
+    def _head(self, width: int) -> list[Text]:
+        watched, state = self.watched, state_of(self.watched, self.now)
+        lines = [*_title(str(watched.record.folder), state, width), Text(), *facts(self._times(), width)]
+        if line := watched.figures.line:
+            lines += [Text(), *facts(_training(watched, line), width)]
+            if "window" in line:
+                lines += [Text(), *facts(_checkpoints(line), width)]
+            else:
+                lines += [Text(), Text("no sparse checkpoints", "yellow")]
+        if not watched.has_ended and (missing := missing_ranks(watched)):
+            lines += [Text(), *_wrapped(f"missing ranks: {', '.join(ranges(missing))}", width, "bold red")]
+        return lines
+
+    def _times(self) -> list[tuple[str, str]]:
+        """The clock, and what of the run is measured by it."""
+        watched, figures = self.watched, self.watched.figures
+        times = [("clock", time.strftime("%H:%M:%S", time.localtime(self.now)))]
+        began_at = watched.job.began_at if watched.job is not None else figures.began_at
+        ended_at = watched.job.ended_at if watched.job is not None else None
+        if began_at is not None and (ended_at is not None or not watched.has_ended):
+            name = "up" if ended_at is None else "took"
+            times.append((name, duration(max(0.0, (ended_at or self.now) - began_at))))
+        if (at := figures.line.get("time")) is not None:
+            times.append(("last iteration", f"{duration(max(0.0, self.now - at))} ago"))
+        if not watched.has_ended and (left := left_s(watched)) is not None:
+            times.append(("time left", duration(left)))
+        return times
 
 
-def frame(watched: WatchedRun, now: float) -> RenderableType:
-    """All of it.
-
-    Args:
-        watched: the run, as of its last update.
-        now: seconds since the epoch.
-    """
-    line = watched.figures.line
-    parts: list[RenderableType] = [
-        Text.assemble((str(watched.record.folder), "bold"), "  ", _colored(state_of(watched, now))),
-        Text(),
-        _facts(_training(watched, line)),
-        Text(),
-        _facts(_checkpoints(line)) if "window" in line else Text("nothing is saved of it every iteration", "dim"),
-        Text(),
-        _nodes(nodes_of(watched)),
-        Text(),
-        _recoveries(watched.figures.recoveries, now),
-    ]
-    return Group(*parts)
+def _below_each_other(head: list[Text], nodes: list[Text], recoveries: list[list[Text]]) -> list[Text]:
+    below = [line for lines in recoveries for line in lines] or [Text("no failure so far")]
+    return [*head, *((Text(), *nodes) if nodes else ()), Text(), *below]
 
 
-def _colored(state: str) -> Text:
-    return Text(state, "green" if state in ("training", "ended") else "yellow" if state == "starting" else "bold red")
-
-
-def _facts(facts: Sequence[tuple[str, str]]) -> Table:
-    """Names above values."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name, _ in facts:
-        table.add_column(name)
-    table.add_row(*(value for _, value in facts))
-    return table
+def _title(folder: str, state: RunState, width: int) -> Iterator[Text]:
+    """Yield the run and where it stands, in one line if they fit."""
+    if len(folder) + 2 + len(state.text) <= width:
+        yield Text.assemble((folder, "bold"), "  ", (state.text, state.style))
+        return
+    yield Text(shortened(folder, width), "bold")
+    yield from _wrapped(state.text, width, state.style)
 
 
 def _training(watched: WatchedRun, line: Mapping[str, Any]) -> list[tuple[str, str]]:
     total = watched.train_iterations
-    effective = watched.figures.effective
     return [
         ("iteration", f"{line.get('iteration', UNKNOWN)}" + (f"/{total}" if total is not None else "")),
         ("loss", _number(line.get("loss"), "{:.4f}")),
         ("grad norm", _number(line.get("grad_norm"), "{:.3f}")),
         ("iter. time", _number(line.get("iteration_s"), "{:.3f} s")),
         ("tokens/s", _number(line.get("tokens_per_s"), "{:,.0f}")),
-        ("ETTR", _number(effective, "{:.1%}")),
+        ("ETTR", _number(watched.figures.effective, "{:.1%}")),
         ("recoveries", str(len(watched.figures.recoveries))),
     ]
 
 
 def _checkpoints(line: Mapping[str, Any]) -> list[tuple[str, str]]:
     persisted, on_disk = line.get("persisted_from"), line.get("on_disk")
+    lag = line.get("replication_lag")
     return [
-        ("window", str(line["window"])),
-        ("persisted", "nothing" if persisted is None else f"from {persisted}"),
-        ("lag", f"{line.get('replication_lag', UNKNOWN)}"),
-        ("under way", str(line.get("copies_under_way", UNKNOWN))),
+        ("window", counted(line["window"], "iteration")),
+        ("restore point", "none yet" if persisted is None else f"iteration {persisted}"),
+        ("peers behind", UNKNOWN if lag is None else counted(lag, "iteration")),
+        ("unsent copies", str(line.get("copies_under_way", UNKNOWN))),
         ("snapshots", _size(line.get("snapshot_memory_bytes"))),
         ("log", _size(line.get("log_memory_bytes"))),
         ("on disk", "nothing" if on_disk is None else f"to {on_disk}, {_size(line.get('disk_written_bytes'))}"),
     ]
 
 
-def _nodes(nodes: Sequence[Node]) -> Table:
-    table = Table("node", "ranks", "spares", box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for node in nodes[:MOST_NODES]:
-        table.add_row(node.name, ", ".join(ranges(node.ranks)) or UNKNOWN, str(node.spares))
-    if others := nodes[MOST_NODES:]:
-        ranks, spares = sum(len(node.ranks) for node in others), sum(node.spares for node in others)
-        table.add_row(f"{len(others)} more", f"{ranks} ranks", str(spares))
-    return table
+def _nodes(nodes: Sequence[Node], width: int) -> Iterator[Text]:
+    """Yield the number of ranks and spares, and who is where."""
+    if not nodes:
+        return
+    ranks = counted(sum(len(node.ranks) for node in nodes), "rank")
+    spares = spares_words(sum(node.spares for node in nodes), sum(node.starting for node in nodes))
+    yield from flow([Text(f"{ranks} on {counted(len(nodes), 'node')}"), Text(f"spares: {spares}")], width)
+    yield from columns([Text(_node(node)) for node in nodes], width)
 
 
-def _recoveries(recoveries: Sequence[Mapping[str, Any]], now: float) -> RenderableType:
-    if not recoveries:
-        return Text("no failure so far", "dim")
-    newest = recoveries[: -MOST_RECOVERIES - 1 : -1]
-    return Group(*(line for recovery in newest for line in _recovery(recovery, now)))
+def _node(node: Node) -> str:
+    parts = [", ".join(ranges(node.ranks))] if node.ranks else []
+    if node.spares or node.starting or not node.ranks:
+        parts.append(f"spares {spares_words(node.spares, node.starting)}")
+    return f"{node.name}: {'; '.join(parts)}"
 
 
-def _recovery(recovery: Mapping[str, Any], now: float) -> Iterator[Text]:
+def _newest(recoveries: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    return recoveries[: -MOST_RECOVERIES - 1 : -1]
+
+
+def _recovery(recovery: Mapping[str, Any], now: float, width: int) -> Iterator[Text]:
     """What failed, seconds by part, and the same as a bar."""
     who = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
-    ago = _duration(max(0.0, now - recovery["resumed_at"]))
-    yield Text.assemble(
-        (f"recovery {recovery['generation']}", "bold"), f", {ago} ago, {recovery['total_s']:.2f} s: {who}"
+    ago = duration(max(0.0, now - recovery["resumed_at"]))
+    yield from _wrapped(
+        f"recovery {recovery['generation']}, {ago} ago, {recovery['total_s']:.2f} s: {who}", width, "bold"
     )
-    parts, bar = Text("  "), Text("  ")
-    for (part, seconds), (shade, color) in zip(recovery["parts"].items(), cycle(SHADES), strict=False):
-        parts.append(f"{shade} ", color).append(f"{part} {seconds:.2f}  ")
-        share = seconds / recovery["total_s"] if recovery["total_s"] else 0.0
-        bar.append(shade * round(BAR * share), color)
-    yield parts
+    parts = [
+        (part, seconds, *look) for (part, seconds), look in zip(recovery["parts"].items(), cycle(SHADES), strict=False)
+    ]
+    legend = (Text.assemble((f"{shade} ", color), f"{part} {seconds:.2f}") for part, seconds, shade, color in parts)
+    yield from flow(legend, width, indent=2)
+    bar = Text("  ")
+    cells = _cells([seconds for _, seconds, *_ in parts], max(1, min(BAR, width - 2)))
+    for (*_, shade, color), count in zip(parts, cells, strict=True):
+        bar.append(shade * count, color)
     yield bar
+
+
+def _cells(seconds: Sequence[float], width: int) -> list[int]:
+    """Return how many of ``width`` characters each part has: at least one where it took any time."""
+    total = sum(seconds)
+    cells = [max(1, round(width * part / total)) if part > 0 else 0 for part in seconds]
+    while sum(cells) > width and max(cells) > 1:
+        cells[cells.index(max(cells))] -= 1
+    return cells
+
+
+def _fitting(recoveries: Sequence[list[Text]], room: int) -> list[list[Text]]:
+    """Return as many of the newest recoveries as fit into ``room`` lines; one at least."""
+    kept = list(recoveries[:1])
+    for lines in recoveries[1:]:
+        if sum(map(len, kept)) + len(lines) > room:
+            break
+        kept.append(lines)
+    return kept
+
+
+def _cut(lines: Sequence[Text], room: int) -> list[Text]:
+    """Return at most ``room`` lines; the last one says how many are left out."""
+    if len(lines) <= room:
+        return list(lines)
+    kept = max(1, room - 1)
+    return [*lines[:kept], Text(f"{counted(len(lines) - kept, 'line')} more of nodes")][: max(1, room)]
+
+
+def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:
+    """Yield the words of a text in as many lines as they take."""
+    line = ""
+    for word in text.split(" "):
+        if line and len(line) + 1 + len(word) > width:
+            yield Text(line, style)
+            line = "  " + word
+        else:
+            line = f"{line} {word}" if line else word
+    yield Text(line, style)
 
 
 def ranges(numbers: Sequence[int]) -> Iterator[str]:
@@ -182,12 +250,3 @@ def _size(nbytes: float | None) -> str:
         return UNKNOWN
     unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if nbytes >= unit), (1e3, "kB"))
     return f"{nbytes / unit:,.1f} {name}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes, _ = divmod(int(seconds), 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    return f"{minutes // 60} h" if minutes < 48 * 60 else f"{minutes // 60 // 24} d"

@@ -5,23 +5,29 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
-from moevement_cli.frame import frame, nodes_of, state_of
+from moevement_cli.frame import Frame, nodes_of
+from moevement_cli.keys import Keys
 from moevement_cli.run_folders import is_run, which_run
+from moevement_cli.run_state import state_of
 from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.monitoring.watched_run import WatchedRun
+
+QUIT = "q"
+HINT = "q: quit    the words: docs/glossary.md"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Its description and arguments."""
     parser.description = (
         "Show ranks, progress, checkpoints, host memory and recoveries of a run, from its run directory, until it has "
-        "ended or Ctrl-C. It may be a run of another host, or one that has ended."
+        "ended, q or Ctrl-C. It may be a run of another host, or one that has ended."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--once", action="store_true", help="print one frame, as where the output is no terminal")
@@ -40,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     watched.update()
     if not (arguments.once or arguments.json) and console.is_terminal and not watched.has_ended:
         _watch(watched, console, arguments.interval)
-    console.print(frame(watched, time.time()))
+    console.print(Frame(watched, time.time()))
     if arguments.json:
         print(json.dumps(_as_json(watched)))
     return 0
@@ -49,10 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _watch(watched: WatchedRun, console: Console, interval_s: float) -> None:
     """Until the run has ended, or the user has seen enough."""
     try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
+        with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
             while not watched.has_ended:
-                live.update(frame(watched, time.time()), refresh=True)
-                time.sleep(interval_s)
+                live.update(Frame(watched, time.time(), HINT), refresh=True)
+                if keys.wait(interval_s) == QUIT:
+                    break
                 watched.update()
     except KeyboardInterrupt:
         pass
@@ -78,10 +85,16 @@ def _as_json(watched: WatchedRun) -> dict[str, Any]:
             figures[sample.figure.exported_name] = sample.value
         else:
             figures.setdefault(sample.figure.exported_name, {})[sample.label] = sample.value
+    state = state_of(watched, time.time())
     return {
         "run": str(watched.record.folder),
-        "state": state_of(watched, time.time()),
+        "state": state.kind,
+        "state_text": state.text,
+        "job": None if watched.job is None else asdict(watched.job),
         "figures": figures,
-        "nodes": [{"node": node.name, "ranks": node.ranks, "spares": node.spares} for node in nodes_of(watched)],
+        "nodes": [
+            {"node": node.name, "ranks": node.ranks, "spares": node.spares, "starting": node.starting}
+            for node in nodes_of(watched)
+        ],
         "recoveries": watched.figures.recoveries,
     }

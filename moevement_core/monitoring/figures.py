@@ -247,6 +247,16 @@ class RunFigures:
             return None
         return min(1.0, self._timed_s / self._timed * self.iterations / (at - self._began_at))
 
+    @property
+    def mean_iteration_s(self) -> float | None:
+        """Mean duration of the iterations that have been timed, in seconds; None before there is any."""
+        return self._timed_s / self._timed if self._timed else None
+
+    @property
+    def began_at(self) -> float | None:
+        """When the first recorded iteration began, in seconds since the epoch; None before there is any."""
+        return self._began_at
+
     def samples(self) -> Iterator[Sample]:
         """All figures that are known, in the order of the table; of a figure with a label all values in a row."""
         for figure in FIGURES:

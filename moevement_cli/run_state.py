@@ -1,0 +1,111 @@
+"""Where a run stands: whether it trains, hangs, recovers, has ended, and how; from its directory and the time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moevement_core.monitoring.watched_run import WatchedRun
+from moevement_core.words import counted
+
+SILENT_S = 30.0
+"""A run that has written nothing for longer than this, and than many iterations, is said to be silent."""
+SILENT_ITERATIONS = 10
+
+
+class Kind(StrEnum):
+    """Where a run stands, in a word."""
+
+    STARTING = "starting"
+    TRAINING = "training"
+    SILENT = "silent"
+    """No iteration has ended for long: it hangs, or nobody knows that it was killed."""
+    RECOVERING = "recovering"
+    ENDED = "ended"
+    REFUSED = "refused"
+    """It ended before its first iteration."""
+    FAILED = "failed"
+    KILLED = "killed"
+    """The process that launched it is gone without a word."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A kind with its details."""
+
+    kind: Kind
+    text: str
+    """In words, the kind included."""
+
+    @property
+    def style(self) -> str:
+        """Color of its text in a terminal."""
+        if self.kind in (Kind.TRAINING, Kind.ENDED):
+            return "green"
+        return "yellow" if self.kind is Kind.STARTING else "bold red"
+
+
+def state_of(watched: WatchedRun, now: float) -> RunState:
+    """Return where a run stands.
+
+    Args:
+        watched: the run, as of its last update.
+        now: seconds since the epoch.
+    """
+    if watched.has_ended:
+        return _ended(watched, now)
+    figures = watched.figures
+    if not figures.iterations:
+        return RunState(Kind.STARTING, "starting")
+    silent_s = now - figures.line.get("time", now)
+    patience_s = max(SILENT_S, SILENT_ITERATIONS * (figures.line.get("iteration_s") or 0.0))
+    silence = f"no iteration for {duration(silent_s)}" if silent_s > patience_s else ""
+    if missing := missing_ranks(watched):
+        text = f"recovering: {len(missing)} of {figures.world_size} ranks missing"
+        return RunState(Kind.RECOVERING, f"{text}, {silence}" if silence else text)
+    return RunState(Kind.SILENT, silence) if silence else RunState(Kind.TRAINING, "training")
+
+
+def _ended(watched: WatchedRun, now: float) -> RunState:
+    job, iterations = watched.job, watched.figures.line.get("iteration", 0)
+    if job is None:
+        return RunState(Kind.ENDED, "ended")
+    if job.ended_at is None:
+        return RunState(Kind.KILLED, f"killed: its launcher (pid {job.pid} on {job.host}) is gone")
+    first = next(iter(job.reason.splitlines()), "")
+    when = time.strftime("%H:%M:%S", time.localtime(job.ended_at))
+    ago = f"{duration(max(0.0, now - job.ended_at))} ago, at {when}"
+    if not job.code:
+        total = watched.train_iterations
+        all_done = total is None or iterations >= total
+        return RunState(Kind.ENDED, f"ended {ago}" + ("" if all_done else f", asked to at iteration {iterations}"))
+    if not watched.figures.iterations:
+        return RunState(Kind.REFUSED, f"did not start, {ago}: {first}")
+    return RunState(Kind.FAILED, f"ended with exit code {job.code}, {ago}: {first}")
+
+
+def missing_ranks(watched: WatchedRun) -> list[int]:
+    """Return ranks that no process has now; empty before the job was formed."""
+    world = watched.figures.world_size
+    if not watched.processes or world is None:
+        return []
+    return sorted(set(range(world)) - {one["rank"] for one in watched.processes if one["role"] == "active"})
+
+
+def left_s(watched: WatchedRun) -> float | None:
+    """Return about how many seconds the run still takes, failures as frequent as so far; None if that is not known."""
+    figures, total = watched.figures, watched.train_iterations
+    if total is None or figures.mean_iteration_s is None:
+        return None
+    return max(0, total - figures.line["iteration"]) * figures.mean_iteration_s / (figures.effective or 1.0)
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with one unit, or two below a day: ``45 s``, ``12 min``, ``5 h 10 min``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds) // 60
+    if minutes < 120:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes < 48 * 60 else counted(minutes // 60 // 24, "day")
