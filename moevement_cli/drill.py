@@ -128,14 +128,14 @@ def _drill(arguments: argparse.Namespace, out: Path) -> int:
     kinds = list(FlipKind) if ALL in arguments.flip else [FlipKind(kind) for kind in dict.fromkeys(arguments.flip)]
     words = _job(arguments)
     undamaged = RunRecord(out / "undamaged")
-    print("a run without damage ...", flush=True)
+    print(f"a run without damage (0 of {len(kinds)} kinds) ...", flush=True)
     code = _launch(arguments, words, [], undamaged.folder)
     if code:
         raise ConfigError(f"the job fails without any damage ({_reason(undamaged.folder, code)}); mend that first")
     wanted = str(undamaged.summary()["state_digest"]["all"])
     results = []
-    for kind in kinds:
-        print(f"{kind} ...", flush=True)
+    for number, kind in enumerate(kinds, start=1):
+        print(f"{kind} ({number} of {len(kinds)}) ...", flush=True)
         run_dir = out / kind
         end_at = arguments.at if kind is FlipKind.WINDOWS else None
         code = _launch(arguments, [*words, *_faults(arguments, kind, out)], ["--spares", "2"], run_dir, end_at)

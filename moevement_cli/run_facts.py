@@ -38,9 +38,12 @@ class RunFacts:
         self.record = record
         self.name = name or record.folder.resolve().name
         self.lines, self.events = record.metrics(), record.events()
-        if not self.lines:
-            raise RunRecordError(f"{record.folder}: no metrics; {which_run(record.folder)} that has begun to train")
         self.job = record.job()
+        if not self.lines:
+            why = f" ({self.job.reason.splitlines()[0]})" if self.job is not None and self.job.reason else ""
+            raise RunRecordError(
+                f"{record.folder}: no metrics{why}; {which_run(record.folder)} that has begun to train"
+            )
         self.summary = record.summary() if record.summary_path.exists() else {}
         self.recoveries = [event for event in self.events if event["event"] == "failure"]
         self.figures, self.effective = RunFigures(), list[Point]()

@@ -41,6 +41,7 @@ from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage
 from moevement_core.rendezvous.token import Token, given_token
 from moevement_core.restart.environment import MEMBER_ENV, NODE_ENV, STORE_ENV
 from moevement_core.run_record import RunRecord
+from moevement_core.words import counted
 
 POLL_S = 0.02
 
@@ -148,6 +149,8 @@ def _run(launch: Launch) -> int:
     ):
         logs = None if launch.show_logs or run_dir is None else _make_logs(run_dir)
         token = given_token() or Token.new()
+        spares = f" and {counted(launch.spares, 'spare')}" if launch.spares else ""
+        print(f"moevement: starting {counted(launch.nproc, 'rank')}{spares}", flush=True)  # imports take seconds
         starter = _Starter(launch, port, logs, Path(scratch), token)
         signals.check()  # that has imported
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)

@@ -11,10 +11,11 @@ import pytest
 from megatron.moevement.preflight.early import refuse_early
 from moevement_cli.examples import EXAMPLES
 from moevement_cli.main import COMMANDS, main
+from moevement_cli.run_facts import names
 from moevement_core.errors import ConfigError
 from moevement_core.versions import versions
 from moevement_core.words import counted
-from tests.unit.monitoring.runs import recovered_run
+from tests.unit.monitoring.runs import BEGAN_AT, job, recovered_run
 
 LAPTOP = ["pretrain_gpt.py", "--config", str(EXAMPLES / "pretrain_moe" / "configs" / "laptop.yaml")]
 
@@ -98,12 +99,12 @@ def test_files_are_looked_at_first(
 
 
 def test_a_folder_of_runs_stands_for_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [str(recovered_run(tmp_path / name).folder) for name in ("first", "second")]
+    folders = [str(recovered_run(tmp_path / name).folder) for name in ("first", "second")]
     (tmp_path / "notes").mkdir()
-    assert all(name in refused(["top", str(tmp_path)], capsys) for name in names)
+    assert all(name in refused(["top", str(tmp_path)], capsys) for name in folders)
     assert main(["report", str(tmp_path), "--json"]) == 0
     runs = json.loads(capsys.readouterr().out.splitlines()[-1])["runs"]
-    assert [run["run"] for run in runs] == names
+    assert [run["run"] for run in runs] == folders
 
 
 def test_a_short_run_of_the_laptop_preset_is_not_refused() -> None:
@@ -139,3 +140,36 @@ def test_what_later_files_decide_is_left_to_the_ranks() -> None:
 def test_numbers_have_their_nouns() -> None:
     assert [counted(number, "spare") for number in (0, 1, 2)] == ["0 spares", "1 spare", "2 spares"]
     assert counted(1000, "process", "processes") == "1,000 processes"
+
+
+def test_a_report_of_a_run_that_was_refused_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recovered_run(tmp_path / "run")
+    run.metrics_path.unlink()
+    run.write_job(job(ended_at=BEGAN_AT, code=2, reason="--lr 0: needs more"))
+    assert "--lr 0: needs more" in refused(["report", str(run.folder)], capsys)
+
+
+def test_a_report_says_what_runs_come_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In eighty columns, with each run's whole name, and each recovery in full where that is asked for."""
+    called = ["a_first_run_of_a_long_name", "a_second_run_of_a_long_name"]
+    runs = [str(recovered_run(tmp_path / name).folder) for name in called]
+    assert main(["report", *runs, "--verbose", "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    rows = {line[:15].strip(): line[15:].split() for line in lines}
+    assert lines[0].startswith("Equal")
+    assert rows["run"] == called
+    assert rows["ETTR"] == ["62.5%", "62.5%"]
+    assert rows["iteration time"] == ["1.000", "s", "1.000", "s"]
+    assert rows["recoveries"][:3] == ["1", "(4.0", "s,"]
+    assert rows["state digest"] == ["ab", "the", "same"]
+    assert sum("leaving" in line or "fed " in line for line in lines) == 2
+    values = json.loads(last)["runs"][0]
+    assert (values["effective"], values["recoveries"], values["lost_s"], values["replayed"]) == (0.625, 1, 4.0, 2)
+    assert values["origin"]["command"] == job().command
+    assert max(len(line) for line in lines if not line.startswith(tuple(called)) and line != lines[0]) <= 80
+
+
+def test_names_of_runs_are_as_long_as_it_takes(tmp_path: Path) -> None:
+    assert names([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
+    assert names([tmp_path / "a" / "x", tmp_path / "b" / "y"]) == ["x", "y"]
+    assert names([tmp_path / "x", tmp_path / "x"]) == ["x", "x"]
