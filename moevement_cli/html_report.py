@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from moevement_cli.colors import RUN_COLORS
+from moevement_cli.colors import RUN_COLORS, RUN_DASHES
 from moevement_cli.elements import Element, document, element, rows_table, table
 from moevement_cli.line_chart import Chart, Line, Mark, Point
 from moevement_cli.plan_measured import Compared, Row, compare
@@ -42,7 +42,7 @@ dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1re
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 26rem), 1fr)); gap: 1.2rem 2rem; }
 figure { margin: 0; min-width: 0; }
-svg { display: block; width: 100%; height: auto; max-width: 46rem; }
+figure > svg { display: block; width: 100%; height: auto; max-width: 46rem; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } svg .mark-label { fill: var(--text); }
 .y.tick { text-anchor: end; } .x { text-anchor: middle; }
 .grid { stroke: var(--line); stroke-width: 1; } .mark { stroke-width: 1.5; stroke-dasharray: 2 3; }
@@ -50,7 +50,7 @@ svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } svg .mark-labe
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; margin: .3rem 0; padding: 0; }
 .legend li { white-space: nowrap; } .chart .legend li { white-space: normal; }
-.swatch { display: inline-block; width: 1.6rem; vertical-align: middle; }
+.swatch { display: inline-block; width: 1.6rem; vertical-align: middle; } svg.swatch { height: .4rem; }
 .recovery { margin: .8rem 0; break-inside: avoid; } .bar { display: flex; height: 1.5rem; font-size: .8rem; }
 .part { min-width: 2px; overflow: hidden; text-align: center; line-height: 1.5rem; }
 summary { cursor: pointer; color: var(--soft); }
@@ -67,13 +67,13 @@ code { font-size: .9em; }
 class _Drawn:
     """Lines and marks of a run, in its color."""
 
-    def __init__(self, facts: RunFacts, color: str, *, is_dashed: bool) -> None:
-        self.facts, self.color, self.is_dashed = facts, color, is_dashed
+    def __init__(self, facts: RunFacts, color: str, dashes: str) -> None:
+        self.facts, self.color, self.dashes = facts, color, dashes
         self.name = facts.name
 
-    def line(self, points: Sequence[Point], label: str = "", *, is_dashed: bool | None = None) -> Line:
-        """Return a line of the run; dashed where the one of another run lies below it."""
-        return Line(f"{self.name}{label}", self.color, points, self.is_dashed if is_dashed is None else is_dashed)
+    def line(self, points: Sequence[Point], label: str = "", dashes: str | None = None) -> Line:
+        """Return a line of the run, with its own dashes where none are given."""
+        return Line(f"{self.name}{label}", self.color, points, self.dashes if dashes is None else dashes)
 
     def series(self, *names: str) -> Line:
         """Return the line of the sum of these fields over iterations."""
@@ -122,10 +122,7 @@ def page(runs: Sequence[RunFacts]) -> str:
     Raises:
         RunRecordError: the configuration of one of ``runs`` is damaged.
     """
-    drawn = [
-        _Drawn(run, color, is_dashed=bool(number))
-        for number, (run, color) in enumerate(zip(runs, cycle(RUN_COLORS), strict=False))
-    ]
+    drawn = [_Drawn(*look) for look in zip(runs, cycle(RUN_COLORS), cycle(RUN_DASHES), strict=False)]
     names = ", ".join(run.name for run in runs)
     return document(
         f"{headline(runs)} \N{MIDDLE DOT} {names} \N{MIDDLE DOT} moevement",
@@ -197,7 +194,7 @@ def _all_charts(runs: Sequence[_Drawn]) -> Iterator[Chart]:
     yield Chart(
         "traffic of an iteration",
         [
-            run.line(run.facts.series(name), label, is_dashed=name == "copied_bytes")
+            run.line(run.facts.series(name), label, "6 5" if name == "copied_bytes" else "")
             for run in runs
             for name, label in traffic.items()
         ],

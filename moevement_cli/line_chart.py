@@ -35,7 +35,8 @@ class Line:
     color: str
     points: Sequence[Point]
     """In the order of x; a y that is no finite number is a gap."""
-    is_dashed: bool = False
+    dashes: str = ""
+    """Lengths of dashes and gaps; empty: none."""
 
     @property
     def finite(self) -> list[Point]:
@@ -161,7 +162,7 @@ class Chart:
             element(
                 "ul",
                 *(
-                    element("li", _swatch(line.color, is_dashed=line.is_dashed), " ", line.label)
+                    element("li", _swatch(line.color, line.dashes), " ", line.label)
                     for line in self.lines
                 ),
                 class_="legend",
@@ -238,8 +239,12 @@ def _mark(mark: Mark, x_axis: _Axis) -> Element:
 
 def _polyline(line: Line, points: Sequence[Point], x_axis: _Axis, y_axis: _Axis) -> Element:
     places = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in thinned(points))
-    dashes: dict[str, str | float] = {"stroke_dasharray": "6 5"} if line.is_dashed else {}
+    dashes = _dashed(line.dashes)
     return element("polyline", element("title", line.label), points=places, stroke=line.color, class_="line", **dashes)
+
+
+def _dashed(dashes: str) -> dict[str, str | float]:
+    return {"stroke_dasharray": dashes} if dashes else {}
 
 
 def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
@@ -268,5 +273,6 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
     return kept
 
 
-def _swatch(color: str, *, is_dashed: bool = False) -> Element:
-    return element("span", style=f"border-top: 3px {'dashed' if is_dashed else 'solid'} {color}", class_="swatch")
+def _swatch(color: str, dashes: str) -> Element:
+    line = element("line", x1=0, x2=26, y1=3, y2=3, stroke=color, stroke_width=3, **_dashed(dashes))
+    return element("svg", line, class_="swatch", viewBox="0 0 26 6", aria_hidden="true")

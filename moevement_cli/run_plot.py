@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from moevement_cli.colors import RUN_COLORS
+from moevement_cli.colors import RUN_COLORS, RUN_DASHES
 from moevement_cli.plotting import figure
 from moevement_cli.run_facts import RunFacts, headline
 
@@ -23,7 +23,9 @@ def draw(runs: Sequence[RunFacts], path: Path) -> None:
         ConfigError: it cannot be drawn or written.
     """
     with figure(path, 2, (11, 4.2)) as (loss, progress):
-        for run, color, style in zip(runs, cycle(RUN_COLORS), cycle(("-", (0, (4, 3)))), strict=False):
+        for run, color, dashes in zip(runs, cycle(RUN_COLORS), cycle(RUN_DASHES), strict=False):
+            lengths = [float(length) / 2 for length in dashes.split()]  # in widths of the line
+            style: Any = (0, lengths) if lengths else "-"
             look: dict[str, Any] = {"color": color, "linestyle": style, "linewidth": 1.8, "label": run.name}
             points = [(x, y) for x, y in run.series("loss") if math.isfinite(y)]
             loss.plot([x for x, _ in points], [y for _, y in points], **look)
@@ -35,7 +37,10 @@ def draw(runs: Sequence[RunFacts], path: Path) -> None:
         for axis in (loss, progress):
             axis.grid(alpha=0.3)
             axis.legend()
-        loss.figure.suptitle(headline(runs))
+        origin = dict(runs[0].origin())
+        about = "; ".join(f"{origin[name]} {name}" if name == "ranks" else origin[name] for name in ("model", "ranks")
+                          if name in origin)  # fmt: skip
+        loss.figure.suptitle(f"{headline(runs)}\n{about}" if about else headline(runs), fontsize=11)
 
 
 def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bool) -> None:
