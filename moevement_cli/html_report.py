@@ -36,7 +36,7 @@ h3 { font-size: 1.05rem; margin: 1.4rem 0 .3rem; } p { margin: .3rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 caption { text-align: left; padding: .5rem 0; }
 th, td { text-align: left; padding: .25rem 1.25rem .25rem 0; border-bottom: 1px solid var(--line); }
-td { vertical-align: top; }
+th, td { vertical-align: top; }
 th { font-weight: 600; } td, code { overflow-wrap: break-word; }
 dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .1rem 1rem; margin: .5rem 0; }
 dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
@@ -128,11 +128,23 @@ def page(runs: Sequence[RunFacts]) -> str:
         f"{headline(runs)} \N{MIDDLE DOT} {names} \N{MIDDLE DOT} moevement",
         STYLE,
         element("h1", headline(runs)),
-        element("p", f"{names}; {dict(runs[0].origin()).get('date', '')}".strip("; "), class_="soft"),
+        _listed([("runs", names), *_common(runs)]),
         _summary(runs),
         element("section", element("h2", "Training"), *_charts(drawn), class_="training"),
         *(element("section", element("h2", run.name), *_about(run), class_="run") for run in runs),
     )
+
+
+def _common(runs: Sequence[RunFacts]) -> Iterator[tuple[str, str]]:
+    """Yield what all runs were made with; the date is the first one's."""
+    first, *others = (run.origin() for run in runs)
+    for name, value in first:
+        if name == "date" or all((name, value) in origin for origin in others):
+            yield name, value
+
+
+def _listed(facts: Sequence[tuple[str, str]]) -> Element:
+    return element("dl", *(part for name, value in facts for part in (element("dt", name), element("dd", value))))
 
 
 def _summary(runs: Sequence[RunFacts]) -> Element:
@@ -162,7 +174,7 @@ def _charts(runs: Sequence[_Drawn]) -> Iterator[Element]:
     yield element("div", *(chart.draw() for chart in every if not chart.is_constant), class_="charts")
     if constant := [chart for chart in every if chart.is_constant]:
         rows = [[chart.title, *value] for chart in constant for value in chart.values()]
-        yield element("h3", "The same in every iteration")
+        yield element("h3", "About the same in every iteration")
         yield table(("quantity", "of", "value"), rows)
 
 
@@ -206,7 +218,7 @@ def _all_charts(runs: Sequence[_Drawn]) -> Iterator[Chart]:
 def _about(run: RunFacts) -> Iterator[Element]:
     """All that concerns one run alone."""
     facts = [("folder", str(run.record.folder)), *run.origin(), ("failures", run.failures)]
-    yield element("dl", *(part for name, value in facts for part in (element("dt", name), element("dd", value))))
+    yield _listed(facts)
     if run.recoveries:
         newest = run.recoveries[-MOST_RECOVERIES:]
         left_out = len(run.recoveries) - len(newest)

@@ -149,7 +149,7 @@ class RunFacts:
         ended_at = self.job.ended_at if self.job is not None else None
         if not math.isfinite(began_at):
             return ""
-        took = f", {duration(ended_at - began_at)}" if ended_at is not None else ""
+        took = f", took {duration(ended_at - began_at)}" if ended_at is not None else ""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(began_at)) + took
 
     def _ranks(self, config: dict[str, Any]) -> str:

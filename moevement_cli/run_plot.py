@@ -38,8 +38,7 @@ def draw(runs: Sequence[RunFacts], path: Path) -> None:
             axis.grid(alpha=0.3)
             axis.legend()
         origin = dict(runs[0].origin())
-        about = "; ".join(f"{origin[name]} {name}" if name == "ranks" else origin[name] for name in ("model", "ranks")
-                          if name in origin)  # fmt: skip
+        about = "; ".join(f"{name}: {origin[name]}" for name in ("model", "ranks") if name in origin)
         loss.figure.suptitle(f"{headline(runs)}\n{about}" if about else headline(runs), fontsize=11)
 
 

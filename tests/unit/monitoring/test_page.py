@@ -263,7 +263,8 @@ return {
     frame: box(bar), seconds: bar.textContent,
     parts: [...bar.children].map(part => [getComputedStyle(part).backgroundColor, ...box(part)]),
   })),
-  font: Math.min(...[...document.querySelectorAll("figure > svg")].map(svg => 12 * svg.getBoundingClientRect().width / 520)),
+  font: Math.min(
+    ...[...document.querySelectorAll("figure > svg")].map(svg => 12 * svg.getBoundingClientRect().width / 520)),
   charts: [...document.querySelectorAll("figure > svg")].map(svg => ({
     frame: box(svg),
     texts: [...svg.querySelectorAll("text")].map(text => [text.textContent, ...box(text)]),
