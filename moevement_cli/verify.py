@@ -9,6 +9,7 @@ from pathlib import Path
 from moevement_core.errors import RunRecordError
 from moevement_core.run_record import RunRecord
 from moevement_core.verify import compare
+from moevement_core.words import counted
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise RunRecordError(f"{a.folder} and {b.folder} are the same folder; give the --run-dir of two runs")
     verdict = compare(a, b, common_iterations=arguments.common)
     if verdict.equal:
-        print(f"equal: {verdict.iterations_compared} iterations and the final state, bit for bit")
+        print(f"equal: {counted(verdict.iterations_compared, 'iteration')} and the final state, bit for bit")
     else:
         print(f"DIFFERENT: {verdict.first_difference}")
         differing = [part for part, same in verdict.parts.items() if not same]

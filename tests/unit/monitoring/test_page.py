@@ -263,6 +263,9 @@ return {
     frame: box(bar), seconds: bar.textContent,
     parts: [...bar.children].map(part => [getComputedStyle(part).backgroundColor, ...box(part)]),
   })),
+  printed: [...document.styleSheets].flatMap(sheet => [...sheet.cssRules]).filter(
+    rule => rule.media && rule.media.mediaText === "print" && rule.cssRules.length).length,
+  hidden: [...document.querySelectorAll("details:not([open]):not(.numbers)")].length,
   font: Math.min(
     ...[...document.querySelectorAll("figure > svg")].map(svg => 12 * svg.getBoundingClientRect().width / 520)),
   charts: [...document.querySelectorAll("figure > svg")].map(svg => ({
@@ -294,6 +297,7 @@ def test_everything_has_its_place_at_any_width(shown: Path, tmp_path: Path, widt
     assert seen["requests"] == 0
     assert len(seen["charts"]) == 3, "all others stay where they are"
     assert seen["font"] > 10, "pixels of a letter"
+    assert (seen["printed"], seen["hidden"]) == (1, 0), "nothing is left out on paper but numbers of charts"
     for chart in seen["charts"]:
         left, top, right, bottom = chart["frame"]
         assert right - left > 300
