@@ -50,6 +50,10 @@ def test_bad_flags_are_one_line_and_two(where: str, tmp_path: Path) -> None:
     assert code == 2
     found, needed = r"--num-experts 6\b.*--expert-model-parallel-size 4\b", r"\b4\b.*\b8\b"
     assert re.fullmatch(rf"moevement: {found}.*{needed}.*\n", err), err
+    job = RunRecord(tmp_path / "run").job()
+    assert job is not None
+    assert (job.code, job.ranks, job.ended_at is None) == (2, 4, False)
+    assert where == "console" or re.fullmatch(f"{found}.*{needed}.*", job.reason)
 
 
 def test_a_run_directory_of_a_job_that_runs_keeps_its_logs(tmp_path: Path) -> None:
@@ -62,6 +66,7 @@ def test_a_run_directory_of_a_job_that_runs_keeps_its_logs(tmp_path: Path) -> No
     refused, holder = re.escape(f"--run-dir {tmp_path / 'run'}"), rf"\bbeef\b.*\bpid {os.getpid()}\b"
     assert re.fullmatch(rf"moevement: {refused}\b.*{holder}.*\n", err), err
     assert log.read_text() == "written before\n"
+    assert RunRecord(tmp_path / "run").job() is None
 
 
 def test_what_megatrons_own_configuration_refuses_is_one_line_too(tmp_path: Path) -> None:

@@ -116,7 +116,8 @@ def coordinated(run_dir: Path, port: int, iterations: int) -> subprocess.Popen[s
     command = [sys.executable, "-W", "ignore", "-m", "moevement_cli.main"]
     task = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
     words = [
-        *command, "coordinate", "--ranks", "1", "--nodes", "n1", "--", *command, "launch", "--trainer", "torch",
+        *command, "coordinate", "--ranks", "1", "--run-dir", str(run_dir), "--nodes", "n1", "--",
+        *command, "launch", "--trainer", "torch",
         "--spares", "0", str(ROOT / "examples" / "plain_torch" / "train.py"), "--iterations", str(iterations),
         "--moevement-replicas", "0", "--run-dir", str(run_dir), "--moevement-metrics-port", str(port),
     ]  # fmt: skip
@@ -141,6 +142,9 @@ def test_over_several_hosts_the_coordinator_has_it_served(tmp_path: Path) -> Non
         process.kill()
     assert process.returncode == 0, out
     assert f"http://127.0.0.1:{port}/metrics" in out
+    job = RunRecord(tmp_path / "run").job()
+    assert job is not None
+    assert (job.code, job.ranks, job.command.split()[:2]) == (0, 1, ["moevement", "coordinate"])
 
 
 @pytest.mark.full
@@ -156,3 +160,7 @@ def test_a_port_that_the_coordinator_cannot_have_stops_the_job_before_it_begins(
     refused = rf"^moevement: .*--moevement-metrics-port {port}\b.*{os.strerror(errno.EADDRINUSE)}"
     assert re.search(refused, out, re.MULTILINE), out
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    job = RunRecord(tmp_path / "run").job()
+    assert job is not None
+    assert job.code == 2
+    assert f"--moevement-metrics-port {port}" in job.reason
