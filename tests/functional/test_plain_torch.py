@@ -50,8 +50,8 @@ def test_ranks_are_killed_and_nothing_is_different(tmp_path: Path, nproc: int) -
     assert len(failures) >= 3
     assert all(recovery["recomputed"] > 0 for recovery in recoveries), "frozen and active operators were mixed"
     assert free.summary()["checkpointing"]["reorders"] > 0
-    ranks = json.loads((killed.folder / "ranks.json").read_text())
-    assert len({rank["pid"] for rank in ranks}) == len(ranks)
+    pids = [one["pid"] for one in json.loads((killed.folder / "ranks.json").read_text()) if one["role"] != "starting"]
+    assert len(set(pids)) == len(pids)
 
 
 def test_a_rank_is_restored_by_its_logged_gradients(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def strike(
         node = None
         if cell.per_node > 1 and draw.random() < 0.4:
             node = draw.choice(sorted({one["node"] for one in active}))
-            chosen = [one for one in everyone if one["node"] == node]
+            chosen = [one for one in everyone if one["node"] == node and one["role"] != "starting"]
         else:
             chosen = draw.sample(active, min(2 if draw.random() < 0.15 else 1, len(active)))
         killed = [one["rank"] for one in chosen if _kill(one["pid"]) and one["role"] == "active"]
