@@ -82,7 +82,10 @@ class RunFacts:
         """How far it has come, in words."""
         if self.job is not None and self.job.code:
             return f"ended with exit code {self.job.code}: {self.job.reason.splitlines()[0] if self.job.reason else ''}"
-        return "ended" if self.summary else "did not come to its end yet"
+        if self.summary:
+            return "ended"
+        is_abandoned = self.job is not None and self.job.is_abandoned
+        return "killed with its launcher" if is_abandoned else "did not come to its end yet"
 
     @property
     def iteration_s(self) -> float | None:

@@ -90,7 +90,8 @@ def missing_ranks(watched: WatchedRun) -> list[int]:
     world = watched.figures.world_size
     if not watched.processes or world is None:
         return []
-    return sorted(set(range(world)) - {one["rank"] for one in watched.processes if one["role"] == "active"})
+    held = {process["rank"] for process in watched.processes if process["role"] == "active"}
+    return sorted(set(range(world)) - held)
 
 
 def left_s(watched: WatchedRun) -> float | None:

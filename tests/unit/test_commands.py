@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 from megatron.moevement.preflight.early import refuse_early
 from moevement_cli.examples import EXAMPLES
 from moevement_cli.main import COMMANDS, main
-from moevement_cli.run_facts import names
+from moevement_cli.run_facts import RunFacts, names
 from moevement_core.errors import ConfigError
+from moevement_core.process_identity import machine_id
 from moevement_core.versions import versions
 from moevement_core.words import counted
 from tests.unit.monitoring.runs import BEGAN_AT, job, recovered_run
@@ -167,6 +169,16 @@ def test_a_report_says_what_runs_come_to(tmp_path: Path, capsys: pytest.CaptureF
     assert (values["effective"], values["recoveries"], values["lost_s"], values["replayed"]) == (0.625, 1, 4.0, 2)
     assert values["origin"]["command"] == job().command
     assert max(len(line) for line in lines if not line.startswith(tuple(called)) and line != lines[0]) <= 80
+
+
+def test_a_report_tells_a_killed_run_from_one_that_goes_on(tmp_path: Path) -> None:
+    run = recovered_run(tmp_path, has_ended=False)
+    going = RunFacts(run).state
+    run.write_job(job(machine=machine_id(), pid=os.getpid(), started="0"))
+    killed = RunFacts(run).state
+    run.write_job(job(ended_at=BEGAN_AT, code=1, reason="rank 2 failed"))
+    assert len({going, killed, RunFacts(run).state}) == 3
+    assert RunFacts(run).state.endswith(": rank 2 failed")
 
 
 def test_names_of_runs_are_as_long_as_it_takes(tmp_path: Path) -> None:
