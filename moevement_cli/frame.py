@@ -77,8 +77,9 @@ class Frame:
         if height is None or len(every) + len(hint) <= height:
             return [*every, *hint]
         head, room = [line for line in head if line.cell_len], height - len(hint)
-        recoveries = _fitting(recoveries, room - len(head) - min(len(nodes), 3))
-        nodes = _cut(nodes, room - len(head) - max(1, sum(map(len, recoveries))))
+        left = max(1, room - len(head))
+        recoveries = _fitting(recoveries, left - min(len(nodes), left // 2))
+        nodes = _cut(nodes, left - max(1, sum(map(len, recoveries))))
         every = [line for line in _below_each_other(head, nodes, recoveries) if line.cell_len]
         return [*every[: max(1, room)], *hint][: max(1, height)]
 
@@ -159,7 +160,8 @@ def _nodes(nodes: Sequence[Node], width: int) -> Iterator[Text]:
     ranks = counted(sum(len(node.ranks) for node in nodes), "rank")
     spares = spares_words(sum(node.spares for node in nodes), sum(node.starting for node in nodes))
     yield from flow([Text(f"{ranks} on {counted(len(nodes), 'node')}"), Text(f"spares: {spares}")], width)
-    yield from columns([Text(_node(node)) for node in nodes], width)
+    yield from columns([Text(_node(node)) for node in nodes if node.ranks], width)
+    yield from flow([Text(_node(node)) for node in nodes if not node.ranks], width)
 
 
 def _node(node: Node) -> str:
@@ -216,7 +218,7 @@ def _cut(lines: Sequence[Text], room: int) -> list[Text]:
     if len(lines) <= room:
         return list(lines)
     kept = max(1, room - 1)
-    return [*lines[:kept], Text(f"{counted(len(lines) - kept, 'line')} more of nodes")][: max(1, room)]
+    return [*lines[:kept], Text(f"{counted(len(lines) - kept, 'more line')} of nodes")][: max(1, room)]
 
 
 def _wrapped(text: str, width: int, style: str) -> Iterator[Text]:
