@@ -20,7 +20,7 @@ from moevement_core.errors import ConfigError, RunRecordError
 from moevement_core.monitoring.watched_run import WatchedRun
 
 QUIT = "q"
-HINT = "q: quit    the words: docs/glossary.md"
+HINT = "q: quit    what the words mean: docs/looking.md"
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
