@@ -38,7 +38,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="starts the tasks of a node (srun --nodes=1 --nodelist={host} ... moevement launch ...), with "
         "MOEVEMENT_STORE set; again if they end before the job does",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, command_line="")
 
 
 def _folder(text: str) -> Path:

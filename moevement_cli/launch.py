@@ -85,7 +85,7 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("script", metavar="SCRIPT", help="a training script, ours or Megatron-LM's own pretrain_gpt.py")
     parser.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="its arguments")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, command_line="")
 
 
 def run(arguments: argparse.Namespace) -> int:
