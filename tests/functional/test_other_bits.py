@@ -63,7 +63,8 @@ def recoveries(survived: Survived) -> list[dict[str, Any]]:
 
 
 def test_kernels_that_add_in_no_fixed_order_end_no_recovery(tmp_path: Path) -> None:
-    survived = train_as_on_a_gpu(tmp_path, repeatable=False, noise=1e-6)
+    # Far above the last bit of a loss, for only two iterations may be compared.
+    survived = train_as_on_a_gpu(tmp_path, repeatable=False, noise=1e-4)
     done = recoveries(survived)
     assert [recovery["replayed"] > 0 for recovery in done] == [True] * len(KILLS), "and none began again"
     assert all(0 < recovery["largest_difference"] < 1e-2 for recovery in done), done

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from moevement_core.policy.runs import restore_points
+from moevement_core.policy.schedule import LATE_AT_PEERS
 from moevement_core.rendezvous.roster import NoticedBy
 from moevement_core.rendezvous.takeover import split_blocks
 from moevement_core.session.rejoin import NoWayBack
@@ -200,7 +201,7 @@ class Checks:
         most = max(one.slots_kept(2, to_disk=False) for one in schedules)
         if len(schedules) == 1 and (count := sum(bool(one.extents) for one in checkpointer.own.buffers())) > most:
             raise Violation(f"{process.name} keeps {count} snapshots of its own; {most} are the most")
-        at_peer = max(one.slots_kept(0, to_disk=False) for one in schedules)
+        at_peer = max(one.slots_kept(LATE_AT_PEERS, to_disk=False) for one in schedules)
         for store in () if self.has_parity else checkpointer.replicator.stores:
             if len(schedules) == 1 and (count := len(store.schedules())) > at_peer:
                 raise Violation(

@@ -193,7 +193,8 @@ def test_a_supervisor_of_another_job_is_not_heard(both: Both) -> None:
 
 def test_what_was_recorded_on_one_connection_is_nothing_on_another(both: Both) -> None:
     with socket.create_server(("127.0.0.1", 0)) as between, socket.create_connection(both.address) as onward:
-        client = LeaseClient("task 0", between.getsockname()[:2], LEASE_S, TOKEN)
+        # A client whose lease runs out connects again, and then this is not its connection any more.
+        client = LeaseClient("task 0", between.getsockname()[:2], 100 * LEASE_S, TOKEN)
         client.died(4, 1234, "was killed")
         client.step([4], {4: 1})
         here, _ = between.accept()
