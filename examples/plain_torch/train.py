@@ -160,7 +160,7 @@ class Trainer(ft.Binding):
         self.sparse = [one for layer in self.model.blocks for one in layer.moe.experts.parameters()]
         experts = {id(one) for one in self.sparse}
         self.dense = [one for one in self.model.parameters() if id(one) not in experts]
-        self.corpus = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
+        self.corpus = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
         self.seed = seed
         torch.manual_seed(seed + 1 + dist.get_rank())  # ranks drop different values
 
