@@ -59,6 +59,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.builds
 @pytest.mark.slow("two jobs")
 def test_a_disk_that_fills_while_a_job_trains_changes_no_bit_of_it(small_disk: Path, tmp_path: Path) -> None:
     """Windows cannot be written from then on, its record at times; it says so, not once a window, and trains on."""

@@ -192,6 +192,7 @@ exec(compile(open({script!r}).read(), {script!r}, "exec"), globals())
 """
 
 
+@pytest.mark.full
 def test_a_temporary_folder_that_is_removed_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As cleaners of ``/tmp`` do, which take what has not changed for days."""
     (tmp_path / "tmp").mkdir()

@@ -83,6 +83,7 @@ def persisted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"load": str(folder / "dense"), "moevement_load": str(folder / "windows")}
 
 
+@pytest.mark.builds
 def test_a_step_that_is_asked_for_by_name_is_overruled_by_no_window(persisted: dict[str, Any], tmp_path: Path) -> None:
     run = train(2, tmp_path / "run", **TWO, **persisted, ckpt_step=3)
     assert run.metrics()[0]["iteration"] == 4

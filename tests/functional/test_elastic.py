@@ -260,6 +260,7 @@ def test_windows_on_disk_are_loaded_by_another_number_of_ranks(kind: str, tmp_pa
     assert_same(loaded, other, newest.reaches)
 
 
+@pytest.mark.full
 def test_a_second_failure_finds_what_the_first_one_has_left(tmp_path: Path) -> None:
     """The second comes in the evaluation that was due when the first came: what is resized has its state by then. Two
     models later none of the former ones is in memory.

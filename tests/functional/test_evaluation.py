@@ -40,6 +40,7 @@ def test_a_rank_that_died_after_an_evaluation_draws_what_it_would_have_drawn(rec
     survived.check_metrics(14)
 
 
+@pytest.mark.builds
 @pytest.mark.slow("evaluations long enough to be asked in")
 def test_a_job_that_is_asked_to_end_leaves_its_evaluation(tmp_path: Path) -> None:
     """Within an iteration of it; dropout is on again in the iterations that ranks take to agree on their end."""

@@ -62,10 +62,7 @@ def reference(same_weights: dict[str, Any], tmp_path_factory: pytest.TempPathFac
     return losses(train(1, tmp_path_factory.mktemp("one-rank"), **same_weights))
 
 
-QUICK = (
-    "interleaved-expert-overlap",
-    "pipeline-full-recompute",
-)
+QUICK = ("pipeline-full-recompute",)
 """Every kind of parallelism once; the others mostly try Megatron over gloo, and `make test-full` runs them."""
 
 

@@ -71,6 +71,7 @@ def test_state_that_is_wiped_is_recovered(tmp_path: Path) -> None:
     assert is_the_same(free, run(tmp_path / "wiped", 2, "--moevement-wipe-at", "7", "13"))
 
 
+@pytest.mark.full
 def test_a_new_job_starts_from_windows_on_disk(tmp_path: Path) -> None:
     windows = str(tmp_path / "windows")
     free = run(tmp_path / "failure_free", 2)

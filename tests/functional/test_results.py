@@ -81,7 +81,7 @@ def check_finite(record: RunRecord, iterations: int) -> None:
     [
         (TWO_STAGES, 0, {}),
         pytest.param(TWO_STAGES, 1, {}, marks=pytest.mark.full),
-        (TWO_REPLICAS, 1, {}),
+        pytest.param(TWO_REPLICAS, 1, {}, marks=pytest.mark.full),
         pytest.param(TWO_STAGES, 1, {"rerun_mode": "disabled"}, marks=pytest.mark.full),
     ],
     ids=["first stage", "last stage", "expert parallel", "without second pass"],

@@ -197,6 +197,7 @@ def test_the_memory_that_a_refusal_names_is_enough(
     assert used <= float(named[1]) * 1e9
 
 
+@pytest.mark.builds
 def test_nothing_is_persisted_for_long_and_everybody_learns_of_it(tmp_path: Path) -> None:
     """Peers that never take a copy: a warning, an event, a line in the summary, and no memory that grows."""
     words = flags(train_iters=40, **PP2, **SPARSE, moevement_window=2, moevement_replicas=1, moevement_peer_timeout=0.5)

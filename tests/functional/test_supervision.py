@@ -54,6 +54,7 @@ def _are_gone(pids: list[int]) -> bool:
     return not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids)
 
 
+@pytest.mark.full
 def test_a_spare_that_is_stopped_is_replaced_and_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     job = Job(tmp_path / "run", train_iters=100000, moevement_lease_seconds=2)
     job.until_iteration(2)

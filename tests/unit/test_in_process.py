@@ -155,7 +155,7 @@ def _train(late: float | str) -> Any:
     return run_through_failures(_Sums(stops=late == STOPPED))
 
 
-@pytest.mark.parametrize("late", [0.1, pytest.param(1.0, marks=pytest.mark.full), STOPPED])
+@pytest.mark.parametrize("late", [*(pytest.param(late, marks=pytest.mark.full) for late in (0.1, 1.0)), STOPPED])
 def test_what_an_aborted_reduction_gives_is_never_committed(late: float | str) -> None:
     """However late the monitoring thread of the rank is that it is given to."""
     *ranks, coordinator = run_ranks(_train, RANKS + 1, late, init_process_group=False)
