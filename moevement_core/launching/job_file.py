@@ -50,6 +50,10 @@ class JobFile:
     def __init__(self, record: RunRecord | None, entry: JobEntry, *, begins: bool = True) -> None:
         self.outcome: Outcome | None = None
         self._record, self._entry, self._begins, self._has_begun = record, entry, begins, False
+        self._earlier: bytes | None = None
+        """What the file held before this job; None where there was none."""
+        self._lines_before = 0
+        """Bytes of the run's metrics before this job."""
 
     def begin(self) -> None:
         """Write that the job has begun; does nothing the second time, or where the folder cannot be made."""
@@ -58,6 +62,8 @@ class JobFile:
         with suppress(OSError):  # who needs the folder complains about it
             make_folder(self._record.folder)
             self._has_begun = True
+            self._earlier = self._record.job_path.read_bytes() if self._record.job_path.exists() else None
+            self._lines_before = self._size_of_metrics()
             self._record.write_job(self._entry)
 
     def __enter__(self) -> JobFile:
@@ -75,11 +81,25 @@ class JobFile:
             return  # the entry of the job that has the run directory
         if not self._has_begun:
             self.begin()
-        if self._has_begun:
+        if self._was_refused(outcome):
+            assert self._earlier is not None
+            self._record.job_path.write_bytes(self._earlier)
+        elif self._has_begun:
             reason = "\n".join(outcome.reason.strip().splitlines()[:MOST_LINES])
             self._record.write_job(
                 replace(self._entry, ended_at=round(time.time(), 3), code=outcome.code, reason=reason)
             )
+
+    def _was_refused(self, outcome: Outcome) -> bool:
+        """Return whether the job has trained nothing, so that the run directory is still that of the job before it."""
+        return (
+            self._earlier is not None and outcome.code == USAGE_ERROR and self._size_of_metrics() == self._lines_before
+        )
+
+    def _size_of_metrics(self) -> int:
+        assert self._record is not None
+        path = self._record.metrics_path
+        return path.stat().st_size if path.exists() else 0
 
 
 def stopped_by(stopped: Stopped) -> str:

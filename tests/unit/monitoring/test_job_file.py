@@ -68,6 +68,23 @@ def test_the_entry_of_a_job_that_trains_is_left_alone(tmp_path: Path) -> None:
     assert (found.command, found.code) == ("mine", 0)
 
 
+def test_a_refused_launch_leaves_the_entry_of_the_finished_job(tmp_path: Path) -> None:
+    """Unless it trained: then the run directory is its own."""
+    record, finished = RunRecord(tmp_path), replace(entry(), command="finished", code=0)
+    record.begin({}, first_iteration=1)
+    record.metric(iteration=1, loss=2.0)
+    record.write_job(finished)
+    with pytest.raises(ConfigError), JobFile(record, replace(entry(), command="refused")):
+        raise ConfigError("a flag")
+    assert record.job() == finished
+    with JobFile(record, replace(entry(), command="trained")) as file:
+        record.metric(iteration=2, loss=2.0)
+        file.outcome = Outcome(2, "found later")
+    found = record.job()
+    assert found is not None
+    assert (found.command, found.code) == ("trained", 2)
+
+
 def test_a_job_whose_launcher_was_killed_is_abandoned(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     job = replace(entry(), pid=launcher.pid, started=start_of(launcher.pid) or "")
