@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -30,6 +31,8 @@ from moevement_core.simulator.worth import LEAST_SHARE, MONTH_H, Way, Worth, wor
 
 RESTART_S, REPAIR_S = 600.0, 86_400.0
 """Assumed where nothing is given: ten minutes until a job has started again, a day until a node is repaired."""
+NAME_WIDTH = 18
+"""Characters of the column of names, so that the figures have room on a terminal of 80; longer names are folded."""
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -141,10 +144,10 @@ def _called(way: Way) -> str:
 def _table(job: Scenario, found: Worth) -> Table:
     gpus = job.job.ranks
     table = Table(
-        *(
-            Column(name, no_wrap=True)
-            for name in ("", "every", "saving", "failures", "spares", "lost", "%", "GB")
-        ),
+        Column("", overflow="fold", max_width=NAME_WIDTH),
+        *(Column(name, no_wrap=True) for name in ("every", "saving", "failures", "spares", "lost", "%")),
+        Column("GB", overflow="fold"),
+        box=SIMPLE_HEAD, pad_edge=False,
         title=f"GPU hours lost a month, {job.job.name} on {gpus:,} GPUs, a failure every {span(found.mtbf_s)}",
         caption="every: iterations between saves, or W; saving: what checkpoints add; failures: work cut off or "
         "repeated, waiting, recovering; spares: idle nodes; GB: host memory of a node",
@@ -178,7 +181,9 @@ def _assumed(
     rate = "given" if arguments.mtbf is not None else f"{SOURCE}; --mtbf gives yours"
     yield f"A failure every {span(found.mtbf_s)}: {rate}."
     yield (
-        f"A restart takes {span(restart_s)} ({source('restart')}), and as long until the scheduler gives another node. "
+        f"The scheduler gives another node {span(restart_s)} after a failure, and a restarted job loads its checkpoint "
+        f"then ({source('restart')}). With 0 spares a job here waits for that node, too: somebody has to add it "
+        f"(docs/runbook.md, No spare is left) within --spare-timeout. "
         f"Here a failure is noticed in {saved.detect_s:g} s ({source('detect', saved.detect_s == usual.detect_s)}) and "
         f"ranks regroup in {saved.regroup_s:g} s ({source('regroup', saved.regroup_s == usual.regroup_s)}; nobody has "
         f"measured it on GPUs); a failed node is a spare again after {span(repair_s)} ({source('repair')})."
