@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from moevement_core.errors import MoEvementError
+from moevement_core.errors import MoEvementError, RunRecordError
 from moevement_core.exit_codes import USAGE_ERROR
 from moevement_core.file_modes import make_folder
 from moevement_core.job_entry import JobEntry
@@ -50,8 +50,8 @@ class JobFile:
     def __init__(self, record: RunRecord | None, entry: JobEntry, *, begins: bool = True) -> None:
         self.outcome: Outcome | None = None
         self._record, self._entry, self._begins, self._has_begun = record, entry, begins, False
-        self._earlier: bytes | None = None
-        """What the file held before this job; None where there was none."""
+        self._earlier: JobEntry | None = None
+        """Entry of the job before this one; None where there was none that can be read."""
         self._lines_before = 0
         """Bytes of the run's metrics before this job."""
 
@@ -62,7 +62,8 @@ class JobFile:
         with suppress(OSError):  # who needs the folder complains about it
             make_folder(self._record.folder)
             self._has_begun = True
-            self._earlier = self._record.job_path.read_bytes() if self._record.job_path.exists() else None
+            with suppress(RunRecordError):
+                self._earlier = self._record.job()
             self._lines_before = self._size_of_metrics()
             self._record.write_job(self._entry)
 
@@ -81,9 +82,8 @@ class JobFile:
             return  # the entry of the job that has the run directory
         if not self._has_begun:
             self.begin()
-        if self._was_refused(outcome):
-            assert self._earlier is not None
-            self._record.job_path.write_bytes(self._earlier)
+        if self._earlier is not None and self._was_refused(outcome):
+            self._record.write_job(self._earlier)
         elif self._has_begun:
             reason = "\n".join(outcome.reason.strip().splitlines()[:MOST_LINES])
             self._record.write_job(
@@ -92,9 +92,7 @@ class JobFile:
 
     def _was_refused(self, outcome: Outcome) -> bool:
         """Return whether the job has trained nothing, so that the run directory is still that of the job before it."""
-        return (
-            self._earlier is not None and outcome.code == USAGE_ERROR and self._size_of_metrics() == self._lines_before
-        )
+        return outcome.code == USAGE_ERROR and self._size_of_metrics() == self._lines_before
 
     def _size_of_metrics(self) -> int:
         assert self._record is not None

@@ -26,18 +26,20 @@ class OverheadMeter:
         self.is_measuring = True
         """Whether there are quiet iterations; a benchmark that turns saving off and on itself has none."""
         self._iteration = -1
-        self._copy_s = self._policy_s = 0.0
+        self._copy_s = self._policy_s = self._stall_s = 0.0
         self._is_quiet = False
 
-    def begin(self, iteration: int, begin_s: float, policy_s: float) -> None:
+    def begin(self, iteration: int, begin_s: float, policy_s: float, stall_s: float = 0.0) -> None:
         """Begin ``iteration``, for which the training thread has captured a snapshot.
 
         Args:
             iteration: the iteration that begins.
             begin_s: seconds of the training thread for snapshot and policy.
             policy_s: those of them for order and window.
+            stall_s: those of them that were waits for copies.
         """
-        self._iteration, self._copy_s, self._policy_s = iteration, max(0.0, begin_s - policy_s), policy_s
+        self._iteration, self._policy_s, self._stall_s = iteration, policy_s, stall_s
+        self._copy_s = max(0.0, begin_s - policy_s - stall_s)
         self._is_quiet = self.is_measuring and is_quiet(iteration, self._began_at)
         if self._is_quiet:
             quiet_s = self._estimate.quiet_s
@@ -58,8 +60,8 @@ class OverheadMeter:
             return
         self._estimate.add(
             Timed(
-                iteration, step_s - stall_s, self._copy_s, self._policy_s, stall_s, digest_cpu_s, send_cpu_s,
-                self._is_quiet,
+                iteration, step_s - stall_s, self._copy_s, self._policy_s, self._stall_s + stall_s, digest_cpu_s,
+                send_cpu_s, self._is_quiet,
             )
         )  # fmt: skip
 

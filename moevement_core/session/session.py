@@ -138,11 +138,12 @@ class Session:
         injection.at(Phase.SNAPSHOT)
         saving.disk.watch()
         saving.watch.look(committed, saving.peers.senders)
-        self.totals.stall_s += saving.checkpointer.let_gradients_go(committed)  # the trainer clears them next
+        gradient_stall_s = saving.checkpointer.let_gradients_go(committed)  # the trainer clears them next
+        self.totals.stall_s += gradient_stall_s
         saving.peers.begin_iteration(is_saving=saving.checkpointer.is_saving)
         begin_s = time.perf_counter() - began
         self.totals.began(begin_s)
-        saving.meter.begin(committed + 1, begin_s, saving.policy_s)
+        saving.meter.begin(committed + 1, begin_s, saving.policy_s, gradient_stall_s)
 
     def _mark_begun(self, committed: int, boundary: Mapping[str, Any]) -> None:
         mark = self.commit.mark
@@ -183,8 +184,7 @@ class Session:
         self.saving.peers.end_iteration(is_saving=is_saving)
         saving = self.saving
         saving.meter.end(
-            committed, step_s, progress.stall_s + progress.gradient_stall_s, progress.digest_cpu_s,
-            saving.peers.cpu_s_since(),
+            committed, step_s, progress.stall_s, progress.digest_cpu_s, saving.peers.cpu_s_since(),
         )  # fmt: skip
         self.records.ended(committed, outcome)
         self.totals.ended(step_s, progress)

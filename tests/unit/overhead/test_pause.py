@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import torch
 
 from moevement_core.device import CpuDevice
@@ -85,3 +86,14 @@ def test_an_interruption_ends_the_pause() -> None:
     meter.begin(WARM_UP, 0.0, 0.0)
     meter.interrupted()
     assert not pause.is_on
+
+
+def test_a_wait_for_copies_is_a_stall_wherever_it_came_and_counts_once() -> None:
+    meter = OverheadMeter(0, Pause())
+    for iteration in range(1, WARM_UP + 4):
+        meter.begin(iteration, begin_s=0.5, policy_s=0.1, stall_s=0.3)
+        meter.end(iteration, step_s=1.2, stall_s=0.2, digest_cpu_s=0.0, send_cpu_s=0.0)
+    measured = meter.measured()
+    assert measured is not None
+    assert measured.quiet_s == pytest.approx(1.0)
+    assert (measured.copy, measured.policy, measured.stall) == pytest.approx((0.1, 0.1, 0.5))
