@@ -35,9 +35,15 @@ GREETING_S = 30.0
 RETRY_S = 1.0
 """Where the host has no descriptors left, say."""
 
+_SO_MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
+"""Of Linux, for which Python has no name; see socket(7)."""
+_UNLIMITED = 0xFFFFFFFF
+"""What the kernel takes for no limit; as a rate it is 34 Gbit/s of one connection."""
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 UNSENT_BYTES = 1 << 20
-"""Bytes that wait inside a connection at most: they leave although sends pause, in 80 ms over 100 Mbit/s."""
+"""Bytes that wait inside a connection at most: they leave although sends pause."""
+UNSENT_PACED_BYTES = 128 << 10
+"""The same of a connection with a rate: ten milliseconds over 100 Mbit/s."""
 
 MOST_UNKNOWN = 256
 """Connections whose caller has not shown yet who it is; of more the oldest is closed."""
@@ -221,6 +227,16 @@ def _token_of(address: Address) -> Token:
     return Token(address.secret.hex() + (job.text if job is not None else ""))
 
 
+def _pace(connection: socket.socket, bytes_per_s: float) -> None:
+    """Let the kernel spread what is sent over time, where it can."""
+    is_limited = bytes_per_s < _UNLIMITED
+    rate = max(1, int(bytes_per_s)) if is_limited else _UNLIMITED
+    with suppress(OSError):  # another system than Linux: the sender goes on as fast as the link does
+        connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", rate))
+        unsent = UNSENT_PACED_BYTES if is_limited else UNSENT_BYTES
+        connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent)
+
+
 class _Channel(Transport):
     def __init__(self, connections: Connections, name: str) -> None:
         self._connections, self._name = connections, name
@@ -234,6 +250,16 @@ class _Channel(Transport):
                     (peer, tag), data,
                     lambda stream, part: self._connections.to(self._name, peer, tag, stream).sendall(part),
                 )  # fmt: skip
+            except OSError as error:
+                raise RuntimeError(f"connection to rank {peer}: {error}") from error
+
+    @override
+    def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:
+        streams = self._connections.streams
+        with self._connections.under_way():
+            try:
+                for stream in range(streams):
+                    _pace(self._connections.to(self._name, peer, tag, stream), bytes_per_s / streams)
             except OSError as error:
                 raise RuntimeError(f"connection to rank {peer}: {error}") from error
 

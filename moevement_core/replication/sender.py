@@ -16,6 +16,7 @@ import torch
 from moevement_core.errors import ReplicationError
 from moevement_core.overhead.pause import Pause
 from moevement_core.replication.pace import Pace
+from moevement_core.replication.spread import Spread
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot.blocks import blocks_of
@@ -90,6 +91,10 @@ class Sender:
         self._lost = lost
         self._report = report
         self._pace, self._pause = pace, pause or Pause()
+        self.spread = Spread()
+        """How fast snapshots leave."""
+        self._bytes_per_s = math.inf
+        """Rate that the connection has."""
         self.cpu_s = 0.0
         """Processor seconds of the sender's thread."""
         self._delivered = self._taken = 0
@@ -275,12 +280,7 @@ class Sender:
     def _send(self, pieces: Sequence[torch.Tensor]) -> Kind:
         """Send in chunks, at once or when the network is idle, but not beside a quiet iteration."""
         if self._pace is None:
-            rate = self.sent_bytes / self.send_s if self.send_s else math.inf
-            size = FIRST_CHUNK if math.isinf(rate) else max(SMALLEST_CHUNK, int(rate * CHUNK_S))
-            for piece in pieces:
-                for chunk in piece.split(size):
-                    self._keep_to_pause()
-                    self._transport.send(self.peer, TO_PEER, chunk)
+            self._send_spread(pieces)
             return self._answer()
         began_s, waited_s, left = time.perf_counter(), 0.0, sum(piece.numel() for piece in pieces)
         nbytes = left
@@ -296,6 +296,26 @@ class Sender:
         answer = self._answer()
         self._pace.sent(nbytes, time.perf_counter() - began_s - waited_s)
         return answer
+
+    def _send_spread(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Send at the rate that is set, in chunks that keep to a pause."""
+        began_s, paused_s, rate = time.perf_counter(), self._paused_s, self._set_rate()
+        usual = self.sent_bytes / self.send_s if self.send_s else math.inf
+        size = FIRST_CHUNK if math.isinf(usual) else max(SMALLEST_CHUNK, int(min(rate, usual) * CHUNK_S))
+        for piece in pieces:
+            for chunk in piece.split(size):
+                self._keep_to_pause()
+                self._transport.send(self.peer, TO_PEER, chunk)
+        seconds = time.perf_counter() - began_s - (self._paused_s - paused_s)
+        self.spread.sent(sum(piece.numel() for piece in pieces), seconds, rate)
+
+    def _set_rate(self) -> float:
+        """Set the rate of the connection, where it is another one than before, and return it."""
+        rate = self.spread.bytes_per_s(self._delivered - self._taken)
+        if rate != self._bytes_per_s:
+            self._transport.pace(self.peer, TO_PEER, rate)
+            self._bytes_per_s = rate
+        return rate
 
     def _must_hurry(self) -> bool:
         """Whether the next snapshot waits, or the end."""

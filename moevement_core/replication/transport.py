@@ -22,6 +22,9 @@ class Transport(ABC):
             RuntimeError: the peer is gone.
         """
 
+    def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:  # noqa: B027, not every transport can
+        """Spread what :meth:`send` brings to ``peer`` from now on over time; at an infinite rate nothing waits."""
+
     @abstractmethod
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
         """Receive exactly as many bytes as ``data``, uint8, has.

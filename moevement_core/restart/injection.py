@@ -137,6 +137,10 @@ class InjectingTransport(Transport):
         """Receive as the inner transport does."""
         self._inner.receive(peer, tag, data)
 
+    def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:
+        """Pace as the inner transport does."""
+        self._inner.pace(peer, tag, bytes_per_s)
+
 
 # By the clock
 

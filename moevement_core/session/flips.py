@@ -215,6 +215,10 @@ class _Flipping(Transport):
         self._inner.receive(peer, tag, data)
 
     @override
+    def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:
+        self._inner.pace(peer, tag, bytes_per_s)
+
+    @override
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
         self._inner.send(peer, tag, self._maybe_flipped(peer, tag, data))
 

@@ -87,6 +87,16 @@ class Peers:
         self._receiving, self._counted_cpu_s = receivers, 0.0
         return self.senders, receivers
 
+    def spread(self, bytes_per_s: float, snapshots: int) -> None:
+        """Set how fast snapshots leave from the next one on.
+
+        Args:
+            bytes_per_s: bytes of snapshots that come per second, on average; infinite while that is not known.
+            snapshots: snapshots of a window.
+        """
+        for sender in self.senders:
+            sender.spread.needed_bytes_per_s, sender.spread.usual_backlog = bytes_per_s, snapshots
+
     def cpu_s_since(self) -> float:
         """Return the processor seconds of threads that send and receive copies since the last call."""
         now_s = sum(sender.cpu_s for sender in self.senders) + sum(receiver.cpu_s for receiver in self._receiving)

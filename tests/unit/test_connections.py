@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -49,6 +51,30 @@ def test_messages_come_in_order_on_each_channel_and_tag(two: tuple[Connections, 
         second.channel(channel).receive(0, tag, data)
         came.append(data.tolist())
     assert came == [[3, 3], [2, 2], [1, 1], [4, 4]]
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces what is sent")
+def test_what_is_paced_takes_as_long_as_its_rate_says(streams: int) -> None:
+    both = Connections("127.0.0.1", streams), Connections("127.0.0.1", streams)
+    for rank, one in enumerate(both):
+        one.open(rank, [each.address for each in both])
+    first, second = both[0].channel("a"), both[1].channel("a")
+    sent, came = torch.zeros(6 << 20, dtype=torch.uint8), torch.empty(6 << 20, dtype=torch.uint8)
+    first.pace(1, 1, 10e6)
+    reader = threading.Thread(target=second.receive, args=(0, 1, came))
+    reader.start()
+    began_s = time.perf_counter()
+    first.send(1, 1, sent)
+    reader.join()
+    assert time.perf_counter() - began_s > 0.3, (
+        "half of what the rate says, for the kernel sends the first part at once"
+    )
+    first.pace(1, 1, math.inf)
+    first.send(1, 1, sent[:100])
+    second.receive(0, 1, came[:100])
+    for one in both:
+        one.close()
 
 
 @pytest.mark.parametrize("streams", [1, 2, 5])
