@@ -139,11 +139,17 @@ def _training(watched: WatchedRun, line: Mapping[str, Any]) -> list[tuple[str, s
     ]
 
 
+def _window(line: Mapping[str, Any]) -> str:
+    iterations, snapshots = line["window"], line.get("window_snapshots", line["window"])
+    every = f", {counted(snapshots, 'snapshot')}" if snapshots < iterations else ""
+    return f"{counted(iterations, 'iteration')}{every}"
+
+
 def _checkpoints(line: Mapping[str, Any]) -> list[tuple[str, str]]:
     persisted, on_disk = line.get("persisted_from"), line.get("on_disk")
     lag = line.get("replication_lag")
     return [
-        ("window", counted(line["window"], "iteration")),
+        ("window", _window(line)),
         ("restore point", "none yet" if persisted is None else f"iteration {persisted}"),
         ("peers behind", UNKNOWN if lag is None else counted(lag, "iteration")),
         ("unsent copies", str(line.get("copies_under_way", UNKNOWN))),

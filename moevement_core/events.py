@@ -146,7 +146,7 @@ class Planned(_Plain):
     iteration: int
     """From which on."""
     window: int
-    """Iterations of a window."""
+    """Iterations from the first snapshot of a window to that of the next."""
     strategy: str
     """What ``--moevement-strategy`` says."""
     copied_bytes: float
@@ -162,6 +162,25 @@ class Planned(_Plain):
     """Iterations that a failure at a random moment costs on average, with replication that does not lag."""
     most_replayed: int
     """Committed iterations that a recovery runs again at most, likewise."""
+    snapshots: int | None = None
+    """Snapshots of a window; None in records of earlier versions."""
+
+
+@dataclass(frozen=True)
+class AboveCap(_Plain):
+    """A warning: what saving costs training is surely more than ``--moevement-overhead-cap`` allows, and stays so."""
+
+    kind: ClassVar[str] = "above_cap"
+    text: str
+    """The warning."""
+    iteration: int
+    """The newest one."""
+    overhead: float
+    """Share of training time that saving costs."""
+    error: float
+    """Standard error of :attr:`overhead`."""
+    cap: float
+    """Share of training time that it may cost."""
 
 
 @dataclass(frozen=True)
@@ -222,6 +241,6 @@ class GroupsSplit(_Plain):
 
 
 PLAIN = (
-    Started, Restarted, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned, NothingPersisted,
-    WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk, GroupsSplit,
+    Started, Restarted, Ended, Evaluated, CheckpointSaved, CheckpointFailed, WindowPersisted, Planned, AboveCap,
+    NothingPersisted, WindowsNotOnDisk, WindowsOnDiskAgain, RecoveredFromDisk, GroupsSplit,
 )  # fmt: skip

@@ -25,8 +25,8 @@ _MOST = 1 << 53
 """Beyond it neighbouring whole numbers are one float."""
 _NUMBERS = (
     "time", "iteration_s", "tokens_per_s", "stall_s", "copied_bytes", "replicated_bytes", "replication_lag",
-    "copies_under_way", "persisted_from", "window", "windows_abandoned", "snapshot_memory_bytes", "log_bytes",
-    "log_memory_bytes", "on_disk", "disk_written_bytes", "tokens_owed", *FIELDS,
+    "copies_under_way", "persisted_from", "window", "window_snapshots", "windows_abandoned",
+    "snapshot_memory_bytes", "log_bytes", "log_memory_bytes", "on_disk", "disk_written_bytes", "tokens_owed", *FIELDS,
 )  # fmt: skip
 _MAY_BE_NAMED = ("loss", "grad_norm", "learning_rate", "loss_scale", "validation_loss", "test_loss")
 """Numbers that JSON has no word for are there by their names."""

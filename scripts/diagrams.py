@@ -72,6 +72,7 @@ def window() -> Figure:
     axes.set(xlim=(-1.45, len(snapshots) + 0.05), ylim=(-1.0, rows + 0.75))
     for column, iteration in enumerate(snapshots):
         contents = schedule.contents(int(iteration))
+        assert contents is not None, "windows of the diagrams have no rest"
         for row, place in enumerate(schedule.order):
             colour, text = _HELD[Saved(int(contents[place]))]
             _box(axes, column, rows - 1 - row, 0.94, 0.9, "", text, colour)

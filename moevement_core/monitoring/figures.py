@@ -98,7 +98,11 @@ OF_TRAINING = (
 )  # fmt: skip
 OF_CHECKPOINTS = (
     Figure(
-        "window_iterations", "iterations", "W, over which a snapshot of everything is spread.", field="window"
+        "window_iterations", "iterations", "From the first snapshot of a window to that of the next.", field="window"
+    ),
+    Figure(
+        "window_snapshots", "snapshots", "W, over which everything is spread; one an iteration, and then none until "
+        "the next window.", field="window_snapshots",
     ),
     Figure(
         "persisted_iteration", "", "Where the newest run of snapshots begins that all peers have; a failure goes back "

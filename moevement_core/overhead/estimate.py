@@ -1,8 +1,9 @@
 """The share of training time that saving costs, estimated from quiet iterations and their neighbours.
 
 A machine whose speed drifts slows a quiet iteration as much as those beside it, so each quiet iteration is compared
-with its own neighbours: ``median(saving neighbours) / quiet - 1``. That is the cost of what pauses in quiet
-iterations, digests and sends. What goes on in them, on the training thread, is timed directly.
+with its own neighbours: ``median(saving neighbours) / quiet - 1``. That is the cost of digests and sends, which pause
+in quiet iterations or have nothing to do there. Where few iterations save, each of them is compared with the quiet ones
+around it instead. What goes on in every iteration, on the training thread, is timed directly.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moevement_core.overhead.quiet import spacing
+from moevement_core.overhead.cap import RECENT, Evidence
 
 REACH = 2
 """Neighbours on each side of a quiet iteration that it is compared with."""
 REMEMBERED = 64
-"""Quiet iterations that an estimate is made from, at most; older ones are forgotten, for load and links change."""
+"""Comparisons that an estimate is made from, at most; older ones are forgotten, for load and links change."""
+ITERATIONS = 256
+"""Iterations from which the share is taken of those that save, and what the training thread does itself."""
 CONFIDENCE = 0.95
+MAD_TO_DEVIATION = 1.4826
+"""Standard deviation over median absolute deviation, of a normal distribution."""
+MEDIAN_TO_MEAN = 1.2533
+"""Standard error of a median over that of a mean, of a normal distribution."""
 DISTURBED = 3.0
 """An iteration that takes this many times as long as the median of its neighbourhood had something else beside it: a
 dense save, an evaluation, a pause of the host."""
@@ -43,6 +50,7 @@ class Timed:
     send_cpu_s: float
     """Processor seconds of the threads that send and receive copies."""
     is_quiet: bool
+    """Whether nothing was digested or sent beside it: that paused, or there was nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +78,14 @@ class Overhead:
 
 @dataclass
 class OverheadEstimate:
-    """The estimate of one rank, from the iterations that it is given one after the other.
+    """The estimate of one rank, from the iterations that it is given one after the other."""
 
-    Args:
-        began_at: the iteration whose state the job began from.
-    """
-
-    began_at: int
     _recent: deque[Timed] = field(default_factory=lambda: deque(maxlen=2 * REACH + 1))
     """The newest iterations, without a gap."""
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     """Saving neighbours over quiet iteration, less 1."""
     _quiet_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    _all: deque[Timed] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    _all: deque[Timed] = field(default_factory=lambda: deque(maxlen=ITERATIONS))
     """The newest iterations, for what is timed directly."""
 
     def add(self, timed: Timed) -> None:
@@ -91,42 +94,62 @@ class OverheadEstimate:
             self._recent.clear()
         self._recent.append(timed)
         self._all.append(timed)
-        if len(self._recent) == 2 * REACH + 1 and self._recent[REACH].is_quiet:
-            self._compare(self._recent[REACH], [near for near in self._recent if not near.is_quiet])
+        if len(self._recent) == 2 * REACH + 1:
+            self._compare(self._recent[REACH])
 
     def forget(self) -> None:
-        """Forget everything: what is saved, or over which links, has changed."""
+        """Forget what saving cost: what is saved, or over which links, has changed. Training itself has not."""
         self._recent.clear()
         self._ratios.clear()
-        self._quiet_s.clear()
         self._all.clear()
 
-    def _compare(self, quiet: Timed, neighbours: Sequence[Timed]) -> None:
+    def _compare(self, middle: Timed) -> None:
+        """Compare an iteration with those around it that are of the other kind, if they are the greater part."""
+        others = [near for near in self._recent if near.is_quiet != middle.is_quiet]
         usual_s = statistics.median(near.train_s for near in self._recent)
-        undisturbed = [near.train_s for near in neighbours if near.train_s <= DISTURBED * usual_s]
-        if not undisturbed or not 0 < quiet.train_s <= DISTURBED * usual_s:
+        undisturbed = [near.train_s for near in others if near.train_s <= DISTURBED * usual_s]
+        if len(others) <= REACH or not undisturbed or not 0 < middle.train_s <= DISTURBED * usual_s:
             return
-        self._ratios.append(statistics.median(undisturbed) / quiet.train_s - 1)
-        self._quiet_s.append(quiet.train_s)
+        other_s = statistics.median(undisturbed)
+        quiet_s, saving_s = (middle.train_s, other_s) if middle.is_quiet else (other_s, middle.train_s)
+        self._ratios.append(saving_s / quiet_s - 1)
+        self._quiet_s.append(quiet_s)
 
     @property
     def quiet_s(self) -> float | None:
         """Seconds that an iteration takes without saving, median; None before the first quiet one."""
-        return statistics.median(self._quiet_s) if self._quiet_s else None
+        return statistics.median(list(self._quiet_s)[-RECENT:]) if self._quiet_s else None
+
+    @property
+    def _saving_share(self) -> float:
+        """Share of the newest iterations beside which something was digested or sent."""
+        return statistics.fmean(not one.is_quiet for one in self._all)
+
+    def _on_training_thread(self) -> list[float]:
+        """Return the training thread's part of the cost: copies, policy, stalls, as shares."""
+        quiet_s = statistics.median(self._quiet_s)
+        timed = zip(*((one.copy_s, one.policy_s, one.stall_s) for one in self._all), strict=True)
+        return [statistics.fmean(values) / quiet_s for values in timed]
+
+    def evidence(self) -> Evidence:
+        """Return the newest of what is known of the cost, for who decides what is saved next."""
+        newest = list(self._ratios)[-RECENT:]
+        if len(newest) < 2:
+            return Evidence(0.0, 0.0, len(newest))
+        middle = statistics.median(newest)
+        deviation = MAD_TO_DEVIATION * statistics.median(abs(ratio - middle) for ratio in newest)
+        error = MEDIAN_TO_MEAN * deviation / math.sqrt(len(newest))
+        share = self._saving_share
+        return Evidence(sum(self._on_training_thread()) + share * middle, share * error, len(newest))
 
     def measured(self) -> Overhead | None:
         """Return what saving costs; None before a quiet iteration could be compared."""
         if not self._ratios:
             return None
-        quiet_s = statistics.median(self._quiet_s)
-        newest = self._all[-1]
-        saving_share = 1 - 1 / spacing(newest.iteration, self.began_at)
+        saving_share = self._saving_share
         low, high = median_interval(self._ratios)
         background = saving_share * statistics.median(self._ratios)
-        copy, policy, stall = (
-            statistics.fmean(values) / quiet_s
-            for values in zip(*((one.copy_s, one.policy_s, one.stall_s) for one in self._all), strict=True)
-        )
+        copy, policy, stall = self._on_training_thread()
         on_training_thread = copy + policy + stall
         digest_s, send_s = (sum(one.digest_cpu_s for one in self._all), sum(one.send_cpu_s for one in self._all))
         digest = background * digest_s / (digest_s + send_s) if digest_s + send_s else 0.0
@@ -134,7 +157,7 @@ class OverheadEstimate:
             on_training_thread + background,
             None if low is None else on_training_thread + saving_share * low,
             None if high is None else on_training_thread + saving_share * high,
-            copy, digest, background - digest, policy, stall, quiet_s, len(self._ratios),
+            copy, digest, background - digest, policy, stall, statistics.median(self._quiet_s), len(self._ratios),
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from moevement_core.overhead.cap import Evidence
 from moevement_core.overhead.estimate import Overhead, OverheadEstimate, Timed
 from moevement_core.overhead.pause import Pause
 from moevement_core.overhead.quiet import is_quiet
@@ -22,7 +23,7 @@ class OverheadMeter:
 
     def __init__(self, began_at: int, pause: Pause) -> None:
         self._began_at, self._pause = began_at, pause
-        self._estimate = OverheadEstimate(began_at)
+        self._estimate = OverheadEstimate()
         self.is_measuring = True
         """Whether there are quiet iterations; a benchmark that turns saving off and on itself has none."""
         self._iteration = -1
@@ -45,7 +46,10 @@ class OverheadMeter:
             quiet_s = self._estimate.quiet_s
             self._pause.begin(FIRST_LIMIT_S if quiet_s is None else max(1.0, PAUSE_LIMIT * quiet_s))
 
-    def end(self, iteration: int, step_s: float, stall_s: float, digest_cpu_s: float, send_cpu_s: float) -> None:
+    def end(
+        self, iteration: int, step_s: float, stall_s: float, digest_cpu_s: float, send_cpu_s: float, *,
+        is_saving: bool = True,
+    ) -> None:  # fmt: skip
         """End ``iteration``; does nothing for one that was not begun here.
 
         Args:
@@ -54,6 +58,7 @@ class OverheadMeter:
             stall_s: seconds of them in which training waited for copies.
             digest_cpu_s: processor seconds for digests since the iteration before.
             send_cpu_s: processor seconds for sending and receiving copies since the iteration before.
+            is_saving: whether a snapshot was copied, digested, sent or written beside it, or waited for that.
         """
         has_lasted = self._pause.end()
         if iteration != self._iteration or (self._is_quiet and not has_lasted):
@@ -61,7 +66,7 @@ class OverheadMeter:
         self._estimate.add(
             Timed(
                 iteration, step_s - stall_s, self._copy_s, self._policy_s, self._stall_s + stall_s, digest_cpu_s,
-                send_cpu_s, self._is_quiet,
+                send_cpu_s, self._is_quiet or not is_saving,
             )
         )  # fmt: skip
 
@@ -69,6 +74,19 @@ class OverheadMeter:
         """End a pause that an exception has interrupted; the iteration does not count."""
         self._pause.end()
         self._iteration = -1
+
+    @property
+    def quiet_s(self) -> float | None:
+        """Seconds that an iteration takes without saving, median; None before the first comparison."""
+        return self._estimate.quiet_s
+
+    def evidence(self) -> Evidence:
+        """Return what is known of the cost of what is saved now."""
+        return self._estimate.evidence()
+
+    def forget(self) -> None:
+        """Begin again: what is saved from now on is something else."""
+        self._estimate.forget()
 
     def measured(self) -> Overhead | None:
         """Return what saving costs; None before a quiet iteration could be compared with its neighbours."""

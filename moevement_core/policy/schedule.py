@@ -198,6 +198,11 @@ class Schedule(ABC):
         return [slot for slot in range(self.size) if self.contents_of_slot(slot) is not None]
 
 
+def is_other_window(new: Schedule, old: Schedule) -> bool:
+    """Return whether windows of ``new`` hold or take something else than those of ``old``, whatever their order."""
+    return (new.size, new.snapshots, type(new)) != (old.size, old.snapshots, type(old))
+
+
 class ScheduleHistory:
     """The schedules of a run, each in force until the next begins.
 

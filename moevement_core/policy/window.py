@@ -31,6 +31,8 @@ from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order
 
+ROUNDING = 1e-6
+"""Of an iteration: what is not worth one more."""
 _BALANCE_STEPS = 10  # the peak is balanced to within 1/1024 of the budget
 
 
@@ -221,6 +223,22 @@ def impose_window(
     slots = min(size, len(table))
     ends = cutter.split_to(slots, cutter.balanced(slots, low=0.0, high=float(cutter.heaviest())))
     return cutter.window(ends + [len(table)] * (size - slots), budget_bytes)
+
+
+def shortest_period(window_bytes: float, size: int, bytes_to_save: float, most: int) -> int:
+    """Return the iterations from the beginning of a window to that of the next: as few as ``bytes_to_save`` allows.
+
+    Algorithm 1 says how many snapshots a window needs for copies from device to host not to stall an iteration. How
+    often a window may begin is another question: links and processors have all iterations until the next one for it.
+
+    Args:
+        window_bytes: all snapshots of a window, on the rank that has the most.
+        size: snapshots of a window.
+        bytes_to_save: bytes that an iteration may save, a mean over a window and the rest after it.
+        most: iterations that are never exceeded.
+    """
+    period = math.ceil(window_bytes / bytes_to_save - ROUNDING) if bytes_to_save > 0 else most
+    return max(size, min(most, period))
 
 
 def peak_of_window(table: OperatorTable, order: Order, size: int, kind: WindowKind = WindowKind.ALIGNED) -> int:

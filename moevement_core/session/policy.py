@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moevement_core.policy.schedule import Schedule
+from moevement_core.policy.schedule import Schedule, is_other_window
 from moevement_core.session.codec import Plain, pack_schedule, unpack_schedule
 
 
@@ -37,7 +37,7 @@ class Policy:
         newest, schedules = self.schedules[-1], list(self.schedules)
         for its in other.schedules:
             last = schedules[-1]
-            if its.start >= newest.start and (its.size != last.size or type(its) is not type(last)):
+            if its.start >= newest.start and is_other_window(its, last):
                 schedules.append(newest.with_windows_of(its))
         return replace(self, window_start=other.window_start, schedules=tuple(schedules), settled=other.settled)
 

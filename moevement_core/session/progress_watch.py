@@ -1,11 +1,15 @@
-"""Whether checkpointing comes along: persisted windows are announced, peers and windows that stay away reported."""
+"""Whether checkpointing comes along: persisted windows are announced; peers and windows that stay away are reported,
+and a cost above the cap.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from moevement_core.engine.checkpointer import Checkpointer
-from moevement_core.events import NothingPersisted, WindowPersisted
+from moevement_core.events import AboveCap, NothingPersisted, WindowPersisted
+from moevement_core.overhead.cap import RECENT, CapWatch
+from moevement_core.overhead.meter import OverheadMeter
 from moevement_core.policy.schedule import LAG_ALLOWANCE
 from moevement_core.replication.sender import Sender
 from moevement_core.session.reports import Reports
@@ -20,9 +24,20 @@ class ProgressWatch:
         reports: what an operator sees.
         peer_timeout_s: after which a peer that does not answer is reported.
         announced: the newest window that was announced; ``NONE`` if none was.
+        meter: of what saving costs; None: that is not watched.
+        cap: share of training time that saving may cost; None: any.
     """
 
-    def __init__(self, checkpointer: Checkpointer, reports: Reports, peer_timeout_s: float, announced: int) -> None:
+    def __init__(
+        self,
+        checkpointer: Checkpointer,
+        reports: Reports,
+        peer_timeout_s: float,
+        announced: int,
+        meter: OverheadMeter | None = None,
+        cap: float | None = None,
+    ) -> None:
+        self._meter, self._cap_watch = meter, CapWatch(cap) if cap is not None else None
         self.announced = announced
         self.longest_unpersisted = 0
         """The most iterations in a row in which no newer run was persisted."""
@@ -41,6 +56,7 @@ class ProgressWatch:
         """Before the iteration after ``committed``."""
         self._watch_peers(senders)
         self._watch_persistence(committed)
+        self._watch_cost(committed)
         self._announce(len(senders))
 
     def _watch_peers(self, senders: Sequence[Sender]) -> None:
@@ -71,6 +87,23 @@ class ProgressWatch:
             "failure now costs more than it should. The ranks' logs name peers that lag or refuse"
         )
         self._reports.warn(text, NothingPersisted(text, since, None if persisted == NONE else persisted))
+
+    def _watch_cost(self, committed: int) -> None:
+        """Warn where saving costs more than it may, and nothing that is saved changes: windows are given, say."""
+        if self._meter is None or self._cap_watch is None or committed % RECENT:
+            return
+        evidence = self._meter.evidence()
+        if not self._cap_watch.has_passed(evidence):
+            return
+        schedule, cap = self._checkpointer.history.newest, self._cap_watch.cap
+        text = (
+            f"saving costs {100 * evidence.share:.1f}% of training (standard error {100 * evidence.error:.1f}), more "
+            f"than the {100 * cap:g}% of --moevement-overhead-cap, with {schedule.snapshots} snapshots every "
+            f"{schedule.size} iterations. Cheaper are: no --moevement-window or --moevement-dense-interval, so that "
+            "they follow the cap; --moevement-protection parity:3+1 in the place of copies; --moevement-replicas 1; "
+            "copies over a link of their own (--moevement-interfaces)"
+        )
+        self._reports.warn(text, AboveCap(text, committed, evidence.share, evidence.error, cap))
 
     def _announce(self, peers: int) -> None:
         """A line and an event for each window that is persisted on every rank."""

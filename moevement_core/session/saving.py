@@ -17,7 +17,7 @@ from moevement_core.errors import ConfigError
 from moevement_core.events import Planned
 from moevement_core.overhead.meter import OverheadMeter
 from moevement_core.overhead.pause import Pause
-from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory
+from moevement_core.policy.schedule import Saved, Schedule, ScheduleHistory, is_other_window
 from moevement_core.replication.allowance import LOG, Allowance
 from moevement_core.replication.interface import bytes_moved
 from moevement_core.replication.pace import Pace
@@ -101,13 +101,13 @@ class Saving:
         if joining is None and (caution := strategy.caution()) is not None and self.topology.rank == 0:
             self.reports.report(caution)
         policy = None if joining is None else joining.policy_for(strategy, self.topology.most_operators)
-        self.windows = self._window_decisions(strategy, policy)
         pace = None
         if strategy.paces_copies and (moved := bytes_moved(own_address(config.copies.interfaces))) is not None:
             pace = Pace(moved)
         self._pause = Pause()
         self.meter = OverheadMeter(self.began_at, self._pause)
         """Of what all this costs training."""
+        self.windows = self._window_decisions(strategy, policy)
         self.policy_s = 0.0
         """Seconds that the last decision took."""
         self.peers = Peers(current_device(), lambda: self.checkpointer.own, self.reports.report, pace, self._pause)
@@ -119,7 +119,9 @@ class Saving:
         self.checkpointer.may_give_up_own = is_auto and config.disk.persist_dir is None and not has_parity
         disk_job, announced = (policy.disk_job, policy.announced) if policy is not None else ("", NONE)
         self.disk = WindowsOnDisk(binding, names, config, self.topology, self.checkpointer, self.reports, disk_job)
-        self.watch = ProgressWatch(self.checkpointer, self.reports, config.timeouts.peer_s, announced)
+        self.watch = ProgressWatch(
+            self.checkpointer, self.reports, config.timeouts.peer_s, announced, self.meter, config.strategy.kept_cap
+        )
         self._settled = policy or self._policy(binding.iteration)
         """As of the last window whose decisions this rank has come to the end of: others may still be in the middle."""
         if joining is None:
@@ -145,9 +147,9 @@ class Saving:
         share = config.strategy.capacity_boost
         room = None if share is None else self._binding.expert_room(self.topology.table, share)
         windows = WindowDecisions(
-            strategy, counts, room, self.topology, config.budget, self.allowed, self.reports.report,
+            strategy, self.meter, counts, room, self.topology, config.budget, self.allowed, self.reports.report,
             0 if strategy.rolls_back_all else self._binding.sent_bytes,
-            asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None,
+            asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None, began_at=self.began_at,
         )  # fmt: skip
         if policy is not None:
             windows.adopt(policy)
@@ -224,14 +226,23 @@ class Saving:
         # Iterations may be left out (--iterations-to-skip), the first of a window among them.
         window_start = self.checkpointer.history.at(committed).decided_at(committed)
         if window_start > self._settled.window_start:
-            size = self.checkpointer.history.newest.size
+            before = self.checkpointer.history.newest
             self.windows.decide(committed, self.checkpointer, self.peers.senders)
-            if self.checkpointer.history.newest.size != size:
+            if is_other_window(self.checkpointer.history.newest, before):
                 self._record_plan()
             self._settled = self._policy(window_start)
             self.disk.try_again()
         self.windows.give_room()
+        self._spread_copies()
         self.policy_s = time.perf_counter() - began_s
+
+    def _spread_copies(self) -> None:
+        """Let copies leave at a rate that follows from what is saved, once it is known how long an iteration takes."""
+        schedule, iteration_s = self.checkpointer.history.newest, self.meter.quiet_s
+        if iteration_s is None:
+            return
+        slots, _ = self.checkpointer.memory.slots_at_peer(schedule)
+        self.peers.spread(sum(slots) / (schedule.size * iteration_s), schedule.snapshots)
 
     def _record_plan(self) -> None:
         """What checkpoints are to cost from now on, for whoever compares it with what they do."""
@@ -244,6 +255,7 @@ class Saving:
                 max(schedule.start, self.began_at), schedule.size, self._config.strategy.name, copied,
                 copied * len(self.topology.peers[self.topology.rank]), self.windows.planned_bytes,
                 limit if math.isfinite(limit) else None, schedule.expected_rollback(0), schedule.most_replayed(0),
+                schedule.snapshots,
             )
         )  # fmt: skip
 

@@ -184,8 +184,8 @@ class Session:
         self.saving.peers.end_iteration(is_saving=is_saving)
         saving = self.saving
         saving.meter.end(
-            committed, step_s, progress.stall_s, progress.digest_cpu_s, saving.peers.cpu_s_since(),
-        )  # fmt: skip
+            committed, step_s, progress.stall_s, progress.digest_cpu_s, saving.peers.cpu_s_since(), is_saving=is_saving
+        )
         self.records.ended(committed, outcome)
         self.totals.ended(step_s, progress)
 
@@ -201,6 +201,7 @@ class Session:
             "copies_under_way": self.saving.copies_missing,
             "persisted_from": None if progress.persisted == NONE else progress.persisted,
             "window": checkpointer.history.newest.size,
+            "window_snapshots": checkpointer.history.newest.snapshots,
             "windows_abandoned": progress.abandoned,
             "snapshot_memory_bytes": progress.memory_bytes,
             "log_bytes": log.bytes_of_last if log is not None else 0,

@@ -21,9 +21,11 @@ from moevement_core.engine.config import FEWEST_COPIES, BudgetConfig
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
+from moevement_core.overhead.cap import FEWEST, Evidence
+from moevement_core.overhead.meter import OverheadMeter
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory
+from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory, is_other_window
 from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
 from moevement_core.session.binding import Counts, ExpertRoom
@@ -31,17 +33,22 @@ from moevement_core.session.exchange import all_gather_objects
 from moevement_core.session.host_budget import Allowed, AtPeer, Kept, Needs, Total, decide_keep_own, totals
 from moevement_core.session.policy import Policy
 from moevement_core.session.topology import Topology
-from moevement_core.snapshot.agreement import NONE
+from moevement_core.snapshot.agreement import MOST_PERIOD, NONE
 from moevement_core.strategies import Measured, Proposal, Strategy
-from moevement_core.strategies.config import MOST_ITERATIONS
 from moevement_core.strategies.redo import NOT_CARRIED
+from moevement_core.words import counted
 
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""
 MOST_STEPS = 512
 """So many iterations at least, and twice as many at most, are remembered."""
-NETWORK_HEADROOM = 0.8
-"""Share of the measured rate that a slot may need: peers that are only just in time abandon windows at every delay."""
+NETWORK_HEADROOM = 0.5
+"""Share of the measured rate that snapshots may need: training sends over the same links, and peers that are only just
+in time abandon windows at every delay."""
+MOST_SIZES, NOTHING_MEASURED = 4, -1
+"""Numbers that ranks agree on at once, at most; in the place of one that a rank has no measurement for."""
+DECIDED_EVERY = 8
+"""Iterations, about, from one decision on windows to the next."""
 
 
 class _Step(NamedTuple):
@@ -59,20 +66,23 @@ class WindowDecisions:
 
     Args:
         strategy: whose decisions they are.
+        meter: of what saving costs this rank.
         counts: of the rank's routers; None where nothing is counted.
         room: that the rank's experts may be given; None: none.
         topology: of this generation; :attr:`topology` is replaced in the next.
         budget: what checkpointing may use.
         allowed: host memory of this rank, by it.
         asked_window: ``--moevement-window``; None: as measured.
-        to_disk: whether windows are written to disk.
         report: called with what an operator of the job should know.
         sent_bytes: that this rank logs of an iteration.
+        to_disk: whether windows are written to disk.
+        began_at: the iteration that the job started from.
     """
 
     def __init__(
         self,
         strategy: Strategy,
+        meter: OverheadMeter,
         counts: Counts | None,
         room: ExpertRoom | None,
         topology: Topology,
@@ -83,10 +93,12 @@ class WindowDecisions:
         *,
         asked_window: int | None,
         to_disk: bool,
+        began_at: int,
     ) -> None:
-        self.strategy, self.topology, self._budget = strategy, topology, budget
+        self.strategy, self.topology, self._budget, self._meter = strategy, topology, budget, meter
         self._report, self._sent_bytes = report, sent_bytes
         self._counts, self._room, self._asked_window, self._to_disk = counts, room, asked_window, to_disk
+        self._began_at = began_at
         self._counters = [one for one in (counts, room) if one is not None]
         self._pending: dict[Counts, list[torch.Tensor]] = {one: [] for one in self._counters}
         self._counted = NONE
@@ -100,6 +112,10 @@ class WindowDecisions:
         """Steps that came before the window under way."""
         self._counts_again = False
         """Whether what is run again has not been counted, for the job went back behind it."""
+        self._link_rate = math.inf
+        """Bytes per second that links to all peers together carried when windows were last decided on."""
+        self._said = ""
+        """The way to recover that was said to be in force."""
         self.windows = self.reorders = 0
         self.planned_bytes: int | None = None
         """Host memory that this rank was to need when its window was chosen; None where nobody asked."""
@@ -158,7 +174,6 @@ class WindowDecisions:
         self._drop_counts()
         self._counts_again = True
         lost = self.strategy.restored(run, learned)
-        self._measure_again()
         return lost
 
     def _drop_counts(self) -> None:
@@ -167,7 +182,7 @@ class WindowDecisions:
             self._pending[one].clear()
 
     def forget(self, committed: int) -> None:
-        """Drop what was counted on the way to a failure, and measured if W is still to be chosen.
+        """Drop what was counted on the way to a failure.
 
         Where tokens are accounted for, those of iterations up to ``committed`` stay: they were counted since the job
         went back, or on ranks that all have kept their state.
@@ -180,13 +195,6 @@ class WindowDecisions:
             for one in self._counters:
                 one.take()  # of the iteration that was interrupted
         self._counts_again = False
-        self._measure_again()
-
-    def _measure_again(self) -> None:
-        """Unless W is chosen; a rank that is new has measured nothing, and all are to decide alike."""
-        if not self.strategy.settled:
-            self._steps.clear()
-            self._decided_at = 0
 
     # The first window
 
@@ -274,12 +282,12 @@ class WindowDecisions:
         injection.at(Phase.DECIDE)
         strategy, history = self.strategy, checkpointer.history
         old = history.newest
-        measured = not strategy.settled and len(self._steps) >= WARM_UP
+        measured = not strategy.settled and self._is_due(old, boundary)
         sizes = self._measured_windows(old, checkpointer, senders) if measured else None
         self._decided_at = len(self._steps)
         proposal = strategy.propose(old, sizes)
         self.windows += 1
-        if math.isinf(self.allowed.nbytes) and not proposal.is_change:
+        if not self._is_change(proposal):
             strategy.settled = strategy.settled or (measured and not strategy.is_tuned)
             self._say_why(proposal)
             return
@@ -300,7 +308,7 @@ class WindowDecisions:
         self.reorders += proposal.reorders
         if chosen is proposal.schedules[0]:
             self._say_why(proposal)
-        is_other = chosen.size != old.size or type(chosen) is not type(old)
+        is_other = is_other_window(chosen, old)
         if not proposal.reorders and not is_other:
             return
         if is_other:
@@ -309,12 +317,35 @@ class WindowDecisions:
         schedule = history.change(boundary - 1, chosen)
         checkpointer.make_room(schedule)
         history.forget_before(max(checkpointer.oldest_needed, history.oldest.start))
+        if is_other:
+            self._meter.forget()  # what is saved from now on costs something else
         if is_other and measured and self.topology.rank == 0:
-            log.info(f"window of {chosen.size} iterations from iteration {schedule.start} on, from what was measured")
+            rest = f", every {chosen.size} iterations," if chosen.size > chosen.snapshots else ""
+            log.info(
+                f"windows of {counted(chosen.snapshots, 'snapshot')}{rest} from iteration {schedule.start} on, by what "
+                "was measured"
+            )
+
+    def _is_change(self, proposal: Proposal) -> bool:
+        """Return whether any stage wants a change, so that ranks tell each other what memory it needs; without a cap on
+        memory, whether this one does.
+        """
+        if math.isinf(self.allowed.nbytes):
+            return proposal.is_change
+        wanted = torch.tensor([int(proposal.is_change)])
+        dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
+        return bool(wanted.item())
+
+    def _is_due(self, now: Schedule, boundary: int) -> bool:
+        """Return whether ranks decide on windows at this boundary: on all ranks alike, whatever each has measured."""
+        age = boundary - self._began_at
+        return age >= WARM_UP and age // DECIDED_EVERY > (age - now.size) // DECIDED_EVERY
 
     def _say_why(self, proposal: Proposal) -> None:
-        if proposal.why and self.topology.rank == 0:
+        kind = proposal.why.partition(":")[0]
+        if kind != self._said and proposal.why and self.topology.rank == 0:
             log.info(proposal.why)
+        self._said = kind or self._said
 
     def _observe(self) -> None:
         """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
@@ -348,34 +379,64 @@ class WindowDecisions:
 
     def _measured_windows(
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender]
-    ) -> tuple[int, ...]:
-        """The windows that this rank's measurements ask for; of all ranks the largest."""
-        d2h, network = self._measured_bandwidths(checkpointer, senders)
+    ) -> tuple[int, ...] | None:
+        """Return the windows that this rank's measurements ask for, of all ranks the largest; None: none has any."""
+        cost = self._cost_of_all()
         iteration_s, delay_s = self._measured_delay()
-        measured = Measured(
-            iteration_s, d2h, network * NETWORK_HEADROOM, len(self.topology.peers[self.topology.rank]),
-            checkpointer.disk_rate(), delay_s,
-        )  # fmt: skip
-        own = self.strategy.wanted_sizes(now, measured)
-        most = MOST_ITERATIONS if self.strategy.sizes_are_iterations else NOT_CARRIED
-        sizes = torch.tensor([min(one, most) if one < NOT_CARRIED else one for one in own])
+        own: Sequence[int] = ()
+        if iteration_s > 0:
+            d2h, network = self._measured_bandwidths(now, checkpointer, senders, iteration_s)
+            measured = Measured(
+                iteration_s, d2h, network * NETWORK_HEADROOM, len(self.topology.peers[self.topology.rank]),
+                checkpointer.disk_rate(), delay_s, self._sent_bytes, cost,
+            )  # fmt: skip
+            own = self.strategy.wanted_sizes(now, measured)
+        most = MOST_PERIOD if self.strategy.sizes_are_iterations else NOT_CARRIED
+        sizes = torch.full((MOST_SIZES,), NOTHING_MEASURED)
+        sizes[: len(own)] = torch.tensor([min(one, most) if one < NOT_CARRIED else one for one in own])
         dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=self.topology.channels.job_group)
-        return tuple(sizes.tolist())
+        found = tuple(size for size in sizes.tolist() if size != NOTHING_MEASURED)
+        return found or None
+
+    def _cost_of_all(self) -> Evidence | None:
+        """Return what saving costs, a mean over the ranks that have measured it: they wait for each other in every
+        iteration, so all see about the same.
+        """
+        own = self._meter.evidence()
+        has_measured = own.comparisons >= FEWEST
+        values = [1.0, own.share, own.error, own.comparisons] if has_measured else [0.0] * 4
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.topology.channels.job_group)
+        ranks, share, error, comparisons = total.tolist()
+        return Evidence(share / ranks, error / ranks, comparisons / ranks) if ranks else None
 
     def _measured_delay(self) -> tuple[float, float]:
-        """Seconds of an iteration beside which nothing is saved, if there are such, and of delay in the last window."""
-        quiet = [one.train_s for one in self._steps[2:] if not one.is_saving]
-        iteration_s = statistics.median(quiet or [one.train_s for one in self._steps[2:]])
+        """Return seconds of an iteration beside which nothing is saved, as far as is known, 0.0 if nothing is, and of
+        delay since windows were last decided on.
+        """
+        steps = self._steps[2:]
+        if not steps:
+            return 0.0, 0.0
+        quiet = [one.train_s for one in steps if not one.is_saving]
+        iteration_s = self._meter.quiet_s or statistics.median(quiet or [one.train_s for one in steps])
         saving = [one for one in self._steps[self._decided_at :] if one.is_saving]
         return iteration_s, max(0.0, sum(one.train_s + one.stall_s - iteration_s for one in saving))
 
-    def _measured_bandwidths(self, checkpointer: Checkpointer, senders: Sequence[Sender]) -> tuple[float, float]:
+    def _measured_bandwidths(
+        self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender], iteration_s: float
+    ) -> tuple[float, float]:
+        """Return bytes per second of copies from the device, and of links to all peers together."""
         rates = []
         for sender in senders:
             nbytes, seconds = self._sent.get(sender, (0, 0.0))
             if sender.send_s > seconds:
                 rates.append((sender.sent_bytes - nbytes) / (sender.send_s - seconds))
             self._sent[sender] = (sender.sent_bytes, sender.send_s)
-        # Without a measurement (peers that have acknowledged nothing yet) the network does not limit.
-        network = self._budget.network_bytes_per_s or (sum(rates) or float("inf"))
+        if len(rates) == len(senders):
+            self._link_rate = sum(rates)
+        else:  # a peer has acknowledged nothing since: its link carries less than is sent, who knows how much less
+            slots, _ = checkpointer.memory.slots_at_peer(now)
+            needed = sum(slots) / now.size * len(senders) / iteration_s / NETWORK_HEADROOM
+            self._link_rate = min(self._link_rate, needed) / 2
+        network = self._budget.network_bytes_per_s or self._link_rate
         return self._budget.d2h_bytes_per_s or checkpointer.capturer.copy_rate(), network

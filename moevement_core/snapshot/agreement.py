@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 HORIZON = 512
 """How many iterations back a run may begin."""
+MOST_PERIOD = HORIZON // 4
+"""Iterations from one window to the next at most: ranks agree on runs that began up to twice as long ago, and a lag."""
 NONE = -(1 << 40)
 """In the place of an iteration: there is none. Runs may begin before iteration 0."""
 

@@ -8,12 +8,14 @@ from enum import StrEnum
 from moevement_core.errors import ConfigError
 from moevement_core.flags import AUTO, flag, within
 from moevement_core.operators import OperatorTable
+from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.dynamic_k import PLT_LIMIT
 from moevement_core.policy.popularity import Ordering, OrderingConfig
 from moevement_core.policy.reorder import ReorderThresholds
 from moevement_core.policy.window import WindowKind
-from moevement_core.snapshot.agreement import HORIZON
-from moevement_core.strategies.checkfreq import OVERHEAD_CAP, CheckFreq
+from moevement_core.snapshot.agreement import MOST_PERIOD
+from moevement_core.strategies.checkfreq import OVERHEAD_CAP as CHECKFREQ_CAP
+from moevement_core.strategies.checkfreq import CheckFreq
 from moevement_core.strategies.dense import FIRST_INTERVAL, Dense, DenseToPeers
 from moevement_core.strategies.gemini import Gemini
 from moevement_core.strategies.moc import INTERVAL, MoC
@@ -45,15 +47,13 @@ EVERYTHING: dict[str, type[Dense]] = {one.name: one for one in (DenseToPeers, Ch
 """The strategies that save everything at once."""
 PARTIAL = (MoC.name, MoEtion.name)
 """Those that leave experts out."""
-MOST_ITERATIONS = HORIZON // 4
-"""Of a window: ranks agree on runs that began up to twice that long ago, and a lag."""
 
 
 def _iterations(name: str, text: str) -> int | None:
     if text == AUTO:
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_ITERATIONS:
-        raise ConfigError(f"{name} {text}; needs auto or a number of iterations, 1 to {MOST_ITERATIONS}")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_PERIOD:
+        raise ConfigError(f"{name} {text}; needs auto or a number of iterations, 1 to {MOST_PERIOD}")
     return int(text)
 
 
@@ -102,13 +102,13 @@ class StrategyConfig:
     )  # fmt: skip
     overhead_cap: float | None = flag(
         "--moevement-overhead-cap", type=float, metavar="F",
-        help="share of training time that checkpoints may cost, for --moevement-strategy checkfreq (default: "
-        f"{OVERHEAD_CAP})",
+        help="share of training time that saving may cost, as it is measured: windows and intervals that are not given "
+        f"keep to it; not for moc and moetion (default: {OVERHEAD_CAP}; checkfreq: {CHECKFREQ_CAP}; gemini: none)",
     )  # fmt: skip
     window: int | None = flag(
         "--moevement-window", default=AUTO, metavar="auto|N", check=_iterations,
-        help="iterations that a snapshot of everything is spread over; auto: the fewest that fit into the measured "
-        "bandwidths (default: auto)",
+        help="iterations that a snapshot of everything is spread over, window after window; auto: the fewest that "
+        "copies from the device allow, and windows as often as links and the cap on overhead do (default: auto)",
     )  # fmt: skip
     window_kind: WindowKind = flag(
         "--moevement-window-kind", choices=[str(kind) for kind in WindowKind], default=str(WindowKind.ALIGNED),
@@ -155,7 +155,7 @@ class StrategyConfig:
             ("persist-experts", self.persisted, (MoC.name,)),
             ("plt-limit", self.plt_limit, (MoC.name,)),
             ("capacity-boost", self.capacity_boost, (MoEtion.name,)),
-            ("overhead-cap", self.overhead_cap, (CheckFreq.name,)),
+            ("overhead-cap", self.overhead_cap, (MoEvement.name, *EVERYTHING)),
         ):
             if value is not None and self.name not in strategies:
                 raise ConfigError(
@@ -180,9 +180,9 @@ class StrategyConfig:
                 f"--moevement-recovery {self.recovery} with --moevement-strategy {self.name}; needs "
                 f"--moevement-strategy {MoEvement.name}"
             )
-        if self.interval is not None and not 1 <= self.interval <= MOST_ITERATIONS:
+        if self.interval is not None and not 1 <= self.interval <= MOST_PERIOD:
             raise ConfigError(
-                f"--moevement-dense-interval {self.interval}; needs a number of iterations, 1 to {MOST_ITERATIONS}"
+                f"--moevement-dense-interval {self.interval}; needs a number of iterations, 1 to {MOST_PERIOD}"
             )
         _ = self.ordering, self.thresholds  # which refuse what cannot be
 
@@ -199,8 +199,16 @@ class StrategyConfig:
 
     @property
     def cap(self) -> float:
-        """Share of training time that checkpoints of CheckFreq may cost."""
-        return OVERHEAD_CAP if self.overhead_cap is None else self.overhead_cap
+        """Share of training time that saving may cost."""
+        if self.overhead_cap is not None:
+            return self.overhead_cap
+        return CHECKFREQ_CAP if self.name == CheckFreq.name else OVERHEAD_CAP
+
+    @property
+    def kept_cap(self) -> float | None:
+        """The share that what is saved keeps to; None where nothing does."""
+        keeps = self.name in (MoEvement.name, DenseToPeers.name, CheckFreq.name)
+        return self.cap if keeps or self.overhead_cap is not None else None
 
     @property
     def to_disk_alone(self) -> bool:
@@ -246,8 +254,10 @@ class StrategyConfig:
         if self.name == MoEtion.name:
             return MoEtion(table, self.interval or 1, self.experts, most_experts)
         if self.name in EVERYTHING:
-            return EVERYTHING[self.name](table, self.interval)
-        windows = MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds)
+            if self.name == Gemini.name:
+                return Gemini(table, self.interval, self.overhead_cap)
+            return DenseToPeers(table, self.dense_interval, self.cap)
+        windows = MoEvement(table, self.window_kind, self.window, self.ordering, self.thresholds, self.cap)
         if self.recovery is Recovery.REPLAY:
             return windows
         return Redo(table, windows, is_chosen=self.recovery is Recovery.REDO)

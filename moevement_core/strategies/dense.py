@@ -12,8 +12,11 @@ from functools import cached_property
 import numpy as np
 
 from moevement_core.operators import OperatorTable
+from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.schedule import Contents, Saved, Schedule
-from moevement_core.strategies.strategy import Proposal, Strategy
+from moevement_core.policy.window import shortest_period
+from moevement_core.snapshot.agreement import MOST_PERIOD
+from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 FIRST_INTERVAL = 10
 """Iterations, before anything is measured."""
@@ -93,11 +96,12 @@ class Dense(Strategy):
     Args:
         table: the operators of the stage.
         interval: k, iterations; None: as measured, where the strategy measures it.
+        cap: share of training time that saving may cost, where the interval is measured.
     """
 
-    def __init__(self, table: OperatorTable, interval: int | None) -> None:
+    def __init__(self, table: OperatorTable, interval: int | None, cap: float = OVERHEAD_CAP) -> None:
         super().__init__(table)
-        self.interval = interval
+        self.interval, self.cap = interval, cap
         self.settled = interval is not None
 
     def first(self, start: int, most: int) -> DenseSchedule:
@@ -110,6 +114,11 @@ class Dense(Strategy):
             return Proposal([now], is_change=False)
         return Proposal([DenseSchedule(self.table, sizes[0]), now], is_change=sizes[0] != now.size)
 
+    def affordable_interval(self, now: Schedule, measured: Measured) -> int:
+        """Return the fewest iterations from one snapshot to the next that links and the cap on overhead allow."""
+        to_save = measured.bytes_to_save(self.heaviest_bytes / now.size, self.cap)
+        return shortest_period(self.heaviest_bytes, 1, to_save, MOST_PERIOD)
+
     @property
     def heaviest_bytes(self) -> int:
         """Full state of the rank of the stage that has the most."""
@@ -120,3 +129,8 @@ class DenseToPeers(Dense):
     """Dense snapshots in the memory of peers, and on disk where that is wanted; lost stages alone roll back."""
 
     name = "dense"
+    is_tuned = True
+
+    def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
+        """Return :data:`FIRST_INTERVAL`, or a longer interval where links or the cap ask for one."""
+        return (max(FIRST_INTERVAL, self.affordable_interval(now, measured)),)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from moevement_core.operators import OperatorTable
+from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.interval import hidden_interval
 from moevement_core.policy.schedule import Schedule
 from moevement_core.strategies.dense import Dense
@@ -28,6 +29,7 @@ class Gemini(Dense):
     Args:
         table: the operators of the stage.
         interval: iterations; None: as measured.
+        cap: share of training time that saving may cost, where the interval is measured; None: the paper has none.
     """
 
     name = "gemini"
@@ -35,13 +37,15 @@ class Gemini(Dense):
     paces_copies = True
     is_tuned = True
 
-    def __init__(self, table: OperatorTable, interval: int | None) -> None:
-        super().__init__(table, interval)
+    def __init__(self, table: OperatorTable, interval: int | None, cap: float | None = None) -> None:
+        super().__init__(table, interval, OVERHEAD_CAP if cap is None else cap)
+        self._is_capped = cap is not None
         self._profiled = 0
         """Windows that were measured."""
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """The shortest interval in which a checkpoint is copied, and sent to every peer; and the window it is.
+        """Return the shortest interval in which a checkpoint is copied and sent to every peer, and that a cap on
+        overhead allows, if one is given; and the window it is.
 
         Which window: ranks that are new, and stages of which nobody is left, learn it from the others.
         """
@@ -49,14 +53,18 @@ class Gemini(Dense):
         checkpoint_s = full / measured.d2h_bytes_per_s
         if measured.replicas:
             checkpoint_s += full * measured.replicas / measured.replication_bytes_per_s
-        return hidden_interval(checkpoint_s, measured.delay_s, measured.iteration_s), self._profiled + 1
+        hidden = hidden_interval(checkpoint_s, measured.delay_s, measured.iteration_s)
+        if self._is_capped:
+            hidden = max(hidden, self.affordable_interval(now, measured))
+        return hidden, self._profiled + 1
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """The interval, once all is measured that it depends on."""
         if sizes is not None:
             self._profiled = sizes[1]
-        self.settled = self.settled or self._profiled >= PROFILED_WINDOWS
-        return super().propose(now, sizes if self.settled else None)
+        is_known = self._profiled >= PROFILED_WINDOWS
+        self.settled = self.settled or (is_known and not self._is_capped)
+        return super().propose(now, sizes if is_known else None)
 
     def learned(self) -> Any:
         """Plain data."""

@@ -1,19 +1,27 @@
-"""MoEvement (section 3): a slice of the state in every iteration, the most popular experts last."""
+"""MoEvement (section 3): the state in slices, one each iteration, the most popular experts last.
+
+How many slices a window has follows from copies from device to host (the paper's Algorithm 1). Where links, or the cap
+on what saving may cost, do not carry window after window, iterations without a snapshot come between them.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from moevement_core.operators import OperatorTable
+from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.policy.popularity import Order, OrderingConfig, Popularity, Scores
 from moevement_core.policy.reorder import ReorderThresholds, ReorderTrigger
 from moevement_core.policy.schedule import Schedule
-from moevement_core.policy.window import Budget, WindowKind, choose_window, impose_window
+from moevement_core.policy.window import WindowKind, choose_window, impose_window, shortest_period
+from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 FIRST_WINDOW = 8
 """W before anything is measured."""
+NEAR = (0.8, 1.1)
+"""Shares of the period in force between which another one is no change: measurements move to and fro."""
 
 
 class MoEvement(Strategy):
@@ -22,12 +30,14 @@ class MoEvement(Strategy):
     Args:
         table: the operators of the stage.
         kind: of the windows.
-        size: W; nothing for the smallest that fits into what is measured.
+        size: W, with no rest between windows; None: both as measured.
         ordering: by what operators are ordered.
         thresholds: when they are reordered.
+        cap: share of training time that saving may cost.
     """
 
     name = "moevement"
+    is_tuned = True
 
     def __init__(
         self,
@@ -36,9 +46,10 @@ class MoEvement(Strategy):
         size: int | None = None,
         ordering: OrderingConfig | None = None,
         thresholds: ReorderThresholds | None = None,
+        cap: float = OVERHEAD_CAP,
     ) -> None:
         super().__init__(table)
-        self.kind, self.size = kind, size
+        self.kind, self.size, self.cap = kind, size, cap
         self.popularity = Popularity(table, ordering or OrderingConfig())
         self.trigger = ReorderTrigger(table, thresholds or ReorderThresholds())
         self.counts = self.popularity.config.ordering
@@ -54,20 +65,37 @@ class MoEvement(Strategy):
         self.popularity.observe(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """What was asked for, or the smallest W whose heaviest slot is copied and sent while an iteration runs."""
+        """Return the fewest snapshots of a window that copies from the device carry one by one, and the shortest period
+        that links and the cap allow.
+        """
+        assert isinstance(now, SparseSchedule)
+        return self.sizes(self._order(now), measured, now.mean_bytes)
+
+    def sizes(self, order: Order, measured: Measured, now_bytes: float) -> tuple[int, int]:
+        """Return W and period for an order of the operators; see :meth:`wanted_sizes`.
+
+        Args:
+            order: of the operators.
+            measured: by this rank.
+            now_bytes: bytes that an iteration saves now, a mean over a window.
+        """
         if self.size is not None:
-            return (self.size,)
-        budget = Budget(
-            measured.iteration_s, measured.d2h_bytes_per_s, measured.replication_bytes_per_s, measured.replicas
-        )
-        return (choose_window(self.table, self._order(now), budget, self.kind).size,)
+            return self.size, self.size
+        window = choose_window(self.table, order, measured.copies, self.kind)
+        window_bytes = float(window.slot_bytes.sum(axis=1).max())
+        to_save = measured.bytes_to_save(now_bytes, self.cap)
+        return window.size, shortest_period(window_bytes, window.size, to_save, MOST_PERIOD)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """Another order where enough experts have changed, and the window asked for; or the order alone."""
-        size = now.size if sizes is None else sizes[0]
+        assert isinstance(now, SparseSchedule)
+        size, period = now.window.size, now.size
+        if sizes is not None and not is_near(now, *sizes):
+            size, period = sizes
         order, reorders = self._order(now), self._reorders()
-        schedules = [self._schedule(order, size), self._schedule(order, now.size)]
-        return Proposal(schedules, is_change=reorders or size != now.size, reorders=reorders)
+        schedules = [self._schedule(order, size, period), self._schedule(order, now.window.size, now.size)]
+        is_change = reorders or (size, period) != (now.window.size, now.size)
+        return Proposal(schedules, is_change=is_change, reorders=reorders)
 
     def accept(self, proposal: Proposal) -> None:
         """Compare with the popularity of now, from here on."""
@@ -89,5 +117,12 @@ class MoEvement(Strategy):
         assert isinstance(now, SparseSchedule)
         return self.popularity.order() if self._reorders() else now.order
 
-    def _schedule(self, order: Order, size: int) -> SparseSchedule:
-        return SparseSchedule(self.table, order, impose_window(self.table, order, size, self.kind))
+    def _schedule(self, order: Order, size: int, period: int = 0) -> SparseSchedule:
+        window = impose_window(self.table, order, size, self.kind)
+        return SparseSchedule(self.table, order, window, rest=max(0, period - size))
+
+
+def is_near(now: SparseSchedule, size: int, period: int) -> bool:
+    """Return whether a window of ``size`` snapshots every ``period`` iterations is about what is in force."""
+    least, most = NEAR
+    return size == now.window.size and least * now.size <= max(size, period) <= most * now.size

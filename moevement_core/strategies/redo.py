@@ -13,6 +13,7 @@ the slice of full state in every snapshot, and with it a restore of the lost ran
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -22,8 +23,8 @@ import numpy as np
 from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order, Scores
 from moevement_core.policy.schedule import Contents, Saved, Schedule
-from moevement_core.policy.window import Budget, Window, WindowKind, choose_window, impose_window
-from moevement_core.strategies.moevement import FIRST_WINDOW, MoEvement
+from moevement_core.policy.window import Window, WindowKind, choose_window, impose_window
+from moevement_core.strategies.moevement import FIRST_WINDOW, MoEvement, is_near
 from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
@@ -53,22 +54,23 @@ class RedoSchedule(SparseSchedule):
     supersedes = True
 
     @classmethod
-    def of(cls, table: OperatorTable, size: int, start: int = 0) -> RedoSchedule:
+    def of(cls, table: OperatorTable, size: int, start: int = 0, rest: int = 0) -> RedoSchedule:
         """Slots about equally heavy, on every rank; all operators are restored alike, so none comes first.
 
         Args:
             table: the operators of the stage.
             size: W, iterations.
             start: the iteration whose state the first snapshot holds.
+            rest: iterations without a snapshot after a window.
         """
         order = order_of(table)
         window = impose_window(table.with_gradients_for_compute(), order, size, WindowKind.ROLLING)
-        return cls(table, order, window, start=start)
+        return cls(table, order, window, start=start, rest=rest)
 
     @cached_property
     def id(self) -> str:
-        """Of start, window and order."""
-        digest = hashlib.sha256(repr((self.start, "redo", self.window.ends)).encode())
+        """Of start, window, rest and order."""
+        digest = hashlib.sha256(repr((self.start, "redo", self.window.ends, self.rest)).encode())
         digest.update("\n".join(self.table.names[place] for place in self.order).encode())
         return digest.hexdigest()[:16]
 
@@ -77,22 +79,23 @@ class RedoSchedule(SparseSchedule):
         """Never: popularity is of no use."""
         return False
 
-    def contents_of_slot(self, slot: int) -> Contents:
-        """Full state of the slot's operators, gradients of all others."""
+    def contents_of_slot(self, slot: int) -> Contents | None:
+        """Return full state of the slot's operators and gradients of all others; None in the rest of a window."""
+        if slot >= self.window.size:
+            return None
         full = self.slot_of_operator == slot
         return np.where(full, np.int8(Saved.FULL), np.int8(Saved.GRADIENT))
 
-    def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """As with rolling windows: after a gap the next run is W new snapshots beside the W that are persisted."""
-        return max(super().slots_kept(lag, to_disk=to_disk), self.slots_at_first(lag, to_disk=to_disk))
-
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
         """What is run again begins where a persisted run ends; after a gap that is a window ago and a run."""
-        return self.size + 3 + 2 * lag
+        return (2 if self.rest else 1) * self.size + 3 + 2 * lag
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """What is run again begins where the persisted run ends: after what is copied, reported and known."""
-        return 3 + lag
+        """What is run again begins where the persisted run ends: after what is copied, reported and known.
+
+        With a rest that is up to a window ago, and copies of the newest window take as long to arrive.
+        """
+        return 3 + lag + (2 * self.size if self.rest else 0)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
         """From the last snapshot of the run on."""
@@ -100,19 +103,19 @@ class RedoSchedule(SparseSchedule):
 
     def most_replayed(self, lag: int) -> int:
         """What peers do not have yet: ``SS_(T-1-L)`` is the newest that they may have."""
-        return lag + 1
+        return lag + 1 + (self.size if self.rest else 0)
 
     def expected_rollback(self, lag: float) -> float:
-        """The iterations that peers do not have yet, and half of the interrupted one."""
-        return lag + 1.5
+        """The iterations that peers do not have yet, half of the rest, and half of the interrupted one."""
+        return lag + 1.5 + 0.5 * self.rest
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
         """Those of the next slot: of all operators they are restored by the most updates."""
-        return self.active(self.slot(iteration + 1))
+        return self.active((self.slot(iteration) + 1) % self.window.size)
 
     def for_operators_of(self, other: SparseSchedule) -> RedoSchedule:
         """Windows of this size, of the operators of ``other``."""
-        return self.of(other.table, self.size, self.start)
+        return self.of(other.table, self.window.size, self.start, self.rest)
 
     def starting_at(self, start: int) -> RedoSchedule:
         """The same window."""
@@ -153,29 +156,38 @@ class Redo(Strategy):
         self.windows.observe(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """The smallest window with gradients that is carried, or :data:`NOT_CARRIED`; the smallest without."""
-        budget = Budget(
-            measured.iteration_s, measured.d2h_bytes_per_s, measured.replication_bytes_per_s, measured.replicas
-        )
-        window = self._window(budget)
-        is_carried = not window.over_budget
-        self._why = _sentence(window, budget, is_carried=is_carried)
-        return window.size if is_carried else NOT_CARRIED, *self.windows.wanted_sizes(self._without(now), measured)
+        """Return the fewest snapshots of a window with gradients that are carried, or :data:`NOT_CARRIED`; and what
+        windows without gradients would be.
+        """
+        assert isinstance(now, SparseSchedule)
+        to_save = measured.bytes_to_save(now.mean_bytes, self.windows.cap)
+        size = self._size(measured, to_save)
+        self._why = self._sentence(size, measured, to_save)
+        order = self._without(now).order
+        return size, *self.windows.sizes(order, measured, now.mean_bytes)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
         """Gradients as far as they are carried, or asked for; and windows without them, if memory has no room."""
+        assert isinstance(now, SparseSchedule)
         if sizes is None:
             return (
                 Proposal([now], is_change=False) if isinstance(now, RedoSchedule) else self.windows.propose(now, None)
             )
-        with_gradients, size = sizes
-        without = self.windows.propose(self._without(now), (size,))
+        with_gradients, size, period = sizes
+        without = self.windows.propose(self._without(now), (size, period))
         if with_gradients >= NOT_CARRIED and not self.is_chosen:
-            return replace(without, why=f"recovery by replay: {self._why}")
-        wanted = RedoSchedule.of(self.table, max(size, now.size) if with_gradients >= NOT_CARRIED else with_gradients)
-        is_change = wanted.size != now.size or not isinstance(now, RedoSchedule)
+            return replace(
+                without, is_change=without.is_change or isinstance(now, RedoSchedule),
+                why=f"recovery by replay: {self._why}",
+            )  # fmt: skip
+        if with_gradients < NOT_CARRIED:
+            size = period = with_gradients
+        wanted = RedoSchedule.of(self.table, size, rest=max(0, period - size))
+        if isinstance(now, RedoSchedule) and is_near(now, size, period):
+            wanted = now
+        is_change = wanted is not now
         why = "" if self.is_chosen else f"recovery by redo: {self._why}"
-        in_force = [now] if isinstance(now, RedoSchedule) else []
+        in_force = [now] if isinstance(now, RedoSchedule) and is_change else []
         return Proposal([wanted, *in_force, *without.schedules], is_change, why=why)
 
     def accept(self, proposal: Proposal) -> None:
@@ -190,25 +202,47 @@ class Redo(Strategy):
         """Likewise."""
         self.windows.adopt(learned)
 
-    def _window(self, budget: Budget) -> Window:
+    def _size(self, measured: Measured, to_save: float) -> int:
+        """Return the fewest snapshots of a window that copies carry one by one, and ``to_save`` on average."""
         table, order = self.table.with_gradients_for_compute(), order_of(self.table)
         if (size := self.windows.size) is not None:
-            return impose_window(table, order, size, WindowKind.ROLLING, budget.bytes)
-        return choose_window(table, order, budget, WindowKind.ROLLING)
+            window = impose_window(table, order, size, WindowKind.ROLLING, measured.copies.bytes)
+            # A window that was asked for is not measured by what it costs: only by what can be carried.
+            return NOT_CARRIED if window.over_budget or _mean_bytes(window) > measured.link_bytes else size
+        window = choose_window(table, order, measured.copies, WindowKind.ROLLING)
+        if _mean_bytes(window) > to_save:
+            window = impose_window(table, order, self._size_for(to_save), WindowKind.ROLLING, measured.copies.bytes)
+        return NOT_CARRIED if window.over_budget or _mean_bytes(window) > to_save else window.size
+
+    def _size_for(self, to_save: float) -> int:
+        """Return the fewest snapshots that weigh ``to_save`` bytes on average: ``W`` of them hold all full states once,
+        and all gradients ``W - 1`` times.
+        """
+        full, gradient = self.table.full.sum(axis=1).max(), self.table.gradient.sum(axis=1).max()
+        if to_save <= gradient:
+            return len(self.table)
+        return min(len(self.table), max(1, math.ceil((full - gradient) / (to_save - gradient))))
+
+    def _sentence(self, size: int, measured: Measured, to_save: float) -> str:
+        table = self.table.with_gradients_for_compute()
+        size_shown = min(len(table), size if size < NOT_CARRIED else self.windows.size or len(table))
+        window = impose_window(table, order_of(self.table), size_shown, WindowKind.ROLLING)
+        copy_s = measured.copies.copy_s(window.peak_bytes)
+        return (
+            f"a slot of {window.peak_bytes / 1e6:,.1f} MB with its gradients (W = {size_shown}) takes "
+            f"{1e3 * copy_s:,.0f} of the {1e3 * measured.iteration_s:,.0f} ms of an iteration to copy, and of "
+            f"{_mean_bytes(window) / 1e6:,.1f} MB on average links and the cap on overhead carry "
+            f"{'all' if size < NOT_CARRIED else f'{to_save / 1e6:,.1f}'} to {measured.replicas} peers"
+        )
 
     def _without(self, now: Schedule) -> SparseSchedule:
         """A schedule of windows without gradients, whose order is that of the newest popularity."""
         if isinstance(now, RedoSchedule):
-            return self.windows.first(now.start, now.size)
+            return self.windows.first(now.start, now.window.size)
         assert isinstance(now, SparseSchedule)
         return now
 
 
-def _sentence(window: Window, budget: Budget, *, is_carried: bool) -> str:
-    slot = window.peak_bytes
-    return (
-        f"a slot of {slot / 1e6:,.1f} MB with its gradients (W = {window.size}) takes "
-        f"{1e3 * budget.copy_s(slot):,.0f} ms to copy and {1e3 * budget.send_s(slot):,.0f} ms to send to "
-        f"{budget.replicas} peers, "
-        f"{'within' if is_carried else 'beyond'} the {1e3 * budget.iteration_s:,.0f} ms of an iteration"
-    )
+def _mean_bytes(window: Window) -> float:
+    """Return the bytes that a snapshot has on average, on the rank that has the most."""
+    return float(window.slot_bytes.sum(axis=1).max()) / window.size

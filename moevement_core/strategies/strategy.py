@@ -6,17 +6,23 @@ Every rank of a pipeline stage has an equal one and asks it the same, so all com
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from moevement_core.operators import OperatorTable
+from moevement_core.overhead.cap import Evidence, factor
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.popularity import Ordering, Scores
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.runs import open_starts, restore_points
 from moevement_core.policy.schedule import Contents, Schedule
+from moevement_core.policy.window import Budget
+
+LEAST_COPIED = 0.25
+"""Share of what copies from the device can move that is left to snapshots, however much the boundary log takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +30,7 @@ class Measured:
     """What a rank has measured of itself."""
 
     iteration_s: float
-    """Without stalls."""
+    """Seconds of an iteration beside which nothing is saved; of all iterations while there is no such one."""
     d2h_bytes_per_s: float
     replication_bytes_per_s: float
     """That snapshots may take, all peers together."""
@@ -33,6 +39,32 @@ class Measured:
     """At which snapshots were written to disk."""
     delay_s: float = 0.0
     """By which the snapshots of the last window delayed its iterations, stalls among it."""
+    logged_bytes: float = 0.0
+    """Bytes of an iteration that the boundary log copies from the device."""
+    cost: Evidence | None = None
+    """What saving costs training now, the same on all ranks; None before it is measured."""
+
+    @property
+    def copies(self) -> Budget:
+        """What copies from device to host can move in an iteration beside the boundary log, which leaves at least
+        :data:`LEAST_COPIED` of it.
+        """
+        logged_bytes = min(self.logged_bytes, (1 - LEAST_COPIED) * self.d2h_bytes_per_s * self.iteration_s)
+        return Budget(self.iteration_s, self.d2h_bytes_per_s, replicas=0, reserved_d2h_bytes=logged_bytes)
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes of snapshots that links carry to all peers in an iteration; infinite where there are no peers."""
+        return self.replication_bytes_per_s * self.iteration_s / self.replicas if self.replicas else math.inf
+
+    def bytes_to_save(self, now_bytes: float, cap: float) -> float:
+        """Return the bytes that an iteration may save: what links carry, and what the cap on overhead leaves.
+
+        Args:
+            now_bytes: bytes that an iteration saves now, a mean over a window.
+            cap: share of training time that saving may cost.
+        """
+        return min(self.link_bytes, now_bytes * factor(self.cost, cap))
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def test_defaults_are_the_papers() -> None:
             r"--moevement-replicas 1\b.*--moevement-strategy checkfreq\b",
         ),
         (
-            ["--moevement-overhead-cap", "0.1"],
+            ["--moevement-strategy", "moetion", "--moevement-overhead-cap", "0.1"],
             r"--moevement-overhead-cap 0\.1\b.*--moevement-strategy\b",
         ),
         (["--moevement-strategy", "checkfreq", "--moevement-overhead-cap", "2"], "--moevement-overhead-cap 2"),

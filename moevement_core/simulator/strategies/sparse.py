@@ -103,7 +103,8 @@ class MoEvement(Strategy):
         stage = self.costs.plan.binding_stage
         size, contents, reach = self.costs.plan.size, stage.schedule.contents, []
         for newest in range(2 * size, 3 * size):
-            held = {iteration: contents(iteration) for iteration in range(newest + 1)}
+            taken = ((iteration, contents(iteration)) for iteration in range(newest + 1))
+            held = {iteration: saved for iteration, saved in taken if saved is not None}
             reach.append(newest - next(stage.strategy.restore_points(held)).first)
         return reach
 

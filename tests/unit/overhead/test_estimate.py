@@ -7,10 +7,16 @@ from random import Random
 
 import pytest
 
-from moevement_core.overhead.estimate import Overhead, OverheadEstimate, Timed, median_interval
-from moevement_core.overhead.quiet import is_quiet, spacing
+from moevement_core.overhead.estimate import ITERATIONS, RECENT, Overhead, OverheadEstimate, Timed, median_interval
+from moevement_core.overhead.quiet import is_quiet
 
 QUIET_S = 0.2
+
+
+def saving_share(iterations: int) -> float:
+    """Return the share of the newest iterations beside which something is saved."""
+    newest = range(max(1, iterations - ITERATIONS + 1), iterations + 1)
+    return sum(not is_quiet(iteration, 0) for iteration in newest) / len(newest)
 
 
 def estimated(
@@ -34,7 +40,7 @@ def estimated(
         stall_s: seconds of waiting in each iteration.
         seed: of the noise.
     """
-    draw, estimate = Random(seed), OverheadEstimate(0)
+    draw, estimate = Random(seed), OverheadEstimate()
     for iteration in range(1, iterations + 1):
         quiet = is_quiet(iteration, 0)
         train_s = QUIET_S * speed(iteration) * (1 + (0.0 if quiet else cost(iteration))) * draw.lognormvariate(0, noise)
@@ -48,7 +54,7 @@ def estimated(
 @pytest.mark.parametrize("iterations", [60, 300, 1000])
 def test_a_known_cost_is_found_without_noise(cost: float, iterations: int) -> None:
     measured = estimated(iterations, lambda iteration: cost)
-    saving = 1 - 1 / spacing(iterations, 0)
+    saving = saving_share(iterations)
     assert measured.share == pytest.approx(saving * cost)
     assert measured.low == pytest.approx(saving * cost)
     assert measured.high == pytest.approx(saving * cost)
@@ -64,7 +70,7 @@ def test_a_known_cost_is_found_under_noise_and_drift(cost: float, seed: int) -> 
     measured = estimated(
         1200, lambda iteration: cost, speed=lambda iteration: 1 + iteration / 1200, noise=0.1, seed=seed
     )
-    wanted = cost * (1 - 1 / spacing(1200, 0))
+    wanted = cost * (saving_share(1200))
     assert measured.share == pytest.approx(wanted, abs=0.04 + 0.1 * wanted)
     assert measured.low is not None
     assert measured.high is not None
@@ -88,11 +94,40 @@ def test_what_the_training_thread_does_is_counted_in_quiet_iterations_too() -> N
 def test_an_iteration_with_something_else_beside_it_does_not_count() -> None:
     """A dense save every 20 iterations takes ten times as long as an iteration."""
     measured = estimated(600, lambda iteration: 0.1 if iteration % 20 else 10.0)
-    assert measured.share == pytest.approx(0.1 * (1 - 1 / spacing(600, 0)))
+    assert measured.share == pytest.approx(0.1 * saving_share(600))
+
+
+@pytest.mark.parametrize("interval", [5, 10, 40])
+def test_the_cost_of_rare_snapshots_is_that_of_their_iterations(interval: int) -> None:
+    """Every so many iterations one saves everything and takes half as long again; all others are quiet."""
+    estimate = OverheadEstimate()
+    for iteration in range(1, 400):
+        saves = iteration % interval == 0
+        estimate.add(Timed(iteration, QUIET_S * (1.5 if saves else 1.0), 0.0, 0.0, 0.0, 0.0, 0.01, is_quiet=not saves))
+    measured, evidence = estimate.measured(), estimate.evidence()
+    assert measured is not None
+    assert measured.share == pytest.approx(0.5 / interval, rel=0.25)
+    assert evidence.share == pytest.approx(measured.share)
+    assert measured.quiet_s == pytest.approx(QUIET_S)
+
+
+def test_evidence_has_the_error_of_the_newest_comparisons() -> None:
+    draws = Random(1)
+    estimate = OverheadEstimate()
+    assert estimate.evidence().comparisons == 0
+    for iteration in range(1, 240):
+        cost = 0.0 if iteration < 100 else 0.4
+        quiet = iteration % 4 == 0
+        train_s = QUIET_S * (1 + (0.0 if quiet else cost)) * draws.lognormvariate(0, 0.05)
+        estimate.add(Timed(iteration, train_s, 0.0, 0.0, 0.0, 0.0, 0.01, quiet))
+    evidence = estimate.evidence()
+    assert evidence.comparisons == RECENT
+    assert 0 < evidence.error < 0.05
+    assert abs(evidence.share - 0.3) < 3 * evidence.error
 
 
 def test_a_gap_begins_a_new_neighbourhood() -> None:
-    estimate = OverheadEstimate(0)
+    estimate = OverheadEstimate()
     for iteration in (1, 2, 3, 4, 5, 6, 9, 10):
         estimate.add(Timed(iteration, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, iteration == 6))
     assert estimate.measured() is None

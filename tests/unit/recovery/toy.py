@@ -178,7 +178,8 @@ def run_until(
                 order, size = change
                 change = SparseSchedule(table, order, impose_window(table, order, size, kind))
             toy.history.change(iteration - 1, change)
-        snapshots[iteration] = toy.snapshot(iteration, iteration, outcome)
+        if toy.history.contents(iteration) is not None:
+            snapshots[iteration] = toy.snapshot(iteration, iteration, outcome)
         loss = toy.step(iteration + 1, None)
         outcome = {"norm": toy.norm, "losses": {"loss": torch.tensor(loss)}}
     return snapshots

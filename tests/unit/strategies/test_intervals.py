@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from moevement_core.errors import WindowError
+from moevement_core.overhead.cap import Evidence
 from moevement_core.policy.interval import hidden_interval, tuned_interval
-from moevement_core.strategies import CheckFreq, DenseSchedule, Gemini, Measured
+from moevement_core.strategies import CheckFreq, DenseSchedule, DenseToPeers, Gemini, Measured
+from moevement_core.strategies.dense import FIRST_INTERVAL
 from tests.unit.policy.tables import equal_experts
 
 TABLE = equal_experts(6)
@@ -79,8 +82,27 @@ def test_gemini_chooses_when_it_knows_how_long_sending_has_to_wait() -> None:
         assert one.settled
 
 
-@pytest.mark.parametrize("kind", [CheckFreq, Gemini])
-def test_an_interval_that_was_given_stays(kind: type[CheckFreq] | type[Gemini]) -> None:
+def test_gemini_keeps_to_a_cap_that_is_given() -> None:
+    strategy = Gemini(TABLE, None, cap=0.02)
+    now = DenseSchedule(TABLE, 5)
+    measured = Measured(1.0, BYTES / 1.0, BYTES / 2.0, 2, cost=Evidence(0.07, 0.001, 8))
+    size, window = strategy.wanted_sizes(now, measured)
+    assert (size, window) == (25, 1), "a fifth of the bytes"
+    assert strategy.propose(now, (size, 3)).schedules[0].size == 25
+    assert not strategy.settled
+
+
+def test_dense_snapshots_become_rarer_where_they_cost_too_much() -> None:
+    strategy = DenseToPeers(TABLE, None)
+    now = strategy.first(0, most=6)
+    measured = Measured(1.0, BYTES / 1.0, BYTES * 100.0, 2, cost=Evidence(0.07, 0.001, 8))
+    assert (strategy.wanted_sizes(now, measured), strategy.wanted_sizes(now, replace(measured, cost=None))) == (
+        (5 * FIRST_INTERVAL,), (FIRST_INTERVAL,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [CheckFreq, Gemini, DenseToPeers])
+def test_an_interval_that_was_given_stays(kind: type[CheckFreq | Gemini | DenseToPeers]) -> None:
     strategy = kind(TABLE, 4)
     assert strategy.settled
     assert strategy.first(0, most=6).size == 4

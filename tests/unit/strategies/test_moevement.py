@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
+from dataclasses import replace
 
+import numpy as np
+import pytest
+
+from moevement_core.overhead.cap import AIM, MOST_STEP, Evidence
 from moevement_core.policy.window import WindowKind
+from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies import Measured, MoEvement, SparseSchedule
 from tests.unit.policy.tables import equal_experts
 
@@ -21,7 +27,44 @@ def test_one_window_comes_before_the_start() -> None:
 def test_a_window_is_measured_unless_it_was_given() -> None:
     given, measured = MoEvement(TABLE, size=3), MoEvement(TABLE)
     assert (given.settled, measured.settled) == (True, False)
-    assert measured.wanted_sizes(measured.first(0, most=len(TABLE)), FAST) == (1,)
+    first = measured.first(0, most=len(TABLE))
+    whole = TABLE.full.sum()
+    for cost, allowed in (
+        (None, 1.0),
+        (Evidence(0.001, 0.0, 8), MOST_STEP),
+        (Evidence(0.2, 0.01, 8), AIM * 0.02 / 0.2),
+    ):
+        size, period = measured.wanted_sizes(first, replace(FAST, cost=cost))
+        assert size == 1, "copies from the device carry everything at once"
+        assert period == math.ceil(whole / (first.mean_bytes * allowed))
+
+
+@pytest.mark.parametrize("kind", list(WindowKind))
+def test_copies_from_the_device_say_how_many_snapshots_and_links_how_often(kind: WindowKind) -> None:
+    strategy = MoEvement(TABLE, kind)
+    now, whole = strategy.first(0, most=len(TABLE)), float(TABLE.full.sum())
+    slow = Measured(1.0, d2h_bytes_per_s=whole / 2, replication_bytes_per_s=whole / 10, replicas=2)
+    size, period = strategy.wanted_sizes(now, slow)
+    proposal = strategy.propose(now, (size, period))
+    wanted = proposal.schedules[0]
+    assert isinstance(wanted, SparseSchedule)
+    assert proposal.is_change
+    assert (wanted.window.size, wanted.size) == (size, period)
+    assert wanted.window.peak_bytes <= whole / 2
+    assert wanted.mean_bytes <= whole / 20 * 1.001
+    assert wanted.window.slot_bytes.sum() / (period - 1) > whole / 20, "no rarer than links ask for"
+    strategy.accept(proposal)
+    assert not strategy.propose(wanted, (size, period + 1)).is_change, "measurements move to and fro"
+    assert strategy.propose(wanted, (size, 2 * period)).is_change
+    assert [wanted.contents(wanted.start + slot) is None for slot in range(period)] == [
+        slot >= size for slot in range(period)
+    ]
+
+
+def test_where_nothing_is_carried_windows_are_as_rare_as_they_can_be() -> None:
+    strategy = MoEvement(TABLE)
+    nothing = Measured(1.0, d2h_bytes_per_s=1e9, replication_bytes_per_s=1e-9, replicas=2)
+    assert strategy.wanted_sizes(strategy.first(0, most=len(TABLE)), nothing) == (1, MOST_PERIOD)
 
 
 def test_experts_that_have_become_popular_are_saved_last() -> None:
@@ -51,6 +94,6 @@ def test_a_rank_that_joins_decides_as_its_stage() -> None:
     joined.adopt(strategy.learned())
     for one in (strategy, joined):
         one.observe(np.where(TABLE.is_expert, np.arange(len(TABLE)) ** 2.0, 0.0))
-    old, new = (one.propose(now, (2,)) for one in (strategy, joined))
+    old, new = (one.propose(now, (2, 2)) for one in (strategy, joined))
     assert old.reorders == new.reorders
     assert [schedule.id for schedule in old.schedules] == [schedule.id for schedule in new.schedules]

@@ -1,0 +1,49 @@
+"""Bytes that an iteration may save follow the measured cost."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from moevement_core.overhead.cap import AIM, FEWEST, FEWEST_TO_GROW, LEAST_STEP, MOST_STEP, Evidence, factor
+
+CAP = 0.02
+
+
+@pytest.mark.parametrize(
+    ("evidence", "wanted"),
+    [
+        (None, 1.0),
+        (Evidence(0.5, 0.0, FEWEST - 1), 1.0),
+        (Evidence(0.04, 0.001, FEWEST), AIM / 2),
+        (Evidence(5.0, 0.001, FEWEST), LEAST_STEP),
+        (Evidence(0.04, 0.03, 16), 1.0),
+        (Evidence(0.015, 0.001, 16), 1.0),
+        (Evidence(0.005, 0.001, FEWEST_TO_GROW - 1), 1.0),
+        (Evidence(0.009, 0.001, FEWEST_TO_GROW), AIM * CAP / 0.009),
+        (Evidence(-0.01, 0.001, FEWEST_TO_GROW), MOST_STEP),
+        (Evidence(0.0, 0.0, FEWEST_TO_GROW), MOST_STEP),
+    ],
+)
+def test_bytes_fall_above_the_cap_and_grow_below_half_of_it(evidence: Evidence | None, wanted: float) -> None:
+    assert factor(evidence, CAP) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("slope", [0.5, 0.05, 0.002])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cost_in_proportion_to_bytes_settles_below_the_cap(slope: float, noise: float, seed: int) -> None:
+    """An iteration saves from 1/64 to 1 of the state, which costs ``slope`` times as much; then links halve."""
+    draw, share_of_state, spent = Random(seed), 0.3, []
+    for decision in range(80):
+        cost = slope * share_of_state * (2 if decision >= 40 else 1)
+        spent.append(cost)
+        error = noise / 4
+        evidence = Evidence(cost + draw.gauss(0, error), error, 16)
+        share_of_state = min(1.0, max(1 / 64, share_of_state * factor(evidence, CAP)))
+    least = slope / 64
+    for settled in (spent[20:40], spent[60:]):
+        assert sum(settled) / len(settled) <= max(1.1 * CAP, 2.1 * least)
+    if slope == 0.002:
+        assert min(spent[20:]) >= slope * 0.9, "what costs nothing is saved in every iteration"
