@@ -8,6 +8,7 @@ import sys
 import termios
 import time
 import tty
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +16,7 @@ from typing import Any
 class Keys:
     """Keyboard of the terminal that standard input is; a context manager that puts it back as it was.
 
-    Without a terminal :meth:`wait` only waits.
+    Without a terminal :meth:`wait` only waits. Where the terminal goes away it returns at once, one time.
     """
 
     def __enter__(self) -> Keys:
@@ -33,20 +34,23 @@ class Keys:
 
     def wait(self, seconds: float) -> str:
         """Wait for a key; return it, or an empty string when ``seconds`` are over."""
-        deadline = time.monotonic() + seconds
         if self._terminal is None:
             time.sleep(seconds)
             return ""
-        ready, _, _ = select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select([self._terminal], [], [], seconds)
         if not ready:
             return ""
-        key = os.read(self._terminal, 1).decode(errors="replace")
+        try:
+            key = os.read(self._terminal, 1)
+        except OSError:
+            key = b""
         if not key:  # the terminal was closed: it is ready for ever
-            time.sleep(max(0.0, deadline - time.monotonic()))
-        return key
+            self._terminal = None
+        return key.decode(errors="replace")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._terminal is not None:
-            termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)
+            with suppress(termios.error):  # it is gone
+                termios.tcsetattr(self._terminal, termios.TCSADRAIN, self._before)

@@ -53,10 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(watched: WatchedRun, console: Console, interval_s: float) -> None:
-    """Until the run has ended, or the user has seen enough."""
+    """Until the run has ended, the user has seen enough, or the terminal is gone: nothing can be shown then."""
     try:
         with Keys() as keys, Live(console=console, screen=True, auto_refresh=False) as live:
-            while not watched.has_ended:
+            while not watched.has_ended and console.is_terminal:
                 live.update(Frame(watched, time.time(), HINT), refresh=True)
                 if keys.wait(interval_s) == QUIT:
                     break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ REPLACES_ENV = "MOEVEMENT_REPLACES"
 """The member that ended and in whose place this process was started: it is alone in what it finds wrong."""
 INTERRUPTED = 128 + signal.SIGINT
 """By Ctrl-C, as shells have it."""
+HUNG_UP = 128 + signal.SIGHUP
+"""The terminal that a command wrote to is gone, as shells have it."""
 _SHOWN = 200
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -43,11 +46,11 @@ def exit_cleanly() -> Iterator[None]:
 
 @contextmanager
 def output_may_end() -> Iterator[None]:
-    """End quietly where whoever reads standard output has gone (``| head``), and in one line where it is full.
+    """End quietly where whoever reads standard output has gone (``| head``, a terminal); in one line where it is full.
 
     Raises:
         ConfigError: standard output cannot be written any more.
-        SystemExit: nobody reads it, with the code of a process that SIGPIPE has ended.
+        SystemExit: nobody reads it, with the code of a process that SIGPIPE or SIGHUP has ended.
     """
     try:
         yield
@@ -57,7 +60,11 @@ def output_may_end() -> Iterator[None]:
     except OSError as error:
         if error.filename is not None or error.errno not in _FULL:
             raise
+        # One that is gone is no terminal any more to isatty().
+        is_terminal = error.errno == errno.EIO and stat.S_ISCHR(os.fstat(sys.stdout.fileno()).st_mode)
         _discard_output()
+        if is_terminal:
+            raise SystemExit(HUNG_UP) from None
         raise ConfigError(f"the output cannot be written: {error.strerror}") from None
 
 

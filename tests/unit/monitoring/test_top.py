@@ -20,6 +20,7 @@ from moevement_cli.frame import Frame, ranges
 from moevement_cli.main import main
 from moevement_cli.run_state import Kind, left_s, state_of
 from moevement_core.events import Started
+from moevement_core.exit_codes import HUNG_UP
 from moevement_core.monitoring.figures import RANKS
 from moevement_core.monitoring.watched_run import WatchedRun
 from moevement_core.process_identity import machine_id, start_of
@@ -291,11 +292,12 @@ def test_ranks_in_a_row_are_a_range() -> None:
 class Terminal:
     """The command in a terminal of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, has_keyboard: bool = True) -> None:
         self.keyboard, theirs = pty.openpty()
         words = [sys.executable, "-m", "moevement_cli.main", "top", str(folder), "--interval", "0.05"]
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
-        self.process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+        keys = theirs if has_keyboard else subprocess.DEVNULL
+        self.process = subprocess.Popen(words, stdin=keys, stdout=theirs, stderr=theirs, env=environment)
         os.close(theirs)
         self.text = ""
 
@@ -310,9 +312,12 @@ class Terminal:
                 assert text in self.text[begin:], self.text
         assert self.process.stdin is None
 
+    def closes(self) -> None:
+        os.close(self.keyboard)
+
     def ends(self) -> int:
         self.process.wait(30)
-        os.close(self.keyboard)
+        self.closes()
         return self.process.returncode
 
 
@@ -335,6 +340,15 @@ def test_a_key_ends_it(tmp_path: Path) -> None:
     terminal.until("recovery 1")
     assert terminal.ends() == 0
     assert "Traceback" not in terminal.text
+
+
+@pytest.mark.parametrize("has_keyboard", [True, False])
+def test_a_terminal_that_is_gone_ends_it(tmp_path: Path, *, has_keyboard: bool) -> None:
+    recovered_run(tmp_path, has_ended=False)
+    terminal = Terminal(tmp_path, has_keyboard=has_keyboard)
+    terminal.until("10/10")
+    terminal.closes()
+    assert terminal.process.wait(30) == HUNG_UP
 
 
 def test_ctrl_c_ends_it_in_order(tmp_path: Path) -> None:
