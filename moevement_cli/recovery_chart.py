@@ -1,7 +1,4 @@
-"""Recoveries as timelines by part: a bar each, from the failure on, all to one scale, with their seconds in words.
-
-Bars are boxes of HTML, so that words beside them stay as large as all others at any width, are read aloud, and wrap.
-"""
+"""Recoveries as timelines by part: a bar each, from the failure on, all to one scale, with their seconds in words."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from moevement_cli.elements import Element, element
+from moevement_cli.part_bar import Part, part_bar
 from moevement_core.recovery.account import PARTS
 from moevement_core.words import spares_words
 
@@ -18,10 +16,6 @@ COLORS = dict(
 """By part; told apart also by those who see few colors (Okabe and Ito)."""
 UNKNOWN = "#000000"
 """Of a part that another version had."""
-WHITE_ON = ("#0072b2", UNKNOWN)
-"""Parts whose color is too dark for black numbers."""
-LEAST_SHARE = 0.07
-"""Of the longest recovery, for a part to have its seconds in its bar."""
 MOST_LETTERS = 120
 
 
@@ -34,12 +28,15 @@ def recovery_chart(recoveries: Sequence[Mapping[str, Any]]) -> Element:
 def _recovery(recovery: Mapping[str, Any], longest: float) -> Element:
     who = "; ".join([*recovery.get("earlier", ()), *recovery["failures"]]) or "all ranks restarted"
     words = who if len(who) < MOST_LETTERS else f"{who[: MOST_LETTERS - 3]}..."
-    parts = [part for part in recovery["parts"].items() if part[1] > 0]
+    parts = [
+        Part(name, seconds, f"{seconds:.2f}", " s", COLORS.get(name, UNKNOWN))
+        for name, seconds in recovery["parts"].items()
+        if seconds > 0
+    ]
     return element(
         "div",
         element("p", element("b", f"Recovery {recovery['generation']}, {recovery['total_s']:.2f} s: "), words),
-        element("div", *(_bar(part, seconds, longest) for part, seconds in parts), class_="bar", aria_hidden="true"),
-        element("ul", *(_named(part, seconds) for part, seconds in parts), class_="legend"),
+        *part_bar(parts, longest),
         element(
             "dl", *(element(*item) for name, value in _account(recovery) for item in (("dt", name), ("dd", value)))
         ),
@@ -56,16 +53,3 @@ def _account(recovery: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "survivors", recovery["kept"]
     yield "copies", recovery["copies"]
     yield "spares", spares_words(recovery["spares"], recovery.get("starting", 0))
-
-
-def _bar(part: str, seconds: float, longest: float) -> Element:
-    share, color = seconds / longest, COLORS.get(part, UNKNOWN)
-    look = f"width: {100 * share:.2f}%; background: {color}; color: {'#ffffff' if color in WHITE_ON else '#000000'}"
-    return element("span", f"{seconds:.2f}" if share >= LEAST_SHARE else "", style=look, title=part, class_="part")
-
-
-def _named(part: str, seconds: float) -> Element:
-    color = COLORS.get(part, UNKNOWN)
-    return element(
-        "li", element("span", style=f"border-top: 10px solid {color}", class_="swatch"), f" {part} {seconds:.2f} s"
-    )

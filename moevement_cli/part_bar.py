@@ -1,0 +1,54 @@
+"""A whole and its parts as one bar, with a legend below it.
+
+Bars are boxes of HTML, so that words beside them stay as large as all others at any width, are read aloud, and wrap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moevement_cli.elements import Element, element
+
+WHITE_ON = ("#0072b2", "#000000")
+"""Colors that are too dark for black numbers."""
+LEAST_SHARE = 0.07
+"""Share of the full width from which a part has its number in the bar."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part of a whole, which is drawn if it is more than nothing."""
+
+    name: str
+    value: float
+    shown: str
+    """The value as text."""
+    unit: str
+    """Unit of the text; the legend has it, the bar does not."""
+    color: str
+
+
+def part_bar(parts: Sequence[Part], full_width: float) -> tuple[Element, Element]:
+    """Return the bar and the legend of ``parts``.
+
+    Args:
+        parts: parts in their order.
+        full_width: the sum of parts that fills the width of the page, the same for bars that are compared.
+    """
+    bars = [_bar(part, part.value / full_width) for part in parts if part.value > 0]
+    return (
+        element("div", *bars, class_="bar", aria_hidden="true"),
+        element("ul", *map(_named, parts), class_="legend"),
+    )
+
+
+def _bar(part: Part, share: float) -> Element:
+    color = "#ffffff" if part.color in WHITE_ON else "#000000"
+    look = f"width: {100 * share:.2f}%; background: {part.color}; color: {color}"
+    return element("span", part.shown if share >= LEAST_SHARE else "", style=look, title=part.name, class_="part")
+
+
+def _named(part: Part) -> Element:
+    swatch = element("span", style=f"border-top: 10px solid {part.color}", class_="swatch")
+    return element("li", swatch, f" {part.name} {part.shown}{part.unit}")
