@@ -13,7 +13,10 @@ from rich.text import Text
 
 from moevement_cli.flow import columns, facts, flow, shortened
 from moevement_cli.run_state import RunState, duration, left_s, missing_ranks, state_of
+from moevement_cli.saving_costs import interval, parts_text, percent
 from moevement_core.monitoring.watched_run import WatchedRun
+from moevement_core.overhead.estimate import CONFIDENCE
+from moevement_core.overhead.fields import recorded_overhead
 from moevement_core.words import counted, spares_words
 
 MOST_RECOVERIES = 5
@@ -90,6 +93,7 @@ class Frame:
             lines += [Text(), *facts(_training(watched, line), width)]
             if "window" in line:
                 lines += [Text(), *facts(_checkpoints(line), width)]
+                lines += [Text(), *facts(_saving(line, has_ended=watched.has_ended), width)]
             else:
                 lines += [Text(), Text("no sparse checkpoints", "yellow")]
         if not watched.has_ended and (missing := missing_ranks(watched)):
@@ -156,6 +160,18 @@ def _checkpoints(line: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("snapshots", _size(line.get("snapshot_memory_bytes"))),
         ("log", _size(line.get("log_memory_bytes"))),
         ("on disk", "nothing" if on_disk is None else f"to {on_disk}, {_size(line.get('disk_written_bytes'))}"),
+    ]
+
+
+def _saving(line: Mapping[str, Any], *, has_ended: bool) -> list[tuple[str, str]]:
+    """Return what saving costs training, and by part."""
+    overhead = recorded_overhead(line)
+    if overhead is None:
+        return [("saving costs", "not measured" if has_ended else "not measured yet")]
+    return [
+        ("saving costs", f"{percent(overhead.share)} of training"),
+        (f"{CONFIDENCE:.0%} interval", interval(overhead)),
+        *parts_text(overhead),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ from typing import Any
 from moevement_cli.colors import RUN_COLORS, RUN_DASHES
 from moevement_cli.elements import Element, document, element, rows_table, table
 from moevement_cli.line_chart import Chart, Line, Mark, Point
+from moevement_cli.overhead_chart import bar_share, overhead_chart
 from moevement_cli.plan_measured import Compared, Row, compare
 from moevement_cli.recovery_chart import recovery_chart
 from moevement_cli.run_facts import DIGEST_LENGTH, UNKNOWN, RunFacts, headline
 from moevement_cli.run_plot import who
+from moevement_cli.saving_costs import view
 from moevement_core.errors import ConfigError
 from moevement_core.monitoring.figures import WARNING_EVENTS
+from moevement_core.overhead.estimate import CONFIDENCE
 
 MOST_RECOVERIES = 100
 """Of one run that are drawn; of more the newest."""
@@ -24,7 +28,7 @@ STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --soft: #59636e; --line: #d1d9e0; --back: #ffffff; }
 @media screen and (prefers-color-scheme: dark) {
   :root { --text: #e6edf3; --soft: #9198a1; --line: #3d444d; --back: #0d1117; }
-  .line, .mark, .mark-label, .span { filter: brightness(1.4); }
+  .line, .mark, .mark-label, .span, .band { filter: brightness(1.4); }
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, sans-serif; }
@@ -46,12 +50,13 @@ figure > svg { display: block; width: 100%; height: auto; max-width: 46rem; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } svg .mark-label { fill: var(--text); }
 .y.tick { text-anchor: end; } .x { text-anchor: middle; }
 .grid { stroke: var(--line); stroke-width: 1; } .mark { stroke-width: 1.5; stroke-dasharray: 2 3; }
-.span { opacity: .22; }
+.span { opacity: .22; } .band { opacity: .18; stroke: none; }
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1.2rem; margin: .3rem 0; padding: 0; }
 .legend li { white-space: nowrap; } .chart .legend li { white-space: normal; }
 .swatch { display: inline-block; width: 1.6rem; vertical-align: middle; } svg.swatch { height: .4rem; }
-.recovery { margin: .8rem 0; break-inside: avoid; } .bar { display: flex; height: 1.5rem; font-size: .8rem; }
+.recovery { margin: .8rem 0; break-inside: avoid; }
+.bar { display: flex; height: 1.5rem; font-size: .8rem; }
 .part { min-width: 2px; overflow: hidden; text-align: center; line-height: 1.5rem; }
 summary { cursor: pointer; color: var(--soft); }
 code { font-size: .9em; }
@@ -59,7 +64,7 @@ code { font-size: .9em; }
   :root { color-scheme: light; } main { max-width: none; padding: 0; } body { font-size: 11px; }
   .scrolls { overflow: visible; } figure, tr, table, dl { break-inside: avoid; } h2, h3 { break-after: avoid; }
   .charts { grid-template-columns: 1fr 1fr; } .numbers { display: none; }
-  .line, .part, .swatch, .span { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
+  .line, .part, .swatch, .span, .band { print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 }
 """
 
@@ -78,6 +83,11 @@ class _Drawn:
     def series(self, *names: str) -> Line:
         """Return the line of the sum of these fields over iterations."""
         return self.line(self.facts.series(*names))
+
+    def saving(self) -> Line:
+        """Return the line of what saving costs, with its interval, in percent of training."""
+        costs = self.facts.saving_costs
+        return replace(self.line(costs.points()), band=costs.intervals())
 
     def marks(self) -> list[Mark]:
         """Where recoveries are among the iterations."""
@@ -122,6 +132,7 @@ def page(runs: Sequence[RunFacts]) -> str:
     Raises:
         RunRecordError: the configuration of one of ``runs`` is damaged.
     """
+    full_width = max((bar_share(run.saving_costs.newest) for run in runs if run.saving_costs.newest), default=0.0)
     drawn = [_Drawn(*look) for look in zip(runs, cycle(RUN_COLORS), cycle(RUN_DASHES), strict=False)]
     names = ", ".join(run.name for run in runs)
     return document(
@@ -131,7 +142,7 @@ def page(runs: Sequence[RunFacts]) -> str:
         _listed([("runs", names), *_common(runs)]),
         _summary(runs),
         element("section", element("h2", "Training"), *_charts(drawn), class_="training"),
-        *(element("section", element("h2", run.name), *_about(run), class_="run") for run in runs),
+        *(element("section", element("h2", run.name), *_about(run, full_width), class_="run") for run in runs),
     )
 
 
@@ -161,6 +172,7 @@ def _facts(run: RunFacts, first: RunFacts) -> Iterator[tuple[str, str]]:
     yield "validation loss", _decimal(run.summary.get("validation_loss"))
     yield "iteration time", UNKNOWN if run.iteration_s is None else f"{run.iteration_s:.3f} s"
     yield "tokens/s", UNKNOWN if run.tokens_per_s is None else f"{run.tokens_per_s:,.0f}"
+    yield "saving costs", ": ".join(filter(None, (run.saving_costs.text(), run.saving_costs.reason_text)))
     yield "ETTR", UNKNOWN if effective is None else f"{effective:.1%}"
     yield "recoveries", str(len(run.recoveries))
     yield "time lost", f"{run.lost_s:.2f} s"
@@ -212,13 +224,26 @@ def _all_charts(runs: Sequence[_Drawn]) -> Iterator[Chart]:
         ],
         marks, "bytes",
     )  # fmt: skip
+    costs = [run.facts.saving_costs for run in runs]
+    yield Chart(
+        "what saving costs", [run.saving() for run in runs], marks, "% of training", view=view(costs),
+        note=f"The band is the {CONFIDENCE:.0%} confidence interval.",
+    )  # fmt: skip
     yield Chart("training that waited for a copy", [run.series("stall_s") for run in runs], marks, "seconds")
 
 
-def _about(run: RunFacts) -> Iterator[Element]:
-    """All that concerns one run alone."""
+def _about(run: RunFacts, full_width: float) -> Iterator[Element]:
+    """Yield all that concerns one run alone.
+
+    Args:
+        run: the run.
+        full_width: the share of training that a bar of what saving costs has the width of the page for.
+    """
     facts = [("folder", str(run.record.folder)), *run.origin(), ("failures", run.failures)]
     yield _listed(facts)
+    if (overhead := run.saving_costs.newest) is not None:
+        chart = overhead_chart(overhead, full_width or 1.0)
+        yield element("section", element("h3", "What saving costs"), chart, class_="saving")
     if run.recoveries:
         newest = run.recoveries[-MOST_RECOVERIES:]
         left_out = len(run.recoveries) - len(newest)

@@ -25,6 +25,8 @@ LETTER_PX = 6.5
 """Width of a letter, about."""
 
 Point = tuple[float, float]
+Interval = tuple[float, float, float]
+"""An x, with the least and the greatest y there."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Line:
     """In the order of x; a y that is no finite number is a gap."""
     dashes: str = ""
     """Lengths of dashes and gaps; empty: none."""
+    band: Sequence[Interval] = ()
+    """An interval around the line, in the order of x; ends that are no finite numbers are gaps."""
 
     @property
     def finite(self) -> list[Point]:
@@ -73,6 +77,8 @@ class Chart:
     """A sentence below it."""
     steady: float = CONSTANT
     """Share of the greatest value by which values of a line may differ for it to say nothing more than that one."""
+    view: tuple[float, float] | None = None
+    """The range of y that is drawn, and what lies beyond it is at its edge; None: all values of lines."""
 
     def draw(self) -> Element:
         """A figure with its caption, legend and numbers."""
@@ -121,10 +127,14 @@ class Chart:
         divisor, _ = self._scale
         # Gaps have their place, too, so that charts of one run have one scale.
         xs = [x for line in self.lines for x, _ in line.points if math.isfinite(x)]
-        ys = [y / divisor for line in self.lines for _, y in line.finite]
+        ys = [y / divisor for y in self.view or [y for line in self.lines for _, y in line.finite]]
         x_axis = _Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT, X_TICKS)
-        y_axis = _Axis(0.0 if self.from_zero else min(ys), max(ys) * HEADROOM, HEIGHT - BOTTOM, TOP, Y_TICKS)
+        ys += [0.0] if self.from_zero else []
+        y_axis = _Axis(min(ys), max(ys) * HEADROOM, HEIGHT - BOTTOM, TOP, Y_TICKS)
         parts = [*_grid(x_axis, y_axis, self.x_label), *_marks(self.marks, x_axis)]
+        for line in self.lines:
+            scaled_band = [(x, low / divisor, high / divisor) for x, low, high in line.band]
+            parts += [_band(line, run, x_axis, y_axis) for run in _runs(scaled_band)]
         for line in self.lines:
             scaled = [(x, y / divisor) for x, y in line.points]
             parts += [_polyline(line, run, x_axis, y_axis) for run in _runs(scaled)]
@@ -147,11 +157,8 @@ class Chart:
         divisor, unit = self._scale
         xs = sorted({x for line in self.lines for x, _ in line.finite})
         shown = xs if len(xs) <= MOST_ROWS else [xs[k * (len(xs) - 1) // (MOST_ROWS - 1)] for k in range(MOST_ROWS)]
-        by_x = [dict(line.finite) for line in self.lines]
-        rows = [
-            [f"{x:,.6g}", *(f"{values[x] / divisor:,.4g}" if x in values else "\N{EN DASH}" for values in by_x)]
-            for x in shown
-        ]
+        by_x = [_texts(line, divisor) for line in self.lines]
+        rows = [[f"{x:,.6g}", *(texts.get(x, "\N{EN DASH}") for texts in by_x)] for x in shown]
         head = [self.x_label, *(f"{line.label}{f', {unit}' if unit else ''}" for line in self.lines)]
         return element("details", element("summary", "Numbers"), table(head, rows), class_="numbers")
 
@@ -168,6 +175,15 @@ class Chart:
                 class_="legend",
             )
         ]  # fmt: skip
+
+
+def _texts(line: Line, divisor: float) -> dict[float, str]:
+    """Return values of a line as text by their x, with their intervals."""
+    texts = {x: f"{y / divisor:,.4g}" for x, y in line.finite}
+    for x, low, high in line.band:
+        if x in texts and math.isfinite(low) and math.isfinite(high):
+            texts[x] += f" ({low / divisor:,.4g} to {high / divisor:,.4g})"
+    return texts
 
 
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -243,15 +259,24 @@ def _polyline(line: Line, points: Sequence[Point], x_axis: _Axis, y_axis: _Axis)
     return element("polyline", element("title", line.label), points=places, stroke=line.color, class_="line", **dashes)
 
 
+def _band(line: Line, intervals: Sequence[Interval], x_axis: _Axis, y_axis: _Axis) -> Element:
+    upper = thinned([(x, high) for x, _, high in intervals])
+    lower = thinned([(x, low) for x, low, _ in intervals])
+    places = " ".join(f"{x_axis.place(x):.1f},{y_axis.place(y):.1f}" for x, y in [*upper, *reversed(lower)])
+    return element(
+        "polygon", element("title", f"{line.label}, interval"), points=places, fill=line.color, class_="band"
+    )
+
+
 def _dashed(dashes: str) -> dict[str, str | float]:
     return {"stroke_dasharray": dashes} if dashes else {}
 
 
-def _runs(points: Sequence[Point]) -> Iterator[list[Point]]:
-    """Points in a row without a gap."""
-    run: list[Point] = []
+def _runs[T: tuple[float, ...]](points: Sequence[T]) -> Iterator[list[T]]:
+    """Points, or intervals, in a row without a gap."""
+    run: list[T] = []
     for point in points:
-        if math.isfinite(point[0]) and math.isfinite(point[1]):
+        if all(map(math.isfinite, point)):
             run.append(point)
         elif run:
             yield run

@@ -19,6 +19,7 @@ from moevement_cli.plotting import SUFFIXES
 from moevement_cli.run_facts import DIGEST_LENGTH, UNKNOWN, RunFacts, headline, read
 from moevement_cli.run_folders import expanded
 from moevement_cli.run_plot import draw
+from moevement_cli.saving_costs import NAMES, SavingCosts, parts_text
 from moevement_core.errors import ConfigError
 from moevement_core.recovery.account import Account, trace_events
 from moevement_core.run_record import RunRecord
@@ -28,12 +29,15 @@ from moevement_core.snapshot.cost import cost_line
 def add_to(parser: argparse.ArgumentParser) -> None:
     """Its description and arguments."""
     parser.description = (
-        "Summarize runs, finished or not: whether they are equal, what failures cost, loss, speed and final state; as "
-        "a table here, and as a plot, a page or a timeline. A folder of runs stands for the runs in it."
+        "Summarize runs, finished or not: whether they are equal, what failures and saving cost, loss, speed and final "
+        "state; as a table here, and as a plot, a page or a timeline. A folder of runs stands for the runs in it."
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directories, or a folder of them")
     parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw loss, and progress over time (.png, .svg or .pdf)"
+        "--plot",
+        metavar="FILE",
+        type=Path,
+        help="draw loss, progress over time, and what saving costs (.png, .svg or .pdf)",
     )
     parser.add_argument(
         "--trace", metavar="FILE", type=Path, help="write failures and recoveries as a timeline for ui.perfetto.dev"
@@ -42,8 +46,8 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         "--html",
         metavar="FILE",
         type=Path,
-        help="write one page that needs nothing else: loss, times, recoveries by part, memory, traffic, plan against "
-        "measured",
+        help="write one page that needs nothing else: loss, times, recoveries and costs of saving by part, memory, "
+        "traffic, plan against measured",
     )
     parser.add_argument("--verbose", action="store_true", help="print each recovery with all that is known of it")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
@@ -73,7 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _print(runs: Sequence[RunFacts], console: Console, *, is_verbose: bool) -> None:
     console.print(headline(runs), style="bold", markup=False, highlight=False, soft_wrap=True)
-    columns = [_column(run, runs[0]) for run in runs]
+    has_parts = any(run.saving_costs.newest is not None for run in runs)
+    columns = [_column(run, runs[0], has_parts=has_parts) for run in runs]
     widest = max(max(map(len, column.values())) for column in columns)
     side_by_side = max(1, (console.width - max(map(len, columns[0]))) // (widest + 2))
     for some in batched(columns, side_by_side):
@@ -81,6 +86,8 @@ def _print(runs: Sequence[RunFacts], console: Console, *, is_verbose: bool) -> N
     for run in runs:
         if checkpointing := run.summary.get("checkpointing"):
             print(f"{run.name}: {cost_line(checkpointing)}")
+        if remark := _remark(run.saving_costs, run.lines[-1]["iteration"]):
+            print(f"{run.name}: {remark}")
         for event in run.recoveries if is_verbose else ():
             known = {field.name: event[field.name] for field in fields(Account) if field.name in event}
             print("\n".join(f"{run.name}: {line}" for line in Account(**known).lines(is_verbose=True)))
@@ -99,7 +106,7 @@ def _table(columns: Sequence[dict[str, str]]) -> Table:
     return table
 
 
-def _column(run: RunFacts, first: RunFacts) -> dict[str, str]:
+def _column(run: RunFacts, first: RunFacts, *, has_parts: bool) -> dict[str, str]:
     """What the table says of a run, by name."""
     digest = run.digest
     is_same = run is not first and digest is not None and digest == first.digest
@@ -112,14 +119,30 @@ def _column(run: RunFacts, first: RunFacts) -> dict[str, str]:
         "validation loss": _short(run.summary.get("validation_loss")),
         "iteration time": _form(run.iteration_s, "{:.3f} s"),
         "tokens/s": _form(run.tokens_per_s, "{:,.0f}"),
+        "saving costs": run.saving_costs.text(),
+        **(_parts(run) if has_parts else {}),
         "ETTR": _form(effective, "{:.1%}"),
         "recoveries": _recoveries(run),
         "state digest": "the same" if is_same else (digest or "unfinished")[:DIGEST_LENGTH],
     }
 
 
+def _parts(run: RunFacts) -> dict[str, str]:
+    """Return what each part of saving costs, by indented name."""
+    overhead = run.saving_costs.newest
+    shown = {} if overhead is None else dict(parts_text(overhead))
+    return {f"  {name}": shown.get(name, UNKNOWN) for name in NAMES.values()}
+
+
 def _recoveries(run: RunFacts) -> str:
     return f"{len(run.recoveries)} ({run.lost_s:.1f} s, {run.replayed} repeated)" if run.recoveries else "0"
+
+
+def _remark(costs: SavingCosts, last: int) -> str:
+    """Return what has to be known of the cost of saving beside its value; empty if there is nothing."""
+    if costs.newest is None:
+        return f"saving costs not measured: {costs.reason_text}"
+    return "" if costs.newest_at == last else f"saving costs as of iteration {costs.newest_at}"
 
 
 def write_trace(records: Sequence[RunRecord], path: Path) -> None:
@@ -146,6 +169,8 @@ def _as_json(run: RunFacts) -> dict[str, Any]:
         "test_loss": run.summary.get("test_loss"),
         "iteration_s": run.iteration_s,
         "tokens_per_s": run.tokens_per_s or 0.0,
+        "overhead": run.saving_costs.as_json(),
+        "overhead_missing": run.saving_costs.reason,
         "effective": run.figures.effective,
         "recoveries": len(run.recoveries),
         "lost_s": run.lost_s,

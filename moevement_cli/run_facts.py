@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moevement_cli.run_folders import which_run
+from moevement_cli.saving_costs import SavingCosts
 from moevement_core.errors import RunRecordError
 from moevement_core.events import Resized
 from moevement_core.monitoring.figures import RunFigures
@@ -46,6 +47,7 @@ class RunFacts:
             )
         self.summary = record.summary() if record.summary_path.exists() else {}
         self.recoveries = [event for event in self.events if event["event"] == "failure"]
+        self.saving_costs = SavingCosts(self.lines)
         self.figures, self.effective = RunFigures(), list[Point]()
         self.began_at = _began_at(self.lines)
         """When its first iteration began, in seconds since the epoch; NaN if no line has a time."""

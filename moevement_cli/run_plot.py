@@ -1,45 +1,73 @@
-"""``moevement report --plot``: loss of runs over iterations, and their progress over wall time."""
+"""``moevement report --plot``: loss of runs and what saving costs over iterations, and progress over wall time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from moevement_cli.colors import RUN_COLORS, RUN_DASHES
 from moevement_cli.plotting import figure
-from moevement_cli.run_facts import RunFacts, headline
+from moevement_cli.run_facts import Point, RunFacts, headline
+from moevement_cli.saving_costs import view
+from moevement_core.overhead.estimate import CONFIDENCE
 
 MOST_LABELED = 4
 """Recoveries of all runs that have their words beside their marks; of more each has its mark alone."""
 
 
 def draw(runs: Sequence[RunFacts], path: Path) -> None:
-    """Draw ``runs`` to a file, with a mark at each recovery.
+    """Draw ``runs`` to a file, with a mark at each recovery; what saving costs where a run has measured it.
 
     Raises:
         ConfigError: it cannot be drawn or written.
     """
-    with figure(path, 2, (11, 4.2)) as (loss, progress):
-        for run, color, dashes in zip(runs, cycle(RUN_COLORS), cycle(RUN_DASHES), strict=False):
-            lengths = [float(length) / 2 for length in dashes.split()]  # in widths of the line
-            style: Any = (0, lengths) if lengths else "-"
-            look: dict[str, Any] = {"color": color, "linestyle": style, "linewidth": 1.8, "label": run.name}
-            points = [(x, y) for x, y in run.series("loss") if math.isfinite(y)]
-            loss.plot([x for x, _ in points], [y for _, y in points], **look)
-            points = run.progress()
-            progress.plot([x for x, _ in points], [y for _, y in points], **look)
-            _mark(run, color, loss, progress, is_labeled=sum(len(run.recoveries) for run in runs) <= MOST_LABELED)
+    has_costs = any(run.saving_costs.newest is not None for run in runs)
+    with figure(path, 3 if has_costs else 2, (15.5 if has_costs else 11, 4.2)) as axes:
+        loss, progress = axes[:2]
+        for run, look in _looks(runs):
+            _line(loss, [(x, y) for x, y in run.series("loss") if math.isfinite(y)], look)
+            _line(progress, run.progress(), look)
+            _mark(
+                run, look["color"], loss, progress, is_labeled=sum(len(run.recoveries) for run in runs) <= MOST_LABELED
+            )
         loss.set(xlabel="iteration", ylabel="training loss")
         progress.set(xlabel="seconds since the first iteration began", ylabel="committed iterations")
-        for axis in (loss, progress):
+        if has_costs:
+            _draw_costs(runs, axes[2])
+            axes[2].set_xlim(loss.get_xlim())
+        for axis in axes:
             axis.grid(alpha=0.3)
             axis.legend()
         origin = dict(runs[0].origin())
         about = "; ".join(f"{name}: {origin[name]}" for name in ("model", "ranks") if name in origin)
         loss.figure.suptitle(f"{headline(runs)}\n{about}" if about else headline(runs), fontsize=11)
+
+
+def _looks(runs: Sequence[RunFacts]) -> Iterator[tuple[RunFacts, dict[str, Any]]]:
+    """Yield each run with color, dashes and label of its lines."""
+    for run, color, dashes in zip(runs, cycle(RUN_COLORS), cycle(RUN_DASHES), strict=False):
+        lengths = [float(length) / 2 for length in dashes.split()]  # in widths of the line
+        yield run, {"color": color, "linestyle": (0, lengths) if lengths else "-", "linewidth": 1.8, "label": run.name}
+
+
+def _line(axis: Any, points: Sequence[Point], look: dict[str, Any]) -> None:
+    axis.plot([x for x, _ in points], [y for _, y in points], **look)
+
+
+def _draw_costs(runs: Sequence[RunFacts], axis: Any) -> None:
+    """Draw what saving costs, with the confidence interval as a band."""
+    for run, look in _looks(runs):
+        _line(axis, run.saving_costs.points(), look)
+        intervals = zip(*run.saving_costs.intervals(), strict=True)
+        axis.fill_between(*intervals, color=look["color"], alpha=0.15, linewidth=0)
+    low, high = view([run.saving_costs for run in runs])
+    margin = 0.05 * ((high - low) or 1.0)
+    axis.set(xlabel="iteration", ylabel=f"saving costs, % of training ({CONFIDENCE:.0%} interval)")
+    axis.set_ylim(low - margin, high + margin)
+    axis.axhline(0.0, color="black", linewidth=0.8)
 
 
 def _mark(run: RunFacts, color: str, loss: Any, progress: Any, *, is_labeled: bool) -> None:

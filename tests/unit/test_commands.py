@@ -12,12 +12,14 @@ import pytest
 from megatron.moevement.preflight.early import refuse_early
 from moevement_cli.examples import EXAMPLES
 from moevement_cli.main import COMMANDS, main
-from moevement_cli.run_facts import RunFacts, names
+from moevement_cli.run_facts import UNKNOWN, RunFacts, names
+from moevement_cli.saving_costs import NotMeasured
 from moevement_core.errors import ConfigError
+from moevement_core.overhead.fields import FIELDS
 from moevement_core.process_identity import machine_id
 from moevement_core.versions import versions
 from moevement_core.words import counted
-from tests.unit.monitoring.runs import BEGAN_AT, job, recovered_run
+from tests.unit.monitoring.runs import BEGAN_AT, job, line, recovered_run
 
 LAPTOP = ["pretrain_gpt.py", "--config", str(EXAMPLES / "pretrain_moe" / "configs" / "laptop.yaml")]
 
@@ -163,12 +165,44 @@ def test_a_report_says_what_runs_come_to(tmp_path: Path, capsys: pytest.CaptureF
     assert rows["ETTR"] == ["62.5%", "62.5%"]
     assert rows["iteration time"] == ["1.000", "s", "1.000", "s"]
     assert rows["recoveries"][:3] == ["1", "(4.0", "s,"]
+    assert rows["saving costs"] == ["2.0%", "(1.0%", "to", "3.0%)"] * 2
+    shares = {"copies": "0.4%", "digests": "0.3%", "sends": "1.0%", "policy": "0.1%", "stalls": "0.2%"}
+    assert {name: rows[name] for name in shares} == {name: [share] * 2 for name, share in shares.items()}
     assert rows["state digest"] == ["ab", "the", "same"]
     assert sum("leaving" in line or "fed " in line for line in lines) == 2
     values = json.loads(last)["runs"][0]
     assert (values["effective"], values["recoveries"], values["lost_s"], values["replayed"]) == (0.625, 1, 4.0, 2)
+    assert (values["overhead"]["iteration"], values["overhead"]["share"]) == (10, 0.02)
+    assert (values["overhead"]["parts"]["send"], values["overhead_missing"]) == (0.01, None)
     assert values["origin"]["command"] == job().command
     assert max(len(line) for line in lines if not line.startswith(tuple(called)) and line != lines[0]) <= 80
+
+
+def test_a_report_says_why_nothing_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [recovered_run(tmp_path / name) for name in ("measured", "short", "plain")]
+    for run, left_out in zip(runs[1:], (FIELDS, line(1).keys() - {"iteration", "loss", "time"}), strict=True):
+        some = [{name: value for name, value in one.items() if name not in left_out} for one in run.metrics()[:5]]
+        run.metrics_path.write_text("".join(f"{json.dumps(one)}\n" for one in some))
+    assert main(["report", *(str(run.folder) for run in runs), "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    values = json.loads(last)["runs"]
+    assert [value["overhead_missing"] for value in values] == [None, NotMeasured.TOO_SHORT, NotMeasured.NO_CHECKPOINTS]
+    assert [value["overhead"] is None for value in values] == [False, True, True]
+    assert [line.split(":")[0] for line in lines if line.startswith(("short:", "plain:"))] == ["short", "plain"]
+    assert any(row.split()[:3] == ["sends", "1.0%", UNKNOWN] for row in lines)
+    assert main(["report", str(runs[1].folder)]) == 0
+    assert not any(row.split()[:1] == ["sends"] for row in capsys.readouterr().out.splitlines())
+
+
+def test_a_plot_has_what_saving_costs_where_it_was_measured(tmp_path: Path) -> None:
+    run, plot = recovered_run(tmp_path / "run"), tmp_path / "run.svg"
+    for axes, bands in ((3, 1), (2, 0)):
+        assert main(["report", str(run.folder), "--plot", str(plot)]) == 0
+        drawn = plot.read_text()
+        assert len(re.findall(r'id="axes_\d+"', drawn)) == axes
+        assert len(re.findall(r'id="FillBetweenPolyCollection_\d+"', drawn)) == bands
+        lines = [{name: value for name, value in one.items() if name not in FIELDS} for one in run.metrics()]
+        run.metrics_path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
 
 
 def test_a_report_tells_a_killed_run_from_one_that_goes_on(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import re
@@ -14,15 +15,18 @@ import pytest
 
 from moevement_cli import recovery_chart
 from moevement_cli.colors import RUN_COLORS
+from moevement_cli.elements import Element
 from moevement_cli.html_report import page
-from moevement_cli.line_chart import Chart, Line, Mark, thinned, tick_step
+from moevement_cli.line_chart import BOTTOM, HEIGHT, TOP, Chart, Line, Mark, thinned, tick_step
 from moevement_cli.main import main
+from moevement_cli.overhead_chart import bar_share, overhead_chart
 from moevement_cli.plan_measured import compare
 from moevement_cli.run_facts import UNKNOWN, RunFacts, read
 from moevement_core.events import Planned
+from moevement_core.overhead.fields import FIELDS, recorded_overhead
 from moevement_core.run_record import RunRecord
 from tests.unit.monitoring import browser
-from tests.unit.monitoring.runs import BEGAN_AT, STANDSTILL, failure, job, recovered_run
+from tests.unit.monitoring.runs import BEGAN_AT, STANDSTILL, append, failure, job, line, recovered_run
 
 VOID = {"meta"}
 PARTS = failure().parts()
@@ -82,10 +86,10 @@ def facts(*runs: RunRecord) -> list[RunFacts]:
 def test_a_page_has_the_figures_of_its_run(run: RunRecord) -> None:
     parsed = Page(page(facts(run)))
     rows = parsed.rows
-    assert dict(rows[:11]) == {
+    assert dict(rows[:12]) == {
         "run": "run", "state": "ended", "iterations": "10", "loss": "2.0000", "validation loss": UNKNOWN,
-        "iteration time": "1.000 s", "tokens/s": "512", "ETTR": "62.5%", "recoveries": "1",
-        "time lost": "4.00 s", "state digest": "ab",
+        "iteration time": "1.000 s", "tokens/s": "512", "saving costs": "2.0% (1.0% to 3.0%)", "ETTR": "62.5%",
+        "recoveries": "1", "time lost": "4.00 s", "state digest": "ab",
     }  # fmt: skip
     plan = rows[rows.index(["planned", "measured"]) + 1 :]
     assert [row[1:] for row in plan[:5]] == [
@@ -139,7 +143,9 @@ def test_of_several_runs_each_has_its_color_and_sections(tmp_path: Path) -> None
     order = [parsed.headings.index(name) for name in ("Training", "first", "second")]
     assert order == sorted(order)
     sections = [heading.split()[0] for heading in parsed.headings[order[1] + 1 :]]
-    assert sections == ["Recoveries", "Warnings", "second", "Recoveries", "Planned", "Warnings"]
+    assert sections == [
+        "What", "Recoveries", "Warnings", "second", "What", "Recoveries", "Planned", "Warnings"
+    ]  # fmt: skip
 
 
 def test_a_run_without_checkpoints_has_a_page(tmp_path: Path) -> None:
@@ -149,6 +155,48 @@ def test_a_run_without_checkpoints_has_a_page(tmp_path: Path) -> None:
     parsed = Page(page(facts(run)))
     assert dict(row for row in parsed.rows if len(row) == 2)["state"] not in ("ended", UNKNOWN)
     assert parsed.attributes.count(("p", "class", "none")) >= 6
+
+
+def widths_of(chart: Element) -> dict[str, float]:
+    """Percent of the width of the page that each part's bar has, by name."""
+    bars = [part for part in chart.iter("span") if part.get("class") == "part"]
+    found = {bar.attrib["title"]: re.search(r"width: ([\d.]+)%", bar.attrib["style"]) for bar in bars}
+    return {name: float(width[1]) for name, width in found.items() if width is not None}
+
+
+def test_bars_of_what_saving_costs_have_one_scale(tmp_path: Path) -> None:
+    first, second = recorded_overhead(line(1)), recorded_overhead(line(1, overhead_send=-0.01))
+    assert first is not None
+    assert second is not None
+    whole = {"copies": 20, "digests": 15, "sends": 50, "policy": 5, "stalls": 10}
+    assert widths_of(overhead_chart(first, bar_share(first))) == whole
+    drawn = overhead_chart(second, bar_share(first))
+    del whole["sends"]
+    assert widths_of(drawn) == whole
+    assert "sends -1.0%" in [item.tail or "".join(item.itertext()).strip() for item in drawn.iter("li")]
+    runs = [recovered_run(tmp_path / name) for name in ("first", "second")]
+    append(runs[0].metrics_path, line(11, overhead_send=-0.01))
+    widths = re.findall(r'width: ([\d.]+)%;[^>]*title="copies"', page(facts(*runs)))
+    assert widths == ["20.00", "20.00"]
+
+
+def test_what_saving_costs_is_drawn_with_its_interval(tmp_path: Path) -> None:
+    runs = [recovered_run(tmp_path / name) for name in ("first", "second")]
+    append(runs[0].metrics_path, line(11, overhead=0.04, overhead_low=-0.01, overhead_high=0.06))
+    drawn = page(facts(*runs))
+    assert len(re.findall(r'<polygon [^>]*class="band"', drawn)) == 2
+    assert "4 (-1 to 6)" in Page(drawn).texts
+
+
+def test_a_run_in_which_nothing_was_measured_says_why(tmp_path: Path) -> None:
+    run = recovered_run(tmp_path / "run")
+    lines = [{name: value for name, value in one.items() if name not in FIELDS} for one in run.metrics()[:4]]
+    run.metrics_path.write_text("".join(f"{json.dumps(one)}\n" for one in lines))
+    (measured,) = facts(run)
+    parsed = Page(page([measured]))
+    (row,) = [row for row in parsed.rows if row[0] == "saving costs"]
+    assert row[1].endswith(measured.saving_costs.reason_text)
+    assert 'class="saving"' not in page([measured])
 
 
 def test_each_plan_is_compared_with_the_iterations_under_it(tmp_path: Path) -> None:
@@ -230,6 +278,26 @@ def test_a_chart_has_its_numbers_as_a_table_too() -> None:
     assert {"run", "2", "2000", "recovery"} <= set(re.findall(r"\w+", svg.attrib["aria-label"]))
     assert "rank 2 killed" in [text.text for text in svg.findall("text")]
     assert {text.text for text in svg.findall("text")} >= {"200", "1,000", "iteration"}
+
+
+def test_a_band_has_gaps_and_ends_at_the_edge_of_what_is_shown() -> None:
+    band = [(1.0, -90.0, 90.0), (2.0, math.nan, math.nan), (3.0, 1.0, 3.0), (4.0, 1.0, 4.0)]
+    line = Line("run", "#000", [(1.0, 2.0), (2.0, 2.5), (3.0, 2.0), (4.0, 2.0)], band=band)
+    drawn = Chart("costs", [line], view=(0.0, 4.0)).draw()
+    polygons = drawn.findall(".//polygon")
+    places = [[tuple(map(float, place.split(","))) for place in one.attrib["points"].split()] for one in polygons]
+    assert [len(place) for place in places] == [2, 4]
+    heights = [y for _, y in places[0]]
+    assert (min(heights), max(heights)) == (TOP, HEIGHT - BOTTOM)
+    assert all(TOP < y < HEIGHT - BOTTOM for _, y in places[1])
+    rows = [[cell.text for cell in row.findall("td")] for row in drawn.findall(".//tbody/tr")]
+    assert rows[0] == ["1", "2 (-90 to 90)"]
+    assert rows[1] == ["2", "2.5"]
+
+
+def test_a_line_below_zero_is_drawn_with_zero() -> None:
+    drawn = Chart("costs", [Line("run", "#000", [(1.0, -2.0), (2.0, -1.0)])]).draw()
+    assert {"-2", "0"} <= {text.text for text in drawn.findall(".//text")}
 
 
 def test_a_chart_that_says_nothing_is_a_number() -> None:

@@ -23,6 +23,7 @@ from moevement_core.events import Started
 from moevement_core.exit_codes import HUNG_UP
 from moevement_core.monitoring.figures import RANKS
 from moevement_core.monitoring.watched_run import WatchedRun
+from moevement_core.overhead.fields import FIELDS
 from moevement_core.process_identity import machine_id, start_of
 from tests.unit.monitoring.runs import BEGAN_AT, append, failure, job, line, recovered_run
 
@@ -68,6 +69,10 @@ def test_a_frame_has_what_the_record_has_in_eighty_columns(tmp_path: Path) -> No
         "window": "3 iterations", "restore point": "iteration 3", "peers behind": "1 iteration", "unsent copies": "2",
         "snapshots": "4.0 MB", "log": "1.0 MB", "on disk": "to 5, 7.0 kB",
     }  # fmt: skip
+    assert values_of(text, "saving costs") == {
+        "saving costs": "2.0% of training", "95% interval": "1.0% to 3.0%", "copies": "0.4%", "digests": "0.3%",
+        "sends": "1.0%", "policy": "0.1%", "stalls": "0.2%",
+    }  # fmt: skip
     assert values_of(text, "clock").keys() == {"clock", "up", "last iteration", "time left"}
     assert (values_of(text, "clock")["up"], values_of(text, "clock")["last iteration"]) == ("23 s", "4 s ago")
     assert re.search(r"\bn0: 0-1\b", text)
@@ -76,6 +81,14 @@ def test_a_frame_has_what_the_record_has_in_eighty_columns(tmp_path: Path) -> No
     assert re.search(rf"\brecovery 1\b.*\b10 s\b.*\b4\.00 s\b.*{re.escape(who)}", text)
     for part, seconds in failure().parts().items():
         assert f" {part} {seconds:.2f}" in text
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_before_anything_is_measured_it_says_so(tmp_path: Path, *, has_ended: bool) -> None:
+    run = recovered_run(tmp_path, has_ended=has_ended)
+    append(run.metrics_path, {name: value for name, value in line(11).items() if name not in FIELDS})
+    (value,) = values_of(shown(tmp_path), "saving costs").values()
+    assert value.split() == ["not", "measured", *(() if has_ended else ("yet",))]
 
 
 def test_the_bar_of_a_recovery_is_as_long_as_its_parts(tmp_path: Path) -> None:
@@ -242,6 +255,8 @@ def test_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     has: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert has["state"] == "ended"
     assert has["figures"]["moevement_iteration"] == 10
+    shares = {field: has["figures"][f"moevement_{field}_ratio"] for field in FIELDS}
+    assert shares == {field: line(10)[field] for field in FIELDS}
     assert has["figures"]["moevement_processes"] == {"active": 4, "spare": 1}
     assert has["nodes"][1] == {"node": "n1", "ranks": [2, 3], "spares": 1, "starting": 0}
     assert has["job"]["code"] == 0

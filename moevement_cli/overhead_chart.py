@@ -1,0 +1,38 @@
+"""What saving costs a run, as a bar of its parts, all bars to one scale, with the percentages in words."""
+
+from __future__ import annotations
+
+from moevement_cli.elements import Element, element
+from moevement_cli.part_bar import Part, part_bar
+from moevement_cli.saving_costs import NAMES, interval, percent
+from moevement_core.overhead.estimate import CONFIDENCE
+from moevement_core.overhead.fields import PARTS, RecordedOverhead
+
+COLORS = dict(zip(PARTS, ("#0072b2", "#56b4e9", "#e69f00", "#cc79a7", "#d55e00"), strict=True))
+"""Color by part; told apart also by those who see few colors (Okabe and Ito)."""
+
+
+def overhead_chart(overhead: RecordedOverhead, full_width: float) -> Element:
+    """Return a figure of ``overhead``; a part that is not more than nothing has its number and no bar.
+
+    Args:
+        overhead: what saving costs one run.
+        full_width: the share that fills the width of the page.
+    """
+    parts = [
+        Part(NAMES[part], share, percent(share).rstrip("%"), "%", COLORS[part])
+        for part, share in overhead.parts.items()
+    ]
+    return element(
+        "figure",
+        element(
+            "p", element("b", f"{percent(overhead.share)} of training: "),
+            f"{CONFIDENCE:.0%} interval {interval(overhead)}",
+        ),
+        *part_bar(parts, full_width), class_="overhead",
+    )  # fmt: skip
+
+
+def bar_share(overhead: RecordedOverhead) -> float:
+    """Return the share that the bar of ``overhead`` is as long as: parts that are more than nothing."""
+    return sum(max(0.0, share) for share in overhead.parts.values())

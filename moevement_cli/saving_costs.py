@@ -1,0 +1,138 @@
+"""What saving costs training, as the record of a run has it: the same figures and words for the table, the plot, the
+page and the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from moevement_core.overhead.fields import FIRST_MEASURED, PARTS, RecordedOverhead, recorded_overhead
+from moevement_core.words import counted
+
+NAMES = dict(zip(PARTS, ("copies", "digests", "sends", "policy", "stalls"), strict=True))
+"""Parts as readers see them."""
+NO_INTERVAL = "no interval yet"
+Point = tuple[float, float]
+Interval = tuple[float, float, float]
+"""An x with the ends of an interval there; NaN where it is not known."""
+
+
+class NotMeasured(StrEnum):
+    """Reason why a record has no overhead."""
+
+    NO_CHECKPOINTS = "no checkpoints"
+    TOO_SHORT = "too few iterations"
+    NOT_COMPARED = "no comparison"
+
+
+@dataclass(frozen=True)
+class SavingCosts:
+    """Costs of saving in one run.
+
+    Args:
+        lines: lines of its metrics.
+    """
+
+    lines: Sequence[Mapping[str, Any]]
+
+    @cached_property
+    def measured(self) -> list[tuple[int, RecordedOverhead | None]]:
+        """Each iteration with the overhead that was known at its end."""
+        return [(line["iteration"], recorded_overhead(line)) for line in self.lines]
+
+    @property
+    def newest(self) -> RecordedOverhead | None:
+        """The last overhead that was recorded; None if nothing was measured."""
+        return next((overhead for _, overhead in reversed(self.measured) if overhead is not None), None)
+
+    @property
+    def newest_at(self) -> int | None:
+        """The iteration at whose end :attr:`newest` was recorded."""
+        return next((iteration for iteration, overhead in reversed(self.measured) if overhead is not None), None)
+
+    @property
+    def reason(self) -> NotMeasured | None:
+        """Why nothing was measured; None if something was."""
+        if self.newest is not None:
+            return None
+        if not any("window" in line for line in self.lines):
+            return NotMeasured.NO_CHECKPOINTS
+        return NotMeasured.TOO_SHORT if len(self.lines) < FIRST_MEASURED else NotMeasured.NOT_COMPARED
+
+    @property
+    def reason_text(self) -> str:
+        """The reason in words; empty if something was measured."""
+        return {
+            None: "",
+            NotMeasured.NO_CHECKPOINTS: "the run saves no checkpoints",
+            NotMeasured.TOO_SHORT: f"{counted(len(self.lines), 'iteration')}; needs {FIRST_MEASURED}",
+            NotMeasured.NOT_COMPARED: "no quiet iteration was compared; the record may be of an older version",
+        }[self.reason]
+
+    def text(self) -> str:
+        """Return the newest overhead with its interval, in a few words."""
+        if self.newest is None:
+            return "not measured"
+        return f"{percent(self.newest.share)} ({interval(self.newest)})"
+
+    def points(self) -> list[Point]:
+        """Return the overhead in percent, by iteration; NaN where it is not known."""
+        return [
+            (iteration, math.nan if overhead is None else 100 * overhead.share) for iteration, overhead in self.measured
+        ]
+
+    def intervals(self) -> list[Interval]:
+        """Return the ends of the confidence interval in percent, by iteration."""
+        return [(iteration, *_ends(overhead)) for iteration, overhead in self.measured]
+
+    def as_json(self) -> dict[str, Any] | None:
+        """Return the newest overhead as plain data."""
+        overhead = self.newest
+        if overhead is None:
+            return None
+        return {
+            "iteration": self.newest_at, "share": overhead.share, "low": overhead.low, "high": overhead.high,
+            "parts": dict(overhead.parts),
+        }  # fmt: skip
+
+
+def _ends(overhead: RecordedOverhead | None) -> tuple[float, float]:
+    if overhead is None or overhead.low is None or overhead.high is None:
+        return math.nan, math.nan
+    return 100 * overhead.low, 100 * overhead.high
+
+
+def view(costs: Sequence[SavingCosts]) -> tuple[float, float]:
+    """Return the range in percent that a drawing of ``costs`` shows: zero, all values, and the newest intervals.
+
+    The first intervals come from few comparisons. They may be so wide that nothing else would be seen beside them.
+    """
+    shown = [0.0]
+    for cost in costs:
+        shown += [y for _, y in cost.points()]
+        shown += _ends(cost.newest)
+    finite = [y for y in shown if math.isfinite(y)]
+    return min(finite), max(finite)
+
+
+def parts_text(overhead: RecordedOverhead) -> Iterator[tuple[str, str]]:
+    """Yield the name and the percentage of each part."""
+    for part, share in overhead.parts.items():
+        yield NAMES[part], percent(share)
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage with one decimal place, never ``-0.0%``."""
+    return f"{round(share, 3) + 0.0:.1%}"
+
+
+def interval(overhead: RecordedOverhead) -> str:
+    """Return the ends of the confidence interval in words."""
+    if overhead.low is None or overhead.high is None:
+        return NO_INTERVAL
+    return f"{percent(overhead.low)} to {percent(overhead.high)}"
