@@ -28,7 +28,7 @@ def test_an_interval_that_is_not_known_and_an_overhead_that_is_not() -> None:
 
 def test_the_first_iteration_that_can_have_one() -> None:
     for began_at in (0, 500):
-        estimate = OverheadEstimate(began_at)
+        estimate = OverheadEstimate()
         for age in range(1, FIRST_MEASURED + 1):
             assert estimate.measured() is None
             iteration = began_at + age
