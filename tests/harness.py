@@ -30,6 +30,9 @@ KILLED = "the process was killed"
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.preload"])
 
+HANGS_S = 900.0
+"""Seconds after which ranks are taken to hang: a busy machine may need minutes for what an idle one does in seconds."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -50,7 +53,7 @@ def run_ranks(
     body: Callable[..., Any],
     nproc: int,
     *args: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = HANGS_S,
     environment: dict[str, str] | None = None,
     init_process_group: bool = True,
     check: bool = True,

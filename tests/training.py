@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.moevement import worker
 from moevement_core.run_record import RunRecord
-from tests.harness import Outcome, run_ranks
+from tests.harness import HANGS_S, Outcome, run_ranks
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"
@@ -63,7 +63,7 @@ def flags(**overrides: Any) -> list[str]:
 
 
 def train(
-    nproc: int, run_dir: Path | None, *, check: bool = True, timeout_s: float = 150.0, **overrides: Any
+    nproc: int, run_dir: Path | None, *, check: bool = True, timeout_s: float = HANGS_S, **overrides: Any
 ) -> RunRecord:
     """Train on ``nproc`` ranks and return the record of the run."""
     outcomes(nproc, run_dir, check=check, timeout_s=timeout_s, **overrides)
@@ -71,7 +71,7 @@ def train(
 
 
 def outcomes(
-    nproc: int, run_dir: Path | None, *, check: bool = True, timeout_s: float = 150.0, **overrides: Any
+    nproc: int, run_dir: Path | None, *, check: bool = True, timeout_s: float = HANGS_S, **overrides: Any
 ) -> list[Outcome]:
     """Like :func:`train`, returning how each rank ended."""
     argv = [str(SCRIPT), *flags(**overrides), *(["--run-dir", str(run_dir)] if run_dir else [])]

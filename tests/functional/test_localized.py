@@ -87,7 +87,7 @@ def test_a_stage_replays_alone_where_shapes_are_sent_along(tmp_path: Path) -> No
     }  # fmt: skip
     wanted = failure_free(4, **job)
     argv = [str(SCRIPT), *flags(**job, **sparse), "--run-dir", str(tmp_path / "recovered")]
-    run_ranks(with_shapes_exchanged, 4, argv, timeout_s=150.0, init_process_group=False)
+    run_ranks(with_shapes_exchanged, 4, argv, init_process_group=False)
     recovered = RunRecord(tmp_path / "recovered")
     check_scope(recovered, check(wanted, recovered, sparse), {2})
 
@@ -156,7 +156,7 @@ def test_a_stage_alone_clips_by_a_norm_that_was_a_tensor(tmp_path: Path) -> None
     }  # fmt: skip
     for name, flags_ in (("failure_free", job), ("recovered", job | sparse)):
         argv = [str(SCRIPT), *flags(**flags_), "--run-dir", str(tmp_path / name)]
-        run_ranks(clipped_as_with_transformer_engine, 2, argv, timeout_s=150.0, init_process_group=False)
+        run_ranks(clipped_as_with_transformer_engine, 2, argv, init_process_group=False)
     recovered = RunRecord(tmp_path / "recovered")
     check_scope(recovered, check(RunRecord(tmp_path / "failure_free"), recovered, sparse), {1})
 

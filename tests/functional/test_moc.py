@@ -46,7 +46,7 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     assert reached % INTERVAL == 0
     tokens: Counter[tuple[int, int, int]] = Counter()
     argv = [str(SCRIPT), *flags(**SAMPLES | layout, train_iters=13)]
-    for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
+    for outcome in run_ranks(tokens_by_iteration, 4, argv, init_process_group=False):
         tokens.update(outcome.result)
     samples, positions, experts_per_token = 13 * flags_["global_batch_size"], 32, 2
     assert sum(tokens.values()) == LAYERS * samples * positions * experts_per_token
@@ -77,7 +77,7 @@ def test_lost_tokens_where_experts_are_selected_by_load(layout: dict[str, Any], 
     reached = recovery["until"] - recovery["replayed"]
     tokens: Counter[tuple[int, int, int]] = Counter()
     argv = [str(SCRIPT), *flags(**SAMPLES | layout, train_iters=21)]
-    for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
+    for outcome in run_ranks(tokens_by_iteration, 4, argv, init_process_group=False):
         tokens.update(outcome.result)
     wanted, of_stage = {}, LAYERS // layout.get("pipeline_model_parallel_size", 1)
     for layer in range(LAYERS):

@@ -72,7 +72,7 @@ def test_lost_tokens_are_those_that_a_recount_finds(layout: dict[str, Any], tmp_
     reached = recovery["until"] - recovery["replayed"]
     tokens: Counter[tuple[int, int, int]] = Counter()
     argv = [str(SCRIPT), *flags(**SAMPLES | layout, train_iters=17)]
-    for outcome in run_ranks(tokens_by_iteration, 4, argv, timeout_s=150.0, init_process_group=False):
+    for outcome in run_ranks(tokens_by_iteration, 4, argv, init_process_group=False):
         tokens.update(outcome.result)
     wanted, on_stage = {}, LAYERS // stages
     for stage in range(stages):

@@ -35,7 +35,7 @@ def left() -> Iterator[subprocess.Popen[bytes]]:
 def test_what_has_ended_is_collected() -> None:
     if (pid := os.fork()) == 0:
         os._exit(0)
-    time.sleep(0.2)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still there to be collected
     looking = Orphans()
     assert not looking.is_due
     looking.expect()
