@@ -9,6 +9,8 @@ from moevement_core.overhead.quiet import is_quiet
 
 PAUSE_LIMIT = 3.0
 """A pause ends after so many times the length of an iteration; the iteration is not counted as quiet then."""
+SETTLING = 2
+"""Iterations of a job that do not count: the first one captures a whole window, and both compile and allocate."""
 FIRST_LIMIT_S = 60.0
 """Seconds after which a pause ends while no length is known."""
 
@@ -62,6 +64,8 @@ class OverheadMeter:
         """
         has_lasted = self._pause.end()
         if iteration != self._iteration or (self._is_quiet and not has_lasted):
+            return
+        if iteration <= self._began_at + SETTLING:
             return
         self._estimate.add(
             Timed(

@@ -101,6 +101,8 @@ class WindowDecisions:
         self._began_at = began_at
         self._counters = [one for one in (counts, room) if one is not None]
         self._pending: dict[Counts, list[torch.Tensor]] = {one: [] for one in self._counters}
+        self._sums: list[tuple[torch.Tensor, Any]] = []
+        """Counts of the window before that are being summed, and what to wait for."""
         self._counted = NONE
         """The iteration up to which tokens were taken."""
         self._steps: list[_Step] = []
@@ -177,6 +179,7 @@ class WindowDecisions:
         return lost
 
     def _drop_counts(self) -> None:
+        self._sums.clear()
         for one in self._counters:
             one.take()
             self._pending[one].clear()
@@ -348,15 +351,28 @@ class WindowDecisions:
         self._said = kind or self._said
 
     def _observe(self) -> None:
-        """Sum the counts of the window over the ranks of the stage, iteration by iteration."""
+        """Sum the counts of the window over the ranks of the stage, iteration by iteration.
+
+        Nobody waits for a sum that only orders operators (section 3.5: asynchronously): it is taken in when the next
+        window begins. Where tokens are accounted for, each is in the sum of its own window.
+        """
+        for counts, work in self._sums:
+            work.wait()  # it has had a window's time
+            for row in counts.numpy():
+                self.strategy.observe(np.asarray(row))
+        self._sums.clear()
         for counter in self._counters:
             counts = counter.by_operator(self._pending[counter])
-            if self.strategy.loses_updates:  # after a failure ranks may have taken them in different parts
+            is_accounted = self.strategy.loses_updates
+            if is_accounted:  # after a failure ranks may have taken them in different parts
                 counts = counts.sum(dim=0, keepdim=True)
-            dist.all_reduce(counts, group=self.topology.channels.stage_group)
+            work = dist.all_reduce(counts, group=self.topology.channels.stage_group, async_op=not is_accounted)
             self._pending[counter].clear()
-            for one in counts.numpy():
-                (self.strategy.let_in if counter is self._room else self.strategy.observe)(np.asarray(one))
+            if not is_accounted:
+                self._sums.append((counts, work))
+                continue
+            for row in counts.numpy():
+                (self.strategy.let_in if counter is self._room else self.strategy.observe)(np.asarray(row))
 
     def _needed(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[list[Total]]:
         """For each of ``schedules`` the host memory that every rank would need.

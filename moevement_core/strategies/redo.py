@@ -132,6 +132,7 @@ class Redo(Strategy):
     """
 
     name = "moevement"
+    is_tuned = True
 
     def __init__(self, table: OperatorTable, windows: MoEvement, *, is_chosen: bool = True) -> None:
         super().__init__(table)

@@ -1,57 +1,71 @@
-"""The slots of redo: in one order, and named by it."""
+"""Which windows redo wants, by what copies, links and the cap on overhead carry."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from moevement_core.operators import Operator, OperatorKind, OperatorTable, StateBytes, expert_name
-from moevement_core.strategies import RedoSchedule
+from moevement_core.overhead.cap import Evidence
+from moevement_core.strategies import Measured, MoEvement, Redo, RedoSchedule, SparseSchedule
+from moevement_core.strategies.redo import NOT_CARRIED
 
-LAYERS = 4
-
-
-def _whole_experts(ranks: int, experts: int) -> OperatorTable:
-    """Each rank has experts whose numbers follow each other, and no other one has them."""
-    state, each = StateBytes(2, 4, 8, gradient=4), experts // ranks
-    return OperatorTable(
-        ranks=[
-            [
-                Operator(expert_name(layer, rank * each + one), OperatorKind.EXPERT, state)
-                for layer in range(LAYERS)
-                for one in range(each)
-            ]
-            for rank in range(ranks)
-        ]
-    )
+TABLE = OperatorTable(
+    Operator(expert_name(0, number), OperatorKind.EXPERT, StateBytes(200, 400, 800, 400)) for number in range(24)
+)
+FULL, GRADIENT = float(TABLE.full.sum()), float(TABLE.gradient.sum())
+QUICK = Measured(1.0, d2h_bytes_per_s=1e12, replication_bytes_per_s=1e12, replicas=1)
 
 
-def test_the_order_is_the_same_for_any_number_of_ranks() -> None:
-    """So that a run goes on across a change of the job's size."""
-    orders = [RedoSchedule.of(_whole_experts(ranks, 12), 2).order.tolist() for ranks in (2, 3, 12)]
-    assert orders[0] == orders[1] == orders[2]
-    assert sorted(orders[0]) == list(range(12 * LAYERS))
+def decided(strategy: Redo, now: SparseSchedule, measured: Measured) -> SparseSchedule:
+    """Return the schedule that follows ``now``."""
+    chosen = strategy.propose(now, strategy.wanted_sizes(now, measured)).schedules[0]
+    assert isinstance(chosen, SparseSchedule)
+    return chosen
 
 
-@pytest.mark.parametrize("size", [4, 8, 16, 32])
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_ranks_have_as_much_in_every_slot(ranks: int, size: int) -> None:
-    table = _whole_experts(ranks, 64)
-    schedule = RedoSchedule.of(table, size)
-    gradients = table.with_gradients_for_compute()
-    peak = max(
-        int(np.where(schedule.slot_of_operator == slot, gradients.full, gradients.compute).sum(axis=1).max())
-        for slot in range(size)
-    )
-    operators = LAYERS * 64 // ranks
-    state = StateBytes(2, 4, 8, gradient=4)
-    fewest = -(-operators // size)
-    assert peak <= (fewest + 1) * state.full + (operators - fewest - 1) * state.gradient
+def test_what_is_too_expensive_becomes_less_again_and_again() -> None:
+    """It costs a hundredth of training time for each fifth of the state that an iteration saves."""
+    strategy = Redo(TABLE, MoEvement(TABLE))
+    assert strategy.is_tuned
+    now = strategy.first(0, most=len(TABLE))
+    for _ in range(8):
+        cost = Evidence(0.05 * now.mean_bytes / FULL, 0.0, 16)
+        now = decided(strategy, now, replace(QUICK, cost=cost))
+    assert isinstance(now, RedoSchedule)
+    assert 0.05 * now.mean_bytes / FULL <= 0.02
 
 
-def test_another_order_has_another_name() -> None:
-    schedule = RedoSchedule.of(_whole_experts(2, 8), 2)
-    assert schedule.id == replace(schedule).id
-    assert schedule.id != replace(schedule, order=schedule.order[::-1]).id
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
+def test_windows_are_as_short_as_the_mean_of_their_snapshots_allows(share: float) -> None:
+    to_save = GRADIENT + share * (FULL - GRADIENT)
+    strategy = Redo(TABLE, MoEvement(TABLE), is_chosen=False)
+    now = RedoSchedule.of(TABLE, 1)
+    chosen = decided(strategy, now, replace(QUICK, replication_bytes_per_s=to_save))
+    assert isinstance(chosen, RedoSchedule)
+    assert chosen.rest == 0
+    assert chosen.mean_bytes <= to_save
+    shorter = RedoSchedule.of(TABLE, chosen.window.size - 1)
+    assert shorter.mean_bytes > to_save
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+def test_where_gradients_are_not_carried_windows_rest_or_do_without(is_chosen: bool) -> None:
+    strategy = Redo(TABLE, MoEvement(TABLE), is_chosen=is_chosen)
+    now = RedoSchedule.of(TABLE, 3)
+    slow = replace(QUICK, replication_bytes_per_s=GRADIENT / 2)
+    assert strategy.wanted_sizes(now, slow)[0] == NOT_CARRIED
+    chosen = decided(strategy, now, slow)
+    assert isinstance(chosen, RedoSchedule) == is_chosen
+    assert chosen.rest > 0
+    assert chosen.mean_bytes <= GRADIENT / 2
+
+
+def test_a_window_that_was_asked_for_has_gradients_wherever_links_carry_them() -> None:
+    strategy = Redo(TABLE, MoEvement(TABLE, size=3), is_chosen=False)
+    now = strategy.first(0, most=len(TABLE))
+    dear = replace(QUICK, cost=Evidence(0.5, 0.0, 16))
+    assert isinstance(decided(strategy, now, dear), RedoSchedule)
+    slow = replace(QUICK, replication_bytes_per_s=GRADIENT / 2)
+    assert not isinstance(decided(strategy, now, slow), RedoSchedule)
