@@ -270,7 +270,7 @@ def _result_points() -> tuple[Point, ...]:
 def _save_points() -> tuple[Point, ...]:
     """Dense checkpoints, saved while ranks may fail."""
     from megatron.moevement.restart import saves
-    from megatron.moevement.runtime import dense_save
+    from megatron.moevement.runtime import dense_save, results_queue
 
     training = "megatron.training.training"
     return (
@@ -281,17 +281,20 @@ def _save_points() -> tuple[Point, ...]:
             dense_save.finalize_or_report(_process),
             "an asynchronous save shows its failure here",
         ),
+        Point(
+            ("megatron.training.initialize",),
+            "init_persistent_async_worker",
+            dense_save.uninterrupted,
+            "who is interrupted within it leaves a process that nobody ends",
+        ),
         *(
             Point(
-                (module,),
-                name,
-                dense_save.uninterrupted,
-                "who is interrupted within it leaves a process that nobody ends",
+                (writer,),
+                "get_write_results_queue",
+                results_queue.with_small_server,
+                "its server imports the training script, and is left behind where its start is interrupted",
             )
-            for module, name in (
-                ("megatron.training.initialize", "init_persistent_async_worker"),
-                *((writer, "get_write_results_queue") for writer in saves.WRITERS),
-            )
+            for writer in saves.WRITERS
         ),
     )
 

@@ -1,0 +1,66 @@
+"""The queue with which the writer of a dense save answers its rank, served by a process that imports nothing.
+
+Megatron starts the server by ``spawn``, which imports the training script again, and with it torch and Megatron. The
+server would also import torch to unpickle results. Each rank's first save, and that of each replacement, would wait
+seconds for these imports, and each host would hold hundreds of megabytes for each rank, for lists that are read once.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from moevement_core.restart.generation import atomic
+
+
+class PickledQueue:
+    """Queue of a manager that sees bytes alone: results are pickled before they are put, and unpickled by the reader.
+
+    Args:
+        queue: a manager's proxy of a queue.
+    """
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def put(self, results: Any) -> None:
+        """Append results."""
+        self._queue.put(pickle.dumps(results))
+
+    def get_nowait(self) -> Any:
+        """Return the oldest results.
+
+        Raises:
+            queue.Empty: there are none.
+        """
+        return pickle.loads(self._queue.get_nowait())
+
+
+def with_small_server(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``get_write_results_queue``: a server without imports, started in one piece.
+
+    A rank that is interrupted while it starts the server would leave a process that nobody ends.
+    """
+
+    @functools.wraps(original)
+    def get_write_results_queue(*args: Any, **kwargs: Any) -> PickledQueue:
+        with atomic(), _script_hidden():
+            return PickledQueue(original(*args, **kwargs))
+
+    return get_write_results_queue
+
+
+@contextmanager
+def _script_hidden() -> Iterator[None]:
+    """Hide the file of the training script from ``spawn``; what the script has defined stays importable."""
+    names = vars(sys.modules["__main__"])
+    hidden: dict[str, Any] = {name: names.pop(name) for name in ("__spec__", "__file__") if name in names}
+    names["__spec__"] = None
+    try:
+        yield
+    finally:
+        names.update(hidden)
