@@ -30,8 +30,9 @@ class Job:
     """Two ranks, and a process that is started for each that dies."""
 
     def __init__(self, folder: Path, code: int, lease_s: float = 10.0, first: str = "") -> None:
+        token = Token.new()
         base = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
-        self.store = SignedStore(base, Token.new())
+        self.store = SignedStore(base, token)
         self.end = folder / "end"
         self._program = Program(command=[sys.executable, "-c", first + WAIT.format(code), str(self.end)])
         self.children: list[Child] = []
@@ -41,7 +42,9 @@ class Job:
             self._start, self.store, 2, 0, 60.0, lease_s, None, Progress(None, None), self.children
         )
         for number, child in enumerate(self.children):
-            self.members.append(Member(self.store, MemberInfo(number, child.pid, "host", "node")))
+            # A client waits with its connection locked, so no two threads share one.
+            client = SignedStore(dist.TCPStore("127.0.0.1", base.port, is_master=False), token)
+            self.members.append(Member(client, MemberInfo(number, child.pid, "host", "node")))
             self.members[-1].join()
         self.enter()
 
