@@ -44,7 +44,7 @@ def with_memory(job: Costs, nbytes: float | None) -> Costs:
     return replace(job, plan=CheckpointPlan(replace(given_, cluster=cluster)))
 
 
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(
     ranks=drawn.sampled_from([32, 64, 256]),
     stages=drawn.sampled_from([1, 2, 8]),

@@ -20,7 +20,7 @@ from moevement_core.simulator.worth import LEAST_SHARE, MONTH_H, Worth, lost_sha
 from tests.unit.simulator.jobs import costs
 
 MONTH_S = MONTH_H * 3600
-JOB = ["advise", "qwen3_30b_a3b", "--seeds", "2"]
+JOB = ["advise", "qwen3_30b_a3b", "--seeds", "1"]
 
 
 def months(mtbf_s: float, *, every: int | None = None, spares: int | None = None, restart_s: float = 600.0) -> Worth:
