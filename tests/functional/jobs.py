@@ -75,6 +75,12 @@ PHASES = (
     "rank=0,iteration=19,phase=snapshot",
 )  # fmt: skip
 
+EIGHT_PHASES = (
+    "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
+    "rank=2,iteration=14,phase=commit", "rank=1,iteration=17,phase=step", "rank=3,iteration=20,phase=gather",
+    "rank=0,iteration=23,phase=snapshot", "rank=2,iteration=26,phase=replicate",
+)  # fmt: skip
+
 KILLS = (
     "rank=1,iteration=3,phase=forward", "rank=3,iteration=7,phase=backward", "rank=0,iteration=10,phase=gather",
     "rank=2,iteration=13,phase=commit", "rank=3,iteration=17,phase=snapshot",

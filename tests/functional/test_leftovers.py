@@ -68,20 +68,26 @@ def interrupt(nproc: int, run_dir: Path, places: dict[tuple[int, str, int], int]
     return Survived(run_dir, out)
 
 
-@pytest.mark.slow("four kills")
-def test_a_survivor_is_interrupted_in_the_middle_of_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("iterations", "places"),
+    [
+        pytest.param(12, {(3, "fork", 6): 0, (1, "copy", 9): 3}, id="two"),
+        pytest.param(
+            20, {(3, "accumulate", 6): 1, (3, "fork", 9): 0, (0, "ready", 12): 2, (1, "copy", 15): 3},
+            marks=pytest.mark.full, id="four",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.slow("a job of four ranks with two or four kills")
+def test_a_survivor_is_interrupted_in_the_middle_of_a_step(
+    iterations: int, places: dict[tuple[int, str, int], int], tmp_path: Path
+) -> None:
     """Of the ranks that wait, each keeps its state: another stage is the one that loses it."""
-    flags_ = SPARSE | PP2xDP2
+    flags_ = SPARSE | PP2xDP2 | {"train_iters": iterations}
     wanted = failure_free(4, **flags_)
-    places = {
-        (3, "accumulate", 6): 1,
-        (3, "fork", 9): 0,
-        (0, "ready", 12): 2,
-        (1, "copy", 15): 3,
-    }
     survived = interrupt(4, tmp_path / "interrupted", places, **flags_)
     assert survived.digest == digest_of(wanted)
-    survived.check_metrics(20)
+    survived.check_metrics(iterations)
     assert [failure["recovery"]["until"] for failure in survived.failures()] == [at - 1 for _, _, at in places]
     for failure in survived.failures():
         # Two ranks kept their state, compared with a snapshot of it: 2 as a whole, 0 in part, 0 not at all.

@@ -24,15 +24,17 @@ NPROC, LAYOUT = LAYOUTS["PP2xEP2"]
     ],
 )
 def test_ranks_killed_one_after_the_other(tmp_path: Path, protection: str, recovery: dict[str, Any]) -> None:
-    wanted = failure_free_digest(NPROC, **SPARSE | LAYOUT)
+    iterations = 20 if recovery else 15
+    flags = SPARSE | LAYOUT | {"train_iters": iterations}
+    wanted = failure_free_digest(NPROC, **flags)
     faults = (
         "rank=0,iteration=8,phase=backward", "rank=3,iteration=12,phase=step", "rank=1,iteration=17,phase=forward",
     )[: 3 if recovery else 2]  # fmt: skip
     survived = survive(
-        NPROC, 3, tmp_path / "recovered", inject=faults, **SPARSE | LAYOUT | recovery, moevement_protection=protection
+        NPROC, 3, tmp_path / "recovered", inject=faults, **flags | recovery, moevement_protection=protection
     )
     assert survived.digest == wanted
-    survived.check_metrics(20)
+    survived.check_metrics(iterations)
     assert len(survived.failures()) == len(faults)
     assert all(failure["recovery"]["sources"]["parity"] for failure in survived.failures())
     assert all(not failure["recovery"]["sources"]["peer"] for failure in survived.failures())

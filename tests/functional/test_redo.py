@@ -15,17 +15,23 @@ import pytest
 from moevement_cli.main import main
 from moevement_core.persistence.manifest import manifests
 from tests.failure_free import digest_of, failure_free, failure_free_digest
-from tests.functional.jobs import LAYOUTS, MICRO_BATCHES, SPARSE, WIDTHS, among, killed_from_outside
+from tests.functional.jobs import EIGHT_PHASES, LAYOUTS, MICRO_BATCHES, SPARSE, WIDTHS, among, killed_from_outside
 from tests.launching import Survived, launch, logs, survive
 from tests.launching import finished as finished_job
 from tests.training import SCRIPT, flags
 
 REDO: dict[str, Any] = {"moevement_recovery": "redo"}
-PHASES = (
-    "rank=0,iteration=5,phase=forward", "rank=3,iteration=8,phase=backward", "rank=1,iteration=11,phase=reduce",
-    "rank=2,iteration=14,phase=commit", "rank=1,iteration=17,phase=step", "rank=3,iteration=20,phase=gather",
-    "rank=0,iteration=23,phase=snapshot", "rank=2,iteration=26,phase=replicate",
-)  # fmt: skip
+EVERY_PHASE: dict[str, tuple[int, tuple[str, ...]]] = {
+    "PP2": (
+        18,
+        (
+            "rank=1,iteration=4,phase=backward", "rank=0,iteration=8,phase=commit", "rank=1,iteration=11,phase=gather",
+            "rank=0,iteration=15,phase=replicate",
+        ),
+    ),
+    "PP2xEP2": (30, EIGHT_PHASES),
+}  # fmt: skip
+"""By layout: iterations, and faults in them. Of two ranks ``test_kills.py`` has the other four phases."""
 
 
 def _alone(survived: Survived) -> list[bool]:
@@ -35,15 +41,15 @@ def _alone(survived: Survived) -> list[bool]:
 
 
 @WIDTHS
-@pytest.mark.slow("eight kills, each with its recovery")
+@pytest.mark.slow("four or eight kills, each with its recovery")
 def test_a_rank_killed_in_every_phase_of_an_iteration(layout: str, tmp_path: Path) -> None:
     nproc, of_layout = LAYOUTS[layout]
-    flags_ = SPARSE | of_layout | MICRO_BATCHES | {"train_iters": 30}
+    iterations, faults = EVERY_PHASE[layout]
+    flags_ = SPARSE | of_layout | MICRO_BATCHES | {"train_iters": iterations}
     wanted = failure_free(nproc, **flags_)
-    faults = among(nproc, PHASES if nproc == 4 else PHASES[1::2])
     survived = survive(nproc, 2, tmp_path / "recovered", inject=faults, **flags_ | REDO)
     assert survived.digest == digest_of(wanted)
-    survived.check_metrics(30)
+    survived.check_metrics(iterations)
     assert len(survived.failures()) == len(faults)
     assert any(_alone(survived)), "in some of these phases the newest gradients are with peers"
     assert main(["verify", str(wanted.folder), str(tmp_path / "recovered"), "--json"]) == 0
