@@ -264,9 +264,10 @@ def test_an_edit_for_the_next_experiment_concerns_no_process_of_this_one(tmp_pat
 
 
 def lose_twice(job: Job, run_dir: Path) -> None:
-    """Kill a rank, and the process that took its place."""
+    """Kill a rank, and the spare that took its place: the next one was started after the first loss."""
+    wait_for(job, lambda: len(processes(run_dir, "spare")) == 1)
     for _ in range(2):
-        wait_for(job, lambda: [len(processes(run_dir, role)) for role in ("active", "spare")] == [2, 1])
+        wait_for(job, lambda: len(processes(run_dir, "active")) == 2)
         before = processes(run_dir, "active")
         os.kill(before[1], signal.SIGKILL)
         wait_for(job, partial(_are_others, run_dir, before))

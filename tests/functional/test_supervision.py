@@ -161,10 +161,9 @@ def test_a_batch_that_always_kills_its_rank_ends_the_job_and_is_named(tmp_path: 
 @pytest.mark.slow("a rank is given up after three leases")
 def test_a_rank_that_no_abort_frees_says_where_it_is_before_it_is_given_up(tmp_path: Path) -> None:
     script = tmp_path / "stuck.py"
-    script.write_text(STUCK.format(script=str(SCRIPT), marker=str(tmp_path / "stuck")))
+    script.write_text(STUCK.format(script=str(SCRIPT), stuck=str(tmp_path / "stuck"), raised=str(tmp_path / "raised")))
     its = FLAGS | {"train_iters": 10, "num_layers": 2, "moevement_lease_seconds": 1}
-    fault = ("rank=0,iteration=6,phase=forward,signal=EXC",)
-    survived = survive(2, 1, tmp_path / "run", script=script, inject=fault, **its)
+    survived = survive(2, 1, tmp_path / "run", script=script, **its)
     survived.check_metrics(10)
     assert survived.digest == digest_of(failure_free(2, **its))
     text = (tmp_path / "run" / "logs" / "rank_1.err").read_text()
@@ -173,6 +172,7 @@ def test_a_rank_that_no_abort_frees_says_where_it_is_before_it_is_given_up(tmp_p
 
 STUCK = """
 import os
+from itertools import count
 import sys
 import time
 
@@ -183,17 +183,27 @@ sys.argv[0] = {script!r}
 source = open({script!r}).read()
 exec(compile(source.replace('if __name__ == "__main__":', "if False:"), {script!r}, "exec"), globals())
 
-original_forward_step = forward_step
+original_forward_step, micro_batch = forward_step, count()
 
 
 def stay():
+    open({stuck!r}, "w").close()
     time.sleep(600)
 
 
+def fail_when_the_other_rank_stays():
+    while not os.path.exists({stuck!r}):
+        time.sleep(0.01)
+    open({raised!r}, "w").close()
+    raise RuntimeError("a failure of rank 0")
+
+
 def forward_step(data_iterator, model):
-    if get_args().curr_iteration == 5 and torch.distributed.get_rank() == 1 and not os.path.exists({marker!r}):
-        open({marker!r}, "w").close()
-        stay()
+    if get_args().curr_iteration == 5 and not os.path.exists({raised!r}):
+        if torch.distributed.get_rank() == 1:
+            stay()
+        elif next(micro_batch) == 1:  # the first one has reached the other rank
+            fail_when_the_other_rank_stays()
     return original_forward_step(data_iterator, model)
 
 
