@@ -8,8 +8,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any
+
+import pytest
 
 from moevement_cli.main import main
 from moevement_core.run_record import RunRecord
@@ -24,15 +28,29 @@ def command(*words: str, **kwargs: Any) -> subprocess.Popen[str]:
 
 
 class Launcher:
-    """The command in a forked process; what of ``subprocess.Popen`` the tests use."""
+    """The command in a forked process; what of ``subprocess.Popen`` the tests use.
 
-    def __init__(self, *words: str, leads_group: bool = False) -> None:
+    Args:
+        words: its arguments.
+        leads_group: whether it leads a process group.
+        console: a file for all that it prints; None: ``communicate`` returns that.
+        environment: all variables; None: those of this process.
+    """
+
+    def __init__(
+        self,
+        *words: str,
+        leads_group: bool = False,
+        console: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._outputs = [Path(self._folder.name) / name for name in ("out", "err")]
+        self._outputs = [console or Path(self._folder.name) / name for name in ("out", "err")]
         for path in self._outputs:
             path.touch()
+        variables = dict(os.environ if environment is None else environment)
         self._process = context.Process(
-            target=_run, args=(["launch", *words], dict(os.environ), [str(path) for path in self._outputs], leads_group)
+            target=_run, args=(["launch", *words], variables, [str(path) for path in self._outputs], leads_group)
         )
         self._process.start()
         assert self._process.pid is not None
@@ -59,6 +77,9 @@ class Launcher:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
 
     def kill(self) -> None:
         self._process.kill()
@@ -94,6 +115,24 @@ def launch(*words: str, leads_group: bool = False) -> Launcher:
         leads_group: whether it leads a process group, as a job of a shell or a service does.
     """
     return Launcher(*words, leads_group=leads_group)
+
+
+def forks_launchers(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a module that starts launchers fork them: a fresh interpreter imports for seconds.
+
+    Args:
+        module: one that uses ``subprocess`` for nothing but launchers.
+        monkeypatch: of the test, at whose end launchers are fresh again.
+    """
+    forking = SimpleNamespace(Popen=_forked, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(module, "subprocess", forking)
+
+
+def _forked(argv: Sequence[str], *, stdout: IO[bytes], stderr: IO[bytes], env: Mapping[str, str] | None = None) -> Any:
+    *interpreter, subcommand = argv[:4]
+    assert (interpreter, subcommand) == ([sys.executable, "-m", "moevement_cli.main"], "launch")
+    assert stdout is stderr
+    return Launcher(*argv[4:], console=Path(str(stdout.name)), environment=env)
 
 
 def finished(process: subprocess.Popen[str] | Launcher, timeout_s: float = 280) -> tuple[int, str, str]:

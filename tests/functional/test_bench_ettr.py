@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moevement_cli import killed_job
 from moevement_cli.main import main
+from tests.launching import forks_launchers
 from tests.training import TINY
 
 
-@pytest.mark.builds  # four jobs from fresh interpreters
-def test_strategies_under_one_schedule_of_kills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.builds  # four jobs
+def test_strategies_under_one_schedule_of_kills(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forks_launchers(killed_job, monkeypatch)
     config = tmp_path / "tiny.yaml"
     its = {"pipeline-model-parallel-size": 2, "moevement-sparse-ckpt": True, "moevement-window": 3}
     config.write_text(yaml.safe_dump(TINY | its | {"num-layers": 2, "global-batch-size": 4, "eval-iters": 1}))

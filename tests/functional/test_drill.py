@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from moevement_cli import drill
 from moevement_cli.main import main
 from moevement_core.injection import FlipKind
+from tests.launching import forks_launchers
 from tests.training import SCRIPT, flags
 
 QUICK = (FlipKind.LOGS,)
@@ -27,7 +29,8 @@ def drilled(kinds: list[str], nproc: int, out: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.builds
 @pytest.mark.slow("two jobs: a drill and its undamaged job")
-def test_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    forks_launchers(drill, monkeypatch)
     drilled(list(QUICK), 2, tmp_path / "drill", capsys, pipeline_model_parallel_size=2)
 
 

@@ -20,6 +20,7 @@ SAVES: dict[str, dict[str, Any]] = {
     "async-worker-mcore": {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"},
 }
 QUICK = ("async-worker",)
+SMALL: dict[str, Any] = {"global_batch_size": 12}
 
 
 @pytest.mark.builds
@@ -31,7 +32,7 @@ def test_results_of_an_interrupted_save_are_in_no_later_checkpoint(how: str, tmp
     script.write_text(DYING.format(script=str(SCRIPT)))
     survived = survive(
         3, 0, tmp_path / "elastic", options=GONE, script=script,
-        **ELASTIC | SAVES[how] | {"save": str(saved), "save_interval": 1},
+        **ELASTIC | SMALL | SAVES[how] | {"save": str(saved), "save_interval": 1},
     )  # fmt: skip
     (event,) = resized(survived)
     assert (event["iteration"], event["world_size"]) == (4, 2)
@@ -44,7 +45,7 @@ def test_results_of_an_interrupted_save_are_in_no_later_checkpoint(how: str, tmp
         listed = listed_bytes(read_metadata(path / ".metadata"))
         assert listed == {file.name: file.stat().st_size for file in path.glob("*.distcp") if file.name in listed}
         assert len(listed) == (3 if int(path.name[5:]) < 4 else 2)
-    assert_same(survived, fresh(2, tmp_path / "fresh", saved, 6), 6)
+    assert_same(survived, fresh(2, tmp_path / "fresh", saved, 6, **SMALL), 6)
 
 
 DYING = """

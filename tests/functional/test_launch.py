@@ -23,13 +23,13 @@ from tests.training import SCRIPT, flags
 from tests.unit.monitoring.scraping import free_port
 
 
-@pytest.mark.builds
+@pytest.mark.builds  # two ranks that import for themselves
 def test_forked_and_fresh_ranks_are_the_same_run(tmp_path: Path) -> None:
     """And both leave the record, the logs of each rank, and a console that says how far it came."""
     layout = flags(pipeline_model_parallel_size=2, hidden_dropout=0.1)
     for name, options in (("forked", []), ("fresh", ["--fresh-interpreters"])):
         words = ["--nproc", "2", *options, str(SCRIPT), *layout, "--run-dir", str(tmp_path / name)]
-        code, out, err = finished(command(*words))
+        code, out, err = finished(launch(*words))
         assert (code, err) == (0, "")
         assert "iteration 4/4, loss " in out
         assert re.search(r"\bINFO rank 0: .*\bGPU\b.*--distributed-backend gloo\b", out), out
@@ -118,17 +118,19 @@ def test_a_rank_that_dies_ends_the_job_and_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [[], pytest.param(["--fresh-interpreters"], marks=pytest.mark.builds)], ids=["forked", "fresh"]
+    ("nproc", "options"),
+    [(2, []), pytest.param(1, ["--fresh-interpreters"], marks=pytest.mark.builds)],
+    ids=["forked", "fresh"],
 )
-def test_a_rank_that_fails_shows_its_traceback(options: list[str], tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
+def test_a_rank_that_fails_shows_its_traceback(nproc: int, options: list[str], tmp_path: Path) -> None:
+    script, last = tmp_path / "script.py", nproc - 1
     script.write_text(
-        "import os\nif os.environ['RANK'] == '1':\n    raise KeyError('absent')\nimport time; time.sleep(3600)\n"
+        f"import os\nif os.environ['RANK'] == '{last}':\n    raise KeyError('absent')\nimport time; time.sleep(3600)\n"
     )
-    code, _, err = finished(launch("--nproc", "2", *options, str(script), "--run-dir", str(tmp_path / "run")))
+    code, _, err = finished(launch("--nproc", str(nproc), *options, str(script), "--run-dir", str(tmp_path / "run")))
     assert code == 1
     assert "KeyError: 'absent'" in err
-    assert re.search(r"\brank 1\b.*\bpid \d+\b", err), err
+    assert re.search(rf"\brank {last}\b.*\bpid \d+\b", err), err
 
 
 @pytest.mark.builds

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.job import KILLS, attack, undisturbed
+from moevement_core.run_record import RunRecord
+from tests.fuzz.job import KILLS, attack, job_words
+from tests.launching import finished, launch
 
 
 @pytest.mark.builds
 def test_a_job_ends_as_if_the_stranger_had_not_been_there(tmp_path: Path) -> None:
-    wanted = undisturbed(tmp_path / "undisturbed").summary()["state_digest"]["all"]
+    code, out, err = finished(launch(*job_words(tmp_path / "undisturbed")))
+    assert code == 0, f"{out}\n{err}"
+    wanted = RunRecord(tmp_path / "undisturbed").summary()["state_digest"]["all"]
     attacked = attack(tmp_path / "attacked", seed=1)
     assert attacked.stranger.failure == ""
     assert attacked.code == 0, attacked.output[-4000:]

@@ -73,8 +73,12 @@ def _kill_ranks(process: subprocess.Popen[str], record: RunRecord) -> None:
 
 
 def _command(run_dir: Path) -> list[str]:
+    return [sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", *job_words(run_dir)]
+
+
+def job_words(run_dir: Path) -> list[str]:
+    """Return the arguments of ``moevement launch``."""
     return [
-        sys.executable, "-W", "ignore", "-m", "moevement_cli.main", "launch", "--trainer", "torch", "--nproc", "2",
-        "--spares", "1", str(SCRIPT), "--moevement-window", "4", "--iterations", str(ITERATIONS),
-        "--run-dir", str(run_dir),
+        "--trainer", "torch", "--nproc", "2", "--spares", "1", str(SCRIPT), "--moevement-window", "4",
+        "--iterations", str(ITERATIONS), "--run-dir", str(run_dir),
     ]  # fmt: skip
