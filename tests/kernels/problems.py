@@ -1,9 +1,13 @@
-"""Small odd problems for the grouped expert MLP."""
+"""Small odd problems for the grouped expert MLP, and which of many cases every run of the tests has."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
+import pytest
 import torch
 from moevement_kernels.activations import Activation
 from moevement_kernels.tiles import Tiles
@@ -50,6 +54,11 @@ class Problem:
     @property
     def weights(self) -> tuple[Weights, Weights]:
         return Weights(self.w1), Weights(self.w2)
+
+
+def some_of(quick: Collection[tuple[Any, ...]], *values: Collection[Any]) -> list[Any]:
+    """Return all combinations of values as parameters; those that are not in ``quick`` are for the exhaustive run."""
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.full) for case in product(*values)]
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from moevement_kernels.tiles import Tiles, row_tiles
 from moevement_kernels.weights import E5M2, Weights
 from triton import language as tl
 
-from tests.kernels.problems import COUNTS, SMALL, WIDE, Problem, close
+from tests.kernels.problems import COUNTS, SMALL, WIDE, Problem, close, some_of
 
 
 def compare(problem: Problem, tiles: Tiles = SMALL) -> None:
@@ -53,8 +53,12 @@ def compare_weight_gradients(problem: Problem, backward: InputGradient, active: 
                     torch.testing.assert_close(target - 0.5 * accumulate, gradient, rtol=1e-5, atol=1e-5 * scale + 1e-6)
 
 
-@pytest.mark.parametrize("kind", list(Activation))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EACH_ONCE = [*((kind, torch.float32) for kind in Activation), *((Activation.SWIGLU, dtype) for dtype in DTYPES)]
+"""Each activation in one dtype, and each dtype with one activation."""
+
+
+@pytest.mark.parametrize(("kind", "dtype"), some_of(EACH_ONCE, list(Activation), DTYPES))
 def test_activations_and_dtypes(kind: Activation, dtype: torch.dtype) -> None:
     if dtype == torch.float16:
         problem = Problem(kind, COUNTS["ragged"], dtype)
@@ -65,8 +69,12 @@ def test_activations_and_dtypes(kind: Activation, dtype: torch.dtype) -> None:
         compare(Problem(kind, COUNTS["ragged"], dtype))
 
 
-@pytest.mark.parametrize("kind", list(Activation))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    some_of(
+        [(Activation.SWIGLU, torch.bfloat16), (Activation.SQUARED_RELU, torch.float32)], list(Activation), DTYPES[:2]
+    ),
+)
 def test_activations_of_the_backward_pass_have_the_bits_of_the_forward_pass(
     kind: Activation, dtype: torch.dtype
 ) -> None:

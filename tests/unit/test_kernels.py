@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,45 @@ from tests.training import ROOT
 pytestmark = pytest.mark.builds
 
 COMPILED_FOR = (90, 80)
-DTYPES = {"bf16": ["bf16", "fp8"], "every dtype": ["bf16", "fp8", "fp16", "fp32"]}
-"""Texts of which names of compiled kernels have one."""
 LIMIT_S = 1800
-"""A minute on a machine that is idle."""
+"""Half a minute on a machine that is idle, two minutes for all kernels."""
 
 
-@pytest.fixture(scope="module", params=["bf16", pytest.param("every dtype", marks=pytest.mark.full)])
-def dtypes(request: pytest.FixtureRequest) -> list[str]:
-    """Kernels of one dtype that is trained in, or of each; products in FP8 in either case."""
-    return DTYPES[request.param]
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels that are compiled, and tests that run under the interpreter."""
+
+    match: tuple[str, ...]
+    """Texts of which names of compiled kernels have one."""
+    trained: int
+    """Number of kernels without FP8 for Hopper."""
+    in_fp8: int
+    """Number of kernels whose products are in FP8."""
+    marked: str
+    """Expression that chooses tests."""
+
+
+CHOSEN = {
+    "swiglu in bf16": Kernels(
+        ("bf16, swiglu", "FP8 weights, swiglu", "product bf16", "weight gradient bf16", "fp8 e5m2"),
+        trained=2 + 2 + 2, in_fp8=5, marked="not full",
+    ),
+    "all": Kernels(("bf16", "fp8", "fp16", "fp32"), trained=3 * (2 * 5 + 2 + 2), in_fp8=10, marked=""),
+}  # fmt: skip
+"""Trained kernels are up and hidden gradient for each activation, products, weight gradients; in each dtype."""
+
+
+@pytest.fixture(scope="module", params=["swiglu in bf16", pytest.param("all", marks=pytest.mark.full)])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Return kernels of one activation and dtype, or of each; products in FP8 in either case."""
+    return CHOSEN[request.param]
 
 
 @pytest.fixture(scope="module")
-def processes(
-    dtypes: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """Interpreter and compiler side by side: each takes most of a minute of one core."""
-    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels"]
-    compiled = [sys.executable, "-W", "ignore", "-m", "moevement_kernels.compiled", "--json", "--match", *dtypes]
+def processes(kernels: Kernels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Interpreter and compiler side by side: each takes most of half a minute of one core."""
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", kernels.marked, "tests/kernels"]
+    compiled = [sys.executable, "-W", "ignore", "-m", "moevement_kernels.compiled", "--json", "--match", *kernels.match]
     common = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("cache"))}
     # Triton has to be told before it is imported.
     started = {
@@ -66,11 +87,11 @@ def figures(processes: dict[str, subprocess.Popen[str]]) -> list[dict[str, Any]]
     return list(json.loads(out.splitlines()[-1]))
 
 
-def test_kernels_compile_to_tensor_core_instructions(figures: list[dict[str, Any]]) -> None:
+def test_kernels_compile_to_tensor_core_instructions(figures: list[dict[str, Any]], kernels: Kernels) -> None:
     products = [one for one in figures if "bf16" in one["name"]]
     assert {one["capability"] for one in products} == set(COMPILED_FOR)
     in_fp8 = [one for one in figures if " fp8 " in one["name"]]
-    assert len(in_fp8) == 10
+    assert len(in_fp8) == kernels.in_fp8
     for one in in_fp8:
         assert one["instruction"].endswith(("f32.e5m2.e4m3", "f32.e4m3.e4m3")), one
         assert one["narrow_loads"] == 0, one
@@ -81,12 +102,11 @@ def test_kernels_compile_to_tensor_core_instructions(figures: list[dict[str, Any
         assert one["shared_bytes"] <= (227 if one["capability"] == 90 else 163) << 10, one
 
 
-def test_all_of_a_kernel_is_in_registers(figures: list[dict[str, Any]], dtypes: list[str]) -> None:
-    """No spills for sm_90a, in every activation that a training may have."""
+def test_all_of_a_kernel_is_in_registers(figures: list[dict[str, Any]], kernels: Kernels) -> None:
+    """No spills for sm_90a."""
     of_hopper = [one for one in figures if one["capability"] == 90]
     trained = [one for one in of_hopper if "fp8" not in one["name"].lower()]
-    trained_in = len(dtypes) - 1
-    assert len(trained) == trained_in * (2 * 5 + 2 + 2)  # up and hidden gradient, products, weight gradients
+    assert len(trained) == kernels.trained
     spilled = {
         one["name"]: (one["spill_stores"], one["spill_loads"]) for one in of_hopper if " fp8 " not in one["name"]
     }
