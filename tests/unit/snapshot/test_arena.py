@@ -1,18 +1,25 @@
-"""Pages belong to one snapshot at a time, all that is free can be used, and nothing is allocated twice."""
+"""Pages belong to one snapshot at a time, all that is free can be used or given back, nothing is allocated twice."""
 
 from __future__ import annotations
 
+import itertools
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from random import Random
+from types import FrameType
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.errors import SnapshotError
 from moevement_core.snapshot import arena as arenas
-from moevement_core.snapshot.arena import PAGE, Arena, in_pages
+from moevement_core.snapshot.arena import PAGE, SLABS, Arena, in_pages
 from moevement_core.snapshot.buffer import Buffer, spread
 
 
@@ -102,7 +109,8 @@ def test_nothing_is_torn_or_lost_over_windows_that_are_reordered(seed: int, wind
     arena = Arena(CpuDevice())
     total = 96
     arena.grow(total * PAGE)
-    addresses = {arena._slabs[0].data_ptr() + page * PAGE for page in range(total)}
+    addresses = {slab.data_ptr() + at for slab in arena._slabs for at in range(0, slab.nbytes, PAGE)}
+    assert len(addresses) == total
     held: list[tuple[int, Buffer, set[int]]] = []
     mark = 0
     for _ in range(windows):
@@ -136,7 +144,7 @@ def test_nothing_is_torn_or_lost_over_windows_that_are_reordered(seed: int, wind
     for _, buffer, _ in held:
         arena.release(buffer)
     assert arena.available == arena.nbytes == total * PAGE
-    assert len(arena._free) == 1, "free pages that touch are one piece again"
+    assert len(arena._free) == len(arena._slabs), "free pages that touch are one piece again"
 
 
 def _pages(buffer: Buffer) -> set[int]:
@@ -167,6 +175,179 @@ def test_what_nobody_has_after_an_exception_is_free_again() -> None:
     for piece in taken.pieces(0, 9 * PAGE):
         piece.fill_(1)
     assert second.view(0, 4 * PAGE).eq(7).all()
+
+
+def test_what_is_given_back_leaves_the_process() -> None:
+    process, arena, nbytes = psutil.Process(), Arena(CpuDevice()), 256 << 20
+    before = process.memory_info().rss
+    arena.grow(nbytes)
+    assert process.memory_info().rss - before > 0.9 * nbytes
+    kept = arena.acquire(nbytes // 8)
+    assert kept is not None
+    for piece in kept.pieces(0, nbytes // 8):
+        piece.fill_(7)
+    while arena.shrink(nbytes // 8):
+        pass
+    assert nbytes // 8 <= arena.nbytes < nbytes // 8 + nbytes // SLABS
+    assert process.memory_info().rss - before < 0.25 * nbytes
+    assert kept.view(0, nbytes // 8).eq(7).all()
+
+
+def test_slabs_go_a_few_at_a_time_and_only_those_that_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST_SLAB", 2 * PAGE)
+    monkeypatch.setattr(arenas, "GIVEN_BACK_AT_ONCE", 4 * PAGE)
+    arena = Arena(CpuDevice())
+    arena.grow(16 * PAGE)
+    buffers = [arena.acquire(2 * PAGE) for _ in range(8)]
+    held = [buffer for buffer in buffers if buffer is not None]
+    assert len(held) == 8
+    assert arena.shrink(4 * PAGE), "everything is in use"
+    assert arena.nbytes == 16 * PAGE
+    for number, buffer in enumerate(held):
+        buffer.view(0, 2 * PAGE).fill_(number)
+    for buffer in held[:7]:
+        arena.release(buffer)
+    sizes = []
+    while arena.shrink(4 * PAGE):
+        sizes.append(arena.nbytes // PAGE)
+    assert (sizes, arena.nbytes) == ([12, 8], 4 * PAGE)
+    assert arena.available == 2 * PAGE
+    assert held[7].view(0, 2 * PAGE).eq(7).all()
+    assert not arena.shrink(4 * PAGE), "nothing is left to do"
+
+
+def test_new_buffers_stay_out_of_slabs_that_are_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else windows that follow each other would keep a slab for ever, each with a page of it."""
+    monkeypatch.setattr(arenas, "SMALLEST_SLAB", 8 * PAGE)
+    arena = Arena(CpuDevice())
+    arena.grow(32 * PAGE)
+    halves = [buffer for buffer in (arena.acquire(4 * PAGE) for _ in range(8)) if buffer is not None]
+    for half in halves[::2]:
+        arena.release(half)
+    turns = halves[1::2]  # a half of every slab
+    for _ in range(len(turns)):  # as snapshots follow each other: the new one comes before the oldest goes
+        assert arena.shrink(24 * PAGE)
+        assert arena.nbytes == 32 * PAGE
+        new = arena.acquire(4 * PAGE)
+        assert new is not None
+        turns.append(new)
+        arena.release(turns.pop(0))
+        if not arena.shrink(24 * PAGE):
+            break
+    assert arena.nbytes == 24 * PAGE
+    assert arena.available == 8 * PAGE
+
+
+def test_growing_makes_use_of_what_was_to_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST_SLAB", PAGE)
+    arena = Arena(CpuDevice())
+    arena.grow(8 * PAGE)
+    held = arena.acquire(8 * PAGE)
+    assert held is not None
+    assert arena.shrink(2 * PAGE)
+    arena.grow(8 * PAGE)
+    arena.release(held)
+    assert arena.nbytes == arena.available == 8 * PAGE
+    assert not arena._leaving
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(2, 20))])
+def test_nothing_that_is_held_changes_while_memory_comes_and_goes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST_SLAB", 4 * PAGE)
+    monkeypatch.setattr(arenas, "GIVEN_BACK_AT_ONCE", 8 * PAGE)
+    print(f"seed {seed}")
+    random, arena, held = Random(seed), Arena(CpuDevice()), list[tuple[int, Buffer]]()
+    for mark in range(400):
+        match random.randrange(6):
+            case 0:
+                arena.grow(random.randrange(1, 100) * PAGE)
+            case 1:
+                least = random.randrange(100) * PAGE
+                before, available = arena.nbytes, arena.available
+                arena.shrink(least)
+                assert arena.nbytes >= min(least, before)
+                assert before - arena.nbytes == available - arena.available, "what goes was free"
+            case 2 | 3:
+                wanted = random.randrange(1, 20) * PAGE
+                is_there = arena.available >= wanted
+                buffer = arena.acquire(wanted)
+                assert (buffer is not None) == is_there, "whatever is free can be used"
+                if buffer is not None:
+                    for piece in buffer.pieces(0, wanted):
+                        piece.fill_(mark % 251)
+                    held.append((mark % 251, buffer))
+            case 4 if held:
+                arena.release(held.pop(random.randrange(len(held)))[1])
+            case _ if held:
+                _, buffer = random.choice(held)
+                start = random.randrange(buffer.nbytes)
+                arena.release_parts(buffer, [(start, start + random.randrange(6 * PAGE))])
+        taken = sum(extent.memory.nbytes for _, buffer in held for extent in buffer.extents)
+        assert taken + arena.available == arena.nbytes
+    for value, buffer in held:
+        assert all(bool((np.asarray(extent.memory) == value).all()) for extent in buffer.extents)
+    free = arena.available
+    arena.reclaim([buffer for _, buffer in held])
+    assert arena.available == free
+    for _, buffer in held:
+        arena.release(buffer)
+    while arena.shrink(0):
+        pass
+    assert arena.nbytes == 0
+
+
+class _Interrupted(Exception):
+    pass
+
+
+_SOURCE = Path(arenas.__file__).read_text().splitlines()
+
+
+def _interrupted_at(line: int, call: Callable[[], object]) -> bool:
+    """Whether an exception came before the arena ran ``line``, counted from the beginning of ``call``.
+
+    Not where it leaves a lock, which no exception from outside comes between.
+    """
+    lines = itertools.count()
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename != arenas.__file__:
+            return None
+        is_lock = _SOURCE[frame.f_lineno - 1].strip().startswith("with ")
+        if event == "line" and not is_lock and next(lines) == line:
+            raise _Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except _Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_exception_at_any_moment_of_shrinking_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST_SLAB", PAGE)
+    arena, line = Arena(CpuDevice()), 0
+    while True:
+        arena.grow(8 * PAGE)
+        held = [buffer for buffer in (arena.acquire(PAGE) for _ in range(8)) if buffer is not None]
+        for buffer in held[::2]:
+            arena.release(buffer)
+        was_interrupted = _interrupted_at(line, lambda: arena.shrink(5 * PAGE))
+        arena.reclaim(held[1::2])
+        assert arena.available == arena.nbytes - 4 * PAGE
+        assert arena.nbytes in (5 * PAGE, 8 * PAGE)
+        for buffer in held[1::2]:
+            arena.release(buffer)
+        if not was_interrupted:
+            break
+        line += 1
+    assert line > 20
+    assert arena.nbytes == 5 * PAGE
 
 
 def test_memory_in_pages() -> None:
