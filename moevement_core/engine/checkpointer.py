@@ -24,7 +24,7 @@ from moevement_core.overhead.pause import Pause
 from moevement_core.persistence.writer import WindowWriter
 from moevement_core.policy.holding import superseded
 from moevement_core.policy.recoverable import RecoverableRun
-from moevement_core.policy.schedule import Schedule, ScheduleHistory
+from moevement_core.policy.schedule import Schedule, ScheduleHistory, is_other_window
 from moevement_core.replication.allowance import OWN, Allowance
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.receiver import Receiver
@@ -97,6 +97,10 @@ class Checkpointer:
         self._written_from = NONE
         self.asked_bytes = 0
         """That each peer was asked for."""
+        self._fitted: Schedule | None = history.newest
+        """A schedule of the windows that memory was made for; None: for other ones, too, that are over or will be."""
+        self._fitting: Schedule | None = None
+        """A schedule of the windows that memory is brought down to."""
         self._paused = False
         """No snapshot is taken until there is room for a whole window."""
         self._waited_s = 0.0
@@ -105,8 +109,7 @@ class Checkpointer:
         """The iteration whose gradients are in the live tensors; the last one whose gradients no longer are."""
         self._final: Event | None = None
         """Where the gradients of the newest update were final, until they are logged or gone."""
-        # A rank that joins takes, or is given, snapshots of schedules that were in force before, too.
-        self.make_room(*history.all)
+        self.make_room_for_kept()
 
     def _is_whole(self, run: RecoverableRun) -> bool:
         """Ranks agree on runs by where they begin. A stage with fewer operators than slots can be restored to earlier
@@ -324,9 +327,23 @@ class Checkpointer:
 
     def make_room(self, *schedules: Schedule) -> None:
         """Set host memory aside for one of ``schedules`` after the other, where there is not enough; peers are asked
-        for the same.
+        for the same. What was given back of it is allocated when it is needed.
         """
-        self._grow(lambda: self.memory.here(schedules), self.memory.at_peer(schedules))
+        at_peer = self.memory.at_peer(schedules)
+        if self.memory.here(schedules) > self._allowance.of(OWN):
+            self._grow(lambda: self.memory.here(schedules), at_peer)
+        else:
+            self._ask_peers(at_peer)
+
+    def make_room_for_kept(self) -> None:
+        """Set host memory aside for every schedule that a snapshot may still be kept of, or be taken of again.
+
+        Not for windows that were over before a failure: what was given back of them would come again.
+        """
+        kept = self.history.since(self.lifetime.persisted)
+        if any(is_other_window(schedule, self.history.newest) for schedule in kept):
+            self._fitted = None
+        self.make_room(*kept)
 
     def _grow(self, here: Callable[[], int], at_peer: int) -> None:
         """Have room on this rank, as much as is kept here, and at each peer."""
@@ -335,9 +352,39 @@ class Checkpointer:
         if not self._set_aside(here()):
             self.give_up_log(int(here() - self._allowance.left_for(OWN)))
             self._set_aside(here())
-        if at_peer > self.asked_bytes:
-            self.asked_bytes = at_peer
-            self.replicator.open(at_peer)
+        self._ask_peers(at_peer)
+
+    def _ask_peers(self, nbytes: int) -> None:
+        if nbytes > self.asked_bytes:
+            self.asked_bytes = nbytes
+            self.replicator.open(nbytes)
+
+    def _fit(self) -> None:
+        """Give back what only windows of another size needed that are over, a little in each iteration.
+
+        Peers do the same. What is set aside for lag goes too where none came, here and there; it is allowed as before.
+        Not after every reorder: what the next would need again is page-locked slowly.
+        """
+        kept = self.history.since(self.lifetime.persisted)
+        newest = self.history.newest
+        if self._paused or (self._fitted is not None and not is_other_window(newest, self._fitted)):
+            return
+        if any(is_other_window(newest, schedule) for schedule in kept):
+            return
+        # Each alone, as they were asked for: what a gap between two needs is made room for where there is one.
+        here = max(self.memory.here([schedule]) for schedule in kept)
+        at_peer = max(self.memory.at_peer([schedule]) for schedule in kept)
+        arena = self.own.arena
+        if self._fitting is None or is_other_window(newest, self._fitting):
+            arena.watch()
+            if at_peer < self.asked_bytes:
+                self.asked_bytes = at_peer
+                self.replicator.open(at_peer)
+            self._fitting = newest
+        may_go = arena.fit(here)
+        self._allowance.keep(OWN, max(here, arena.nbytes))
+        if not may_go:
+            self._fitted, self._fitting = newest, None
 
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
         """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.
@@ -495,6 +542,7 @@ class Checkpointer:
                     self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
                 if last is not None:
                     self.own.give_back(superseded(self.own.contents(), last))
+                self._fit()
             if unneeded.lost:
                 self.replicator.drop(min(unneeded.lost), max(unneeded.lost))
             if self._writer is not None:

@@ -88,4 +88,5 @@ class ParityReceiver(Receiver):
             except RuntimeError:
                 self._allowance.keep(key, arena.nbytes)
                 return False
+            self._member.need(wanted)
             return True

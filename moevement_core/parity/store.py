@@ -66,6 +66,8 @@ class GroupStore:
         self._coefficients = dict(zip(group.members, coefficients(*group.size)[number], strict=False))
         self._stripes: dict[int, Stripe] = {}
         self._lock = threading.Lock()
+        self._needed: dict[int, int] = {}
+        """Bytes that each member asked for last, or was found to need beside others."""
         self.growing = threading.Lock()
         """Held by the member's receiver that finds too little room until there is more."""
 
@@ -176,6 +178,20 @@ class GroupStore:
             for iteration in its:
                 self._release(iteration)
 
+    def need(self, source: int, nbytes: int) -> None:
+        """Note that ``source`` needs ``nbytes`` from now on."""
+        with self._lock:
+            self._needed[source] = nbytes
+
+    def trim(self) -> bool:
+        """Give back some of what no member needs, once all have said what they need; return whether any went."""
+        with self._lock:
+            said = dict(self._needed)
+        before = self.arena.nbytes
+        if len(said) == len(self.group.members) and before > (most := max(said.values())):
+            self.arena.shrink(most)
+        return self.arena.nbytes < before
+
     def _zeros(self, nbytes: int) -> Buffer | None:
         buffer = self.arena.acquire(nbytes)
         for extent in buffer.extents if buffer is not None else ():
@@ -260,6 +276,14 @@ class MemberStore(PeerStore):
     @override
     def make_room(self, nbytes: int) -> None:
         self.group.arena.grow(nbytes)
+
+    @override
+    def need(self, nbytes: int) -> None:
+        self.group.need(self.source, nbytes)
+
+    @override
+    def trim(self) -> bool:
+        return self.group.trim()
 
 
 def tensors_between(snapshot: Snapshot, header: Header, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:

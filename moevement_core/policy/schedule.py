@@ -234,11 +234,14 @@ class ScheduleHistory:
         Raises:
             ScheduleError: the iteration is before the first schedule that is remembered.
         """
-        index = bisect_right(self._schedules, iteration, key=lambda schedule: schedule.start) - 1
-        if index < 0:
+        if (index := self._index(iteration)) < 0:
             first = self._schedules[0].start
             raise ScheduleError(f"iteration {iteration}: schedules are known from {first} on; the older are forgotten")
         return self._schedules[index]
+
+    def since(self, iteration: int) -> tuple[Schedule, ...]:
+        """Return those that ``SS_iteration`` and later ones are taken under, the oldest first."""
+        return tuple(self._schedules[max(0, self._index(iteration)) :])
 
     def contents(self, iteration: int) -> Contents | None:
         """What ``SS_iteration`` holds of each operator; nothing if it is not taken."""
@@ -262,3 +265,6 @@ class ScheduleHistory:
         """Drop the schedules that no snapshot from ``iteration`` on was taken under."""
         keep = self._schedules.index(self.at(iteration))
         del self._schedules[:keep]
+
+    def _index(self, iteration: int) -> int:
+        return bisect_right(self._schedules, iteration, key=lambda schedule: schedule.start) - 1

@@ -44,6 +44,11 @@ class PeerStore(ABC):
     def memory_bytes(self) -> int:
         """Host memory set aside for this source."""
 
+    @property
+    def room_bytes(self) -> int:
+        """Host memory that the source may count on, allocated or to be allocated when a snapshot comes."""
+        return self.memory_bytes
+
     @abstractmethod
     def schedules(self) -> Mapping[int, str]:
         """Of what is kept now, by iteration, the id of the schedule; every one was whole when it came."""
@@ -79,3 +84,11 @@ class PeerStore(ABC):
         Raises:
             RuntimeError: there is not so much memory.
         """
+
+    @abstractmethod
+    def need(self, nbytes: int) -> None:
+        """Note that the source needs ``nbytes`` from now on, and no more."""
+
+    @abstractmethod
+    def trim(self) -> bool:
+        """Give back some of what nobody needs and what is free; return whether any went. Call it again and again."""

@@ -17,6 +17,7 @@ from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.replica_store import ReplicaStore
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message
+from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
 
 Report = Callable[[str], None]
@@ -42,8 +43,8 @@ class Receiver(ABC):
         self.cpu_s = 0.0
         """Processor seconds of the receiver's thread."""
         self._rank, self._transport, self._allowance, self._report = rank, transport, allowance, report
-        if store.memory_bytes:
-            allowance.keep(store.key, store.memory_bytes)
+        if store.room_bytes:
+            allowance.keep(store.key, store.room_bytes)
         self._thread = threading.Thread(target=self._run, name=f"moevement-receive-{store.source}", daemon=True)
         self._thread.start()
 
@@ -51,6 +52,7 @@ class Receiver(ABC):
         try:
             while (message := self._next()).kind is not Kind.BYE:
                 self._answer_to(message)
+                self._trim()
                 self.cpu_s = time.thread_time()
         except SnapshotError as error:
             self._report(f"copies of rank {self.store.source} are refused from now on: {error}")
@@ -85,7 +87,14 @@ class Receiver(ABC):
 
     def _open(self, message: Message) -> Kind:
         with self.store.growing:
+            self.store.need(message.payload_bytes)
             return self._make_room(message.payload_bytes)
+
+    def _trim(self) -> None:
+        """Give memory back that the source does not need any more, on this thread: training never waits for it."""
+        with self.store.growing:
+            if self.store.trim():
+                self._allowance.keep(self.store.key, self._room_bytes())
 
     def _make_room(self, wanted: int) -> Kind:
         store = self.store
@@ -106,8 +115,8 @@ class Receiver(ABC):
         return Kind.GO
 
     def _room_bytes(self) -> int:
-        """That are set aside."""
-        return self.store.memory_bytes
+        """That the source may count on."""
+        return self.store.room_bytes
 
     def _receive(self, message: Message) -> None:
         data = torch.empty(message.header_bytes, dtype=torch.uint8)
@@ -164,16 +173,18 @@ class CopyReceiver(Receiver):
 
     @override
     def _checked(self, header: Header, message: Message) -> Header:
-        if header.payload_bytes > self._copies.memory_bytes:
-            raise SnapshotError(
-                f"it has {header.payload_bytes} bytes; at most {self._copies.memory_bytes} were agreed on"
-            )
+        if header.payload_bytes > self._copies.room_bytes:
+            room = self._copies.room_bytes
+            raise SnapshotError(f"it has {header.payload_bytes} bytes; at most {room} were agreed on")
         return super()._checked(header, message)
 
     @override
     def _take_in(self, header: Header, message: Message) -> None:
         store = self._copies
-        if (room := store.begin(message.iteration, message.payload_bytes)) is None:
+        room = store.begin(message.iteration, message.payload_bytes)
+        if room is None and store.room_bytes > store.memory_bytes:
+            room = self._bring_back(message)
+        if room is None:
             store.wait_for_room(message.payload_bytes, PATIENCE_S)
             room = store.begin(message.iteration, message.payload_bytes)
         if room is None:
@@ -194,6 +205,13 @@ class CopyReceiver(Receiver):
             return
         store.add(snapshot)
         self._say(Kind.KEPT, message.iteration)
+
+    def _bring_back(self, message: Message) -> Buffer | None:
+        try:
+            self._copies.bring_back(message.payload_bytes)
+        except RuntimeError as error:
+            self._report(f"no host memory for the copies of rank {self.store.source}: {_first_line(error)}")
+        return self._copies.begin(message.iteration, message.payload_bytes)
 
 
 def _first_line(error: BaseException) -> str:

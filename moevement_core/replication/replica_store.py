@@ -10,7 +10,7 @@ from moevement_core.device import Device
 from moevement_core.policy.holding import superseded
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.snapshot.agreement import NONE
-from moevement_core.snapshot.arena import Arena
+from moevement_core.snapshot.arena import Arena, in_pages
 from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
@@ -36,6 +36,10 @@ class ReplicaStore(PeerStore):
         super().__init__(source)
         self.floor = NONE
         self._arena = Arena(device)
+        self._promised = 0
+        """Bytes that the source asked for and was given: some of them may have been given back meanwhile."""
+        self._is_fitting = False
+        """Whether memory is given back as far as it turns out not to be needed."""
         self._replicas: dict[int, _Replica] = {}
         self._lock = threading.Lock()
 
@@ -43,6 +47,11 @@ class ReplicaStore(PeerStore):
     def memory_bytes(self) -> int:
         """Host memory set aside for this source."""
         return self._arena.nbytes
+
+    @property
+    @override
+    def room_bytes(self) -> int:
+        return max(self._arena.nbytes, self._promised)
 
     def snapshots(self) -> dict[int, Snapshot]:
         """What is kept now, by iteration; every one was whole when it came."""
@@ -94,6 +103,19 @@ class ReplicaStore(PeerStore):
             RuntimeError: there is not so much memory.
         """
         self._arena.grow(nbytes)
+        self._promised, self._is_fitting = nbytes, False
+
+    @override
+    def need(self, nbytes: int) -> None:
+        if nbytes != self._promised and nbytes <= self.room_bytes:
+            self._promised, self._is_fitting = nbytes, True
+            self._arena.watch()
+
+    @override
+    def trim(self) -> bool:
+        before = self._arena.nbytes
+        self._is_fitting = self._is_fitting and self._arena.fit(self._promised)
+        return self._arena.nbytes < before
 
     def begin(self, iteration: int, nbytes: int) -> Buffer | None:
         """Room for a snapshot, which takes the place of one of the same iteration; nothing if none is free."""
@@ -101,6 +123,14 @@ class ReplicaStore(PeerStore):
             if iteration in self._replicas:
                 self._release([iteration])
         return self._arena.acquire(nbytes)
+
+    def bring_back(self, nbytes: int) -> None:
+        """Allocate so much of what was given back for a snapshot that has no room, as far as that was promised.
+
+        Raises:
+            RuntimeError: there is not so much memory.
+        """
+        self._arena.grow(min(self._promised, self._arena.nbytes + in_pages(nbytes)))
 
     def give_up(self, buffer: Buffer) -> None:
         """Nothing whole has arrived in it."""

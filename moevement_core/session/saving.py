@@ -374,7 +374,7 @@ class Saving:
             self._config, self._binding, self.topology, is_running=True
         )
         self._warn_of_copies()
-        checkpointer.make_room(*policy.schedules)
+        checkpointer.make_room_for_kept()
         before = checkpointer.replicator.stores
         senders, receivers = self.peers.connect(self.topology, self.allowance, before)
         current = {receiver.store for receiver in receivers}

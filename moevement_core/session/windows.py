@@ -386,7 +386,7 @@ class WindowDecisions:
         return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*everyones, strict=True)]
 
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
-        """While it follows what is in force; nothing that is allocated is given back."""
+        """While it follows what is in force; what is allocated is given back later, if at all."""
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
         nbytes = max(checkpointer.asked_bytes, memory.at_peer(changes))

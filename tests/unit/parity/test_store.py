@@ -13,13 +13,14 @@ import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.parity.groups import Groups, make_groups
-from moevement_core.parity.store import GroupStore, Stripe
+from moevement_core.parity.store import GroupStore, MemberStore, Stripe
 from moevement_core.policy.schedule import Saved
 from moevement_core.recovery.fetch import fetch
 from moevement_core.recovery.places import Fetch, Holding, Place, Source
 from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.recovery.sums import places_in_sums
 from moevement_core.recovery.take_part import summed
+from moevement_core.snapshot import arena
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.blocks import blocks_of
 from moevement_core.snapshot.buffer import Buffer
@@ -253,3 +254,21 @@ def test_memory_is_one_block_for_the_group_and_where_there_is_none_a_snapshot_ha
     assert store.arena.available == PAGE
     assert store.begin(first, header(first, 1, PAGE + 1)) is None
     assert store.begin(second, header(second, 0, PAGE)) is not None
+
+
+def test_memory_goes_back_when_every_member_needs_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "SMALLEST_SLAB", PAGE)
+    group = make_groups(range(3), 2, 1)[-1]
+    store = GroupStore(group, 0, CpuDevice())
+    first, second = (MemberStore(source, store) for source in group.members)
+    first.need(9 * PAGE)
+    first.make_room(9 * PAGE)
+    assert not first.trim(), "the other has not said what it needs"
+    second.need(6 * PAGE)
+    first.need(2 * PAGE)
+    assert first.trim()
+    assert store.arena.nbytes == 6 * PAGE
+    second.need(PAGE)
+    assert second.trim()
+    assert store.arena.nbytes == 2 * PAGE
+    assert not first.trim()

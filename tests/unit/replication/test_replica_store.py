@@ -7,6 +7,8 @@ import pytest
 from moevement_core.device import CpuDevice
 from moevement_core.policy.window import WindowKind
 from moevement_core.replication.replica_store import ReplicaStore
+from moevement_core.snapshot import arena as arenas
+from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Snapshot
 from tests.unit.recovery.toy import Toy
 
@@ -37,3 +39,32 @@ def test_what_no_recovery_needs_any_more_is_refused_until_the_source_goes_back_b
     bring(store, 4)
     bring(store, 5)
     assert sorted(store.snapshots()) == [5]
+
+
+def test_what_is_given_back_stays_promised_and_comes_again_for_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST_SLAB", PAGE)
+    monkeypatch.setattr(arenas, "WATCHED", 3)
+    store = ReplicaStore(0, CpuDevice())
+    store.need(20 * PAGE)
+    store.make_room(20 * PAGE)
+    assert not store.trim(), "nothing else was asked for"
+    store.need(8 * PAGE)
+    assert store.trim()
+    assert store.memory_bytes == store.room_bytes == 8 * PAGE
+    for _ in range(3):
+        buffer = store.begin(0, 3 * PAGE)
+        assert buffer is not None
+        store.give_up(buffer)
+    assert store.trim()
+    assert (store.memory_bytes, store.room_bytes) == (3 * PAGE, 8 * PAGE)
+    assert not store.trim()
+    held = store.begin(0, 2 * PAGE)
+    assert held is not None
+    assert store.begin(1, 6 * PAGE) is None
+    store.bring_back(6 * PAGE)
+    assert store.memory_bytes == 8 * PAGE, "no more than that"
+    assert store.begin(1, 6 * PAGE) is not None
+    store.need(9 * PAGE)
+    assert store.room_bytes == 8 * PAGE, "who refuses more keeps what was promised"
+    store.need(8 * PAGE)
+    assert not store.trim()

@@ -134,6 +134,10 @@ class Job:
             if check:
                 check()
 
+    def change_window(self, size: int) -> None:
+        """Have windows of ``size`` iterations from the next one on."""
+        self.size, self.order = size, np.arange(OPERATORS)
+
     def _reorder_at_boundary(self) -> None:
         schedule = self.members[0].checkpointer.history.at(self.iteration)
         if self.order is None or schedule.slot(self.iteration):

@@ -24,10 +24,11 @@ from moevement_core.errors import SnapshotError
 from moevement_core.policy.schedule import Saved
 from moevement_core.policy.window import WindowKind, impose_window
 from moevement_core.recovery.places import Source
-from moevement_core.replication.allowance import Allowance
+from moevement_core.replication.allowance import OWN, Allowance
 from moevement_core.replication.sender import ATTEMPTS
 from moevement_core.replication.wire import TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.session.sources import MemorySource
+from moevement_core.snapshot import arena as arenas
 from moevement_core.snapshot.agreement import NONE, Alone
 from moevement_core.snapshot.arena import PAGE
 from moevement_core.snapshot.snapshot import Entry, Header, digest_of
@@ -132,6 +133,80 @@ def test_memory_is_allocated_once(kind: WindowKind) -> None:
         made.run(40)
         after = [(slab.data_ptr(), slab.numel()) for r in made.members for slab in r.checkpointer.own.arena._slabs]
         assert after == before
+
+
+def memory_of(made: Job) -> list[tuple[int, int]]:
+    """What each rank has set aside for itself, and for others."""
+    return [(rank.checkpointer.own.arena.nbytes, rank.checkpointer.replicator.memory_bytes) for rank in made.members]
+
+
+@pytest.fixture
+def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arenas, "SMALLEST_SLAB", PAGE)
+    monkeypatch.setattr(arenas, "WATCHED", 16)
+
+
+@pytest.mark.usefixtures("small_slabs")
+@pytest.mark.parametrize("keeps_own", [True, False])
+@pytest.mark.parametrize("kind", list(WindowKind))
+def test_memory_of_larger_windows_goes_when_they_are_over_and_comes_again(kind: WindowKind, keeps_own: bool) -> None:
+    with job(ranks=3, replicas=2, size=6, kind=kind, keeps_own=keeps_own) as made:
+        made.run(13)
+        first = made.members[0].checkpointer
+        large = memory_of(made)
+        for size in (1, 6, 2):
+            made.change_window(size)
+            made.run(36)
+            newest = first.history.newest
+            assert newest.size == size
+            assert first.progress.persisted >= made.iteration - 2 * size - 1
+            here, at_peer = first.memory.here([newest]), first.memory.at_peer([newest])
+            for rank in made.members:
+                assert rank.checkpointer.progress.abandoned == 0
+                assert rank.checkpointer._allowance.of(OWN) == here, "as much may be taken"
+                assert rank.checkpointer.asked_bytes == at_peer
+                assert [one._allowance.of(one.store.key) for one in rank.receivers] == [at_peer] * 2
+            for own, others in memory_of(made):
+                assert own <= (here - 2 * PAGE if keeps_own else here), "nothing for lag where none comes"
+                assert others <= 2 * at_peer
+                assert (others == large[0][1]) == (size == 6)
+        assert not reports(made)
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_memory_for_lag_comes_again_when_a_peer_lags() -> None:
+    with job(ranks=2, replicas=1, size=6) as made:
+        made.run(13)
+        made.change_window(1)
+        made.run(36)
+        before = memory_of(made)
+        made.wire.stopped[1] = threading.Event()
+        made.run(2, settled=False)
+        made.wire.stopped.pop(1).set()
+        made.run(4)
+        assert all(rank.checkpointer.progress.abandoned == 0 for rank in made.members)
+        assert made.members[0].checkpointer.own.arena.nbytes > before[0][0]
+        here = made.members[0].checkpointer.memory.here([made.members[0].checkpointer.history.newest])
+        assert made.members[0].checkpointer.own.arena.nbytes <= here
+        assert not reports(made)
+
+
+@pytest.mark.usefixtures("small_slabs")
+def test_memory_that_was_given_back_does_not_come_again_after_a_failure() -> None:
+    """The schedules that are remembered are those of before, too."""
+    with job(ranks=2, replicas=1, size=6) as made:
+        made.run(13)
+        made.change_window(1)
+        made.run(36)
+        before, asked = memory_of(made), [rank.checkpointer.asked_bytes for rank in made.members]
+        assert len(made.members[0].checkpointer.history.all) == 2
+        for rank in made.members:
+            rank.checkpointer.make_room_for_kept()
+            for sender in rank.senders:
+                sender.open(rank.checkpointer.asked_bytes)  # as over new connections
+        made.run(3)
+        assert memory_of(made) == before
+        assert [rank.checkpointer.asked_bytes for rank in made.members] == asked
 
 
 @pytest.mark.parametrize("kind", list(WindowKind))
