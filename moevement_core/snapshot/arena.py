@@ -96,26 +96,12 @@ class Arena:
         there is room elsewhere, so that a later call finds them free.
         """
         with self._resizing, self._lock:
-            used = {slab.data_ptr(): slab.nbytes for slab in self._slabs}
-            for piece in self._free:
-                used[self._slabs[_place(piece, self._slabs)].data_ptr()] -= piece.nbytes
-            surplus, at_once = self.nbytes - in_pages(nbytes), GIVEN_BACK_AT_ONCE
-            going, leaving = list[torch.Tensor](), set[int]()
-            for slab in sorted(self._slabs, key=lambda slab: used[slab.data_ptr()]):
-                if slab.nbytes > surplus:
-                    continue
-                surplus -= slab.nbytes
-                if used[slab.data_ptr()] == 0 and at_once > 0:
-                    at_once -= slab.nbytes
-                    going.append(slab)
-                else:
-                    leaving.add(slab.data_ptr())
-            gone = {slab.data_ptr() for slab in going}
-            slabs = [slab for slab in self._slabs if slab.data_ptr() not in gone]
-            free = [one for one in self._free if one.data_ptr() not in gone]  # all of a slab that goes is one piece
+            before = self._slabs, self._free
+            after = _without_surplus(self._slabs, self._free, self.nbytes - in_pages(nbytes))
             # At once, without a call in between: an exception from outside leaves the one or the other.
-            self._slabs, self._free, self._leaving = slabs, free, frozenset(leaving)
-        return bool(leaving)  # the last views of what goes end with this method, outside the lock
+            self._slabs, self._free, self._leaving = after
+        del before  # the last views of what goes end here, outside the lock
+        return bool(self._leaving)
 
     def watch(self) -> None:
         """See from now on how much is in use at a time; older buffers count as long as somebody has them."""
@@ -196,6 +182,35 @@ class Arena:
 
 def _nbytes(memory: torch.Tensor) -> int:
     return memory.nbytes
+
+
+def _without_surplus(
+    slabs: Sequence[torch.Tensor], free: Sequence[torch.Tensor], surplus: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor], frozenset[int]]:
+    """Return slabs and free pieces without some slabs that are free, and addresses of slabs that are to go next.
+
+    Args:
+        slabs: in the order of addresses.
+        free: pieces that nobody has.
+        surplus: bytes that may go.
+    """
+    used = {slab.data_ptr(): slab.nbytes for slab in slabs}
+    for piece in free:
+        used[slabs[_place(piece, slabs)].data_ptr()] -= piece.nbytes
+    at_once = GIVEN_BACK_AT_ONCE
+    gone, leaving = set[int](), set[int]()
+    for slab in sorted(slabs, key=lambda slab: used[slab.data_ptr()]):
+        if slab.nbytes > surplus:
+            continue
+        surplus -= slab.nbytes
+        if used[slab.data_ptr()] == 0 and at_once > 0:
+            at_once -= slab.nbytes
+            gone.add(slab.data_ptr())
+        else:
+            leaving.add(slab.data_ptr())
+    staying = [slab for slab in slabs if slab.data_ptr() not in gone]
+    # All of a slab that goes is one piece, which begins where it does.
+    return staying, [piece for piece in free if piece.data_ptr() not in gone], frozenset(leaving)
 
 
 def _merged(free: Sequence[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
