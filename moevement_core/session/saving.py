@@ -152,7 +152,7 @@ class Saving:
             asked_window=config.strategy.window, to_disk=config.disk.persist_dir is not None, began_at=self.began_at,
         )  # fmt: skip
         if policy is not None:
-            windows.adopt(policy)
+            windows.join(policy)
         return windows
 
     def _policy(self, window_start: int) -> Policy:

@@ -128,6 +128,11 @@ class WindowDecisions:
         self.strategy.adopt(policy.learned)
         self.strategy.settled = policy.settled
 
+    def join(self, policy: Policy) -> None:
+        """Go on from what the stage has decided, on a rank that is new: what is in force was said before it came."""
+        self.adopt(policy)
+        self._said = self.strategy.way_of(policy.schedules[-1])
+
     # Once an iteration
 
     def count(self, committed: int) -> None:
@@ -345,8 +350,9 @@ class WindowDecisions:
         return age >= WARM_UP and age // DECIDED_EVERY > (age - now.size) // DECIDED_EVERY
 
     def _say_why(self, proposal: Proposal) -> None:
+        """Say the way to recover, where it has become another one since this rank came."""
         kind = proposal.why.partition(":")[0]
-        if kind != self._said and proposal.why and self.topology.rank == 0:
+        if kind and kind != self._said and self.topology.rank == 0:
             log.info(proposal.why)
         self._said = kind or self._said
 

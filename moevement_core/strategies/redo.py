@@ -28,6 +28,8 @@ from moevement_core.strategies.moevement import FIRST_WINDOW, MoEvement, is_near
 from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
+BY_REPLAY, BY_REDO = "recovery by replay", "recovery by redo"
+"""The ways to recover, as they are said to who runs the job."""
 NOT_CARRIED = 1 << 20
 """In the place of a window: a slot of none is copied and sent while an iteration runs."""
 
@@ -179,7 +181,7 @@ class Redo(Strategy):
         if with_gradients >= NOT_CARRIED and not self.is_chosen:
             return replace(
                 without, is_change=without.is_change or isinstance(now, RedoSchedule),
-                why=f"recovery by replay: {self._why}",
+                why=f"{BY_REPLAY}: {self._why}",
             )  # fmt: skip
         if with_gradients < NOT_CARRIED:
             size = period = with_gradients
@@ -187,9 +189,15 @@ class Redo(Strategy):
         if isinstance(now, RedoSchedule) and is_near(now, size, period):
             wanted = now
         is_change = wanted is not now
-        why = "" if self.is_chosen else f"recovery by redo: {self._why}"
+        why = "" if self.is_chosen else f"{BY_REDO}: {self._why}"
         in_force = [now] if isinstance(now, RedoSchedule) and is_change else []
         return Proposal([wanted, *in_force, *without.schedules], is_change, why=why)
+
+    def way_of(self, schedule: Schedule) -> str:
+        """Return the way to recover that ``schedule`` is for, where what is measured decides."""
+        if self.is_chosen:
+            return ""
+        return BY_REDO if isinstance(schedule, RedoSchedule) else BY_REPLAY
 
     def accept(self, proposal: Proposal) -> None:
         """Windows without gradients have their order from now."""

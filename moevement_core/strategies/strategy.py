@@ -168,6 +168,10 @@ class Strategy(ABC):
         """
         return Proposal([now], is_change=False)
 
+    def way_of(self, schedule: Schedule) -> str:
+        """Return how a proposal that keeps ``schedule`` begins to say why; empty where there is nothing to choose."""
+        return ""
+
     def accept(self, proposal: Proposal) -> None:  # noqa: B027
         """It comes into force."""
 
