@@ -9,7 +9,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from moevement_core.overhead.meter import OverheadMeter
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.recoverable import RecoverableRun
 from moevement_core.policy.schedule import LAG_ALLOWANCE, Schedule, ScheduleHistory, is_other_window
+from moevement_core.replication.link_rate import LinkRate
 from moevement_core.replication.sender import Sender
 from moevement_core.restart import injection
 from moevement_core.session.binding import Counts, ExpertRoom
@@ -106,16 +106,13 @@ class WindowDecisions:
         self._counted = NONE
         """The iteration up to which tokens were taken."""
         self._steps: list[_Step] = []
-        self._sent: WeakKeyDictionary[Sender, tuple[int, float]] = WeakKeyDictionary()
-        """Bytes and seconds of each sender when rates were last measured."""
         self.allowed = allowed
         """Host memory that this rank may use."""
         self._decided_at = 0
         """Steps that came before the window under way."""
         self._counts_again = False
         """Whether what is run again has not been counted, for the job went back behind it."""
-        self._link_rate = math.inf
-        """Bytes per second that links to all peers together carried when windows were last decided on."""
+        self._link_rate = LinkRate()
         self._said = ""
         """The way to recover that was said to be in force."""
         self.windows = self.reorders = 0
@@ -448,17 +445,9 @@ class WindowDecisions:
         self, now: Schedule, checkpointer: Checkpointer, senders: Sequence[Sender], iteration_s: float
     ) -> tuple[float, float]:
         """Return bytes per second of copies from the device, and of links to all peers together."""
-        rates = []
-        for sender in senders:
-            nbytes, seconds = self._sent.get(sender, (0, 0.0))
-            if sender.send_s > seconds:
-                rates.append((sender.sent_bytes - nbytes) / (sender.send_s - seconds))
-            self._sent[sender] = (sender.sent_bytes, sender.send_s)
-        if len(rates) == len(senders):
-            self._link_rate = sum(rates)
-        else:  # a peer has acknowledged nothing since: its link carries less than is sent, who knows how much less
-            slots, _ = checkpointer.memory.slots_at_peer(now)
-            needed = sum(slots) / now.size * len(senders) / iteration_s / NETWORK_HEADROOM
-            self._link_rate = min(self._link_rate, needed) / 2
-        network = self._budget.network_bytes_per_s or self._link_rate
+        slots, _ = checkpointer.memory.slots_at_peer(now)
+        # What is sent, and what links have to carry for half of their rate to be enough for it.
+        needed = sum(slots) / now.size * len(senders) / iteration_s / NETWORK_HEADROOM
+        rate = self._link_rate.take(senders, needed)
+        network = self._budget.network_bytes_per_s or rate
         return self._budget.d2h_bytes_per_s or checkpointer.capturer.copy_rate(), network

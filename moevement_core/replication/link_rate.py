@@ -1,0 +1,40 @@
+"""How much the links to all peers carry, from what senders have brought since it was last asked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+from moevement_core.replication.sender import Sender
+
+
+class LinkRate:
+    """Rate of the links of one rank to all its peers together; for the training thread."""
+
+    def __init__(self) -> None:
+        self._before: WeakKeyDictionary[Sender, tuple[int, float]] = WeakKeyDictionary()
+        """Bytes and seconds of each sender when it was last asked."""
+        self._bytes_per_s = math.inf
+
+    def take(self, senders: Sequence[Sender], needed_bytes_per_s: float) -> float:
+        """Return bytes per second; infinite without peers.
+
+        A peer that has acknowledged nothing since the last call is behind a link that carries less than is sent, who
+        knows how much less: then the rate is half of what it was, or of what is needed, whichever is less.
+
+        Args:
+            senders: one for each peer.
+            needed_bytes_per_s: what is sent to all peers together now, on average.
+        """
+        rates = []
+        for sender in senders:
+            nbytes, seconds = self._before.get(sender, (0, 0.0))
+            if sender.send_s > seconds:
+                rates.append((sender.sent_bytes - nbytes) / (sender.send_s - seconds))
+            self._before[sender] = (sender.sent_bytes, sender.send_s)
+        if len(rates) < len(senders):
+            self._bytes_per_s = min(self._bytes_per_s, needed_bytes_per_s) / 2
+        else:
+            self._bytes_per_s = sum(rates) if rates else math.inf
+        return self._bytes_per_s

@@ -1,0 +1,65 @@
+"""What links carry, by what senders have brought."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from moevement_core.replication.link_rate import LinkRate
+
+NEEDED = 8e6
+
+
+class Brought:
+    """A sender, as far as its figures go."""
+
+    def __init__(self) -> None:
+        self.sent_bytes, self.send_s = 0, 0.0
+
+    def brings(self, nbytes: int, seconds: float) -> None:
+        self.sent_bytes += nbytes
+        self.send_s += seconds
+
+
+def taken(rate: LinkRate, *senders: Any) -> float:
+    return rate.take(senders, NEEDED)
+
+
+def test_rates_of_all_peers_add_up_and_old_sends_do_not_count() -> None:
+    rate, first, second = LinkRate(), Brought(), Brought()
+    for sender, nbytes in ((first, 10_000_000), (second, 30_000_000)):
+        sender.brings(nbytes, 2.0)
+    assert taken(rate, first, second) == pytest.approx(20e6)
+    for sender in (first, second):
+        sender.brings(1_000_000, 1.0)
+    assert taken(rate, first, second) == pytest.approx(2e6), "the link has become slower"
+
+
+def test_a_peer_that_never_acknowledges_halves_the_rate_each_time() -> None:
+    rate, silent = LinkRate(), Brought()
+    assert [taken(rate, silent) for _ in range(3)] == [NEEDED / 2, NEEDED / 4, NEEDED / 8]
+
+
+def test_one_silent_peer_of_two_is_enough_and_its_first_answer_ends_that() -> None:
+    rate, quick, silent = LinkRate(), Brought(), Brought()
+    for _ in range(2):
+        quick.brings(10_000_000, 1.0)
+        found = taken(rate, quick, silent)
+    assert found == NEEDED / 4
+    quick.brings(10_000_000, 1.0)
+    silent.brings(1_000_000, 1.0)
+    assert taken(rate, quick, silent) == pytest.approx(11e6)
+
+
+def test_without_peers_nothing_limits() -> None:
+    assert math.isinf(taken(LinkRate()))
+
+
+def test_senders_of_another_generation_begin_anew() -> None:
+    rate, old, new = LinkRate(), Brought(), Brought()
+    old.brings(10_000_000, 1.0)
+    taken(rate, old)
+    new.brings(3_000_000, 1.0)
+    assert taken(rate, new) == pytest.approx(3e6)
