@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.failure_free import failure_free_digest
 from tests.functional.jobs import SPARSE
 from tests.launching import survive
 
 
+@pytest.mark.full
 def test_memory_falls_when_a_measured_window_is_smaller_and_a_kill_after_that_costs_nothing(tmp_path: Path) -> None:
     """Plain data parallelism: windows of eight iterations until something is measured, then of fewer."""
     iterations, killed_at = 110, 95

@@ -113,7 +113,13 @@ class Nodes:
 
 @pytest.mark.parametrize(
     ("count", "members", "blocks"),
-    [(4, 3, 1), (5, 4, 1), (5, 3, 2), (7, 3, 2), pytest.param(7, 4, 3, marks=pytest.mark.full)],
+    [
+        (4, 3, 1),
+        (5, 4, 1),
+        (5, 3, 2),
+        pytest.param(7, 3, 2, marks=pytest.mark.full),
+        pytest.param(7, 4, 3, marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full), pytest.param(2, marks=pytest.mark.full)])
 def test_every_set_of_nodes_that_may_be_lost_at_any_moment(count: int, members: int, blocks: int, seed: int) -> None:
