@@ -242,7 +242,10 @@ class Saving:
         if iteration_s is None:
             return
         slots, _ = self.checkpointer.memory.slots_at_peer(schedule)
-        self.peers.spread(sum(slots) / (schedule.size * iteration_s), schedule.snapshots)
+        mean = sum(slots) / (schedule.size * iteration_s)
+        # Without a rest the next snapshot comes when the heaviest one should have been sent.
+        needed = mean if schedule.size > schedule.snapshots else max(slots) / iteration_s
+        self.peers.spread(needed, schedule.snapshots)
 
     def _record_plan(self) -> None:
         """What checkpoints are to cost from now on, for whoever compares it with what they do."""

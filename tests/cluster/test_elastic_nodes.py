@@ -51,8 +51,10 @@ def test_nodes_go_and_come_back(kind: str, cluster: Cluster, tmp_path: Path) -> 
     training.add_node("n2")
     changes.append(_after(training, time.time(), 3))
     cluster.restart_node("n3")
-    changes.append(_after(training, time.time(), 4))
-    assert [one["world_size"] for one in changes] == [2, 1, 2, 3]
+    if changes[-1]["world_size"] == 2:
+        changes.append(_after(training, time.time(), 4))
+    # Where Slurm has not taken n2 from the job before it is back, its tasks are started by the job, too.
+    assert [one["world_size"] for one in changes] in ([2, 1, 2, 3], [2, 1, 3])
     assert all(one["digests_equal"] for one in changes)
     at = training.end()
     assert training.events("restart") == []
