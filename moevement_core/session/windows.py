@@ -113,6 +113,8 @@ class WindowDecisions:
         self._counts_again = False
         """Whether what is run again has not been counted, for the job went back behind it."""
         self._link_rate = LinkRate()
+        self._beyond: Schedule | None = None
+        """The windows that host memory was said to have no room for."""
         self._said = ""
         """The way to recover that was said to be in force."""
         self.windows = self.reorders = 0
@@ -300,11 +302,7 @@ class WindowDecisions:
         beyond = [any(total.beyond > 0 for total in everyones) for everyones in needed]
         fitting = [one for one, is_beyond in zip(proposal.schedules, beyond, strict=True) if not is_beyond]
         if any(beyond) and self.topology.rank == 0:
-            self._report(
-                f"a window of {proposal.schedules[0].size} iterations needs more host memory than the "
-                f"{self.allowed.nbytes / 1e9:.3f} GB that are allowed ({self.allowed.why}); "
-                + (f"one of {fitting[0].size} takes its place" if fitting else f"the window stays at {old.size}")
-            )
+            self._say_beyond(proposal.schedules[0], fitting[0] if fitting else old)
         if not fitting:
             return
         chosen = fitting[0]
@@ -345,6 +343,17 @@ class WindowDecisions:
         """Return whether ranks decide on windows at this boundary: on all ranks alike, whatever each has measured."""
         age = boundary - self._began_at
         return age >= WARM_UP and age // DECIDED_EVERY > (age - now.size) // DECIDED_EVERY
+
+    def _say_beyond(self, wanted: Schedule, instead: Schedule) -> None:
+        """Report that host memory has no room for windows like ``wanted``; once, as long as they stay wanted."""
+        if self._beyond is not None and not is_other_window(wanted, self._beyond):
+            return
+        self._beyond = wanted
+        self._report(
+            f"windows of {counted(wanted.snapshots, 'snapshot')} every {counted(wanted.size, 'iteration')} need more "
+            f"host memory than the {self.allowed.nbytes / 1e9:.3f} GB that are allowed ({self.allowed.why}); those of "
+            f"{counted(instead.snapshots, 'snapshot')} every {counted(instead.size, 'iteration')} are in their place"
+        )
 
     def _say_why(self, proposal: Proposal) -> None:
         """Say the way to recover, where it has become another one since this rank came."""

@@ -15,7 +15,7 @@ from moevement_core.strategies.dense import Dense
 from moevement_core.strategies.strategy import Measured
 
 OVERHEAD_CAP = 0.035
-"""Share of training time that checkpoints of CheckFreq may cost, by default (its section 4.3)."""
+"""Share of training time that checkpoints of CheckFreq may cost, by default."""
 
 
 class CheckFreq(Dense):
