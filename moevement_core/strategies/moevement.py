@@ -20,7 +20,7 @@ from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 FIRST_WINDOW = 8
 """W before anything is measured."""
-NEAR = (0.8, 1.1)
+NEAR = (0.8, 1.25)
 """Shares of the period in force between which another one is no change: measurements move to and fro."""
 
 
