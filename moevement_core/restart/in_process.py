@@ -48,6 +48,7 @@ from moevement_core.restart.generation import (
     is_aborting,
     is_fault_of_others,
 )
+from moevement_core.restart.gloo import make_gloo_interruptible
 from moevement_core.restart.groups import forget_groups
 from moevement_core.restart.guard import PATIENCE, Guard, Outcome
 from moevement_core.restart.leaving import Leaving, LeavingPhase
@@ -180,6 +181,7 @@ class _Restarts:
         """To the end of the job."""
         # It logs every interruption at every level; what an operator should know the coordinator reports.
         logging.getLogger(LogConfig.name).disabled = True
+        make_gloo_interruptible()
         # What was imported stays. Garbage collections, of which a recovery makes some, pass it over from here on.
         gc.collect()
         gc.freeze()
