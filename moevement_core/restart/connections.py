@@ -1,7 +1,4 @@
-"""The TCP connections of this process, and an end to them that leaves no message half received.
-
-This process is asked for its sockets, and not the host for its list, which is long on a busy one.
-"""
+"""An end to the TCP connections of this process that leaves no message half received."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import fcntl
 import os
 import re
 import socket
-import stat
 import struct
 import termios
 import time
@@ -18,26 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from moevement_core.tcp import Ends, connections, duplicate, is_tcp, moved
+
 LOOK_S = 0.005
 """Between two looks at what has moved."""
-_ESTABLISHED = 1
-_MOVED = struct.Struct("=QQ")
-_MOVED_AT = 120
-"""Bytes acknowledged and received, in Linux's ``struct tcp_info``."""
 _WATCHED_INODE = re.compile(r"^tfd:.*\bino:\s*([0-9a-f]+)", re.MULTILINE)
 """In what ``/proc`` shows of an epoll: a line for each descriptor that it watches (Linux 5.1)."""
-
-type Endpoint = tuple[str, int]
-"""Address and port."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Of a connection."""
-
-    local: Endpoint
-    remote: Endpoint | None
-    """None while it is being made, and once it is broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +32,6 @@ class Patience:
     """The same for one on which something has: who sends the rest of a message may not be scheduled just then."""
     limit_s: float = 0.5
     """At most, for all of them: whoever was lost while it sent sends no more."""
-
-
-def connections() -> Iterator[tuple[Ends, socket.socket]]:
-    """Every TCP connection of this process, as a duplicate that is closed when the next is asked for."""
-    for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if (one := _duplicate(descriptor)) is None:
-            continue
-        with one:
-            if (ends := _ends_of(one)) is not None:
-                yield ends, one
-
-
-def _ends_of(connection: socket.socket) -> Ends | None:
-    """Nothing if it is no connection."""
-    if not _is_tcp(connection):
-        return None
-    if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return None
-    remote = None
-    with suppress(OSError):
-        remote = _endpoint(connection.getpeername())
-    return Ends(_endpoint(connection.getsockname()), remote)
 
 
 def listening() -> set[int]:
@@ -98,11 +58,11 @@ def shut_down_listeners(kept: Collection[int]) -> None:
 def _listeners() -> Iterator[tuple[int, socket.socket]]:
     """Every listening TCP socket, as a duplicate that is closed when the next is asked for."""
     for descriptor in map(int, os.listdir("/proc/self/fd")):
-        if (duplicate := _duplicate(descriptor)) is None:
+        if (one := duplicate(descriptor)) is None:
             continue
-        with duplicate:
-            if _is_tcp(duplicate) and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield os.fstat(duplicate.fileno()).st_ino, duplicate
+        with one:
+            if is_tcp(one) and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                yield os.fstat(one.fileno()).st_ino, one
 
 
 def _watched() -> set[int]:
@@ -114,10 +74,6 @@ def _watched() -> set[int]:
                 text = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii")
                 found |= {int(inode, 16) for inode in _WATCHED_INODE.findall(text)}
     return found
-
-
-def _is_tcp(one: socket.socket) -> bool:
-    return one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM
 
 
 def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience()) -> None:
@@ -135,7 +91,8 @@ def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience())
     ends_s = time.monotonic() + patience.limit_s
     while True:
         now_s, before, seen = time.monotonic(), seen, {}
-        for ends, connection in connections():
+        for one in connections():
+            ends, connection = one.ends, one.duplicate
             if not is_meant(ends):
                 continue
             now = _look(connection, before.get(ends), now_s)
@@ -165,23 +122,13 @@ class _Seen:
 
 def _look(connection: socket.socket, before: _Seen | None, now_s: float) -> _Seen | None:
     """Nothing where no more can arrive."""
-    if (moved := _moved(connection)) is None:
+    if (counts := moved(connection)) is None:
         return None
     if before is None:
-        return _Seen(moved, now_s, _is_pending(connection))
-    if moved != before.moved or _is_pending(connection):
-        return _Seen(moved, now_s, has_moved=True)
+        return _Seen(counts, now_s, _is_pending(connection))
+    if counts != before.moved or _is_pending(connection):
+        return _Seen(counts, now_s, has_moved=True)
     return before
-
-
-def _moved(connection: socket.socket) -> tuple[int, int] | None:
-    """Nothing where no more can."""
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    if info[0] != _ESTABLISHED:
-        return None
-    if len(info) < _MOVED_AT + _MOVED.size:  # Linux before 4.1
-        return 0, 0
-    return _MOVED.unpack_from(info, _MOVED_AT)
 
 
 def _is_pending(connection: socket.socket) -> bool:
@@ -190,15 +137,3 @@ def _is_pending(connection: socket.socket) -> bool:
         struct.unpack("=i", fcntl.ioctl(connection, request, bytes(4)))[0]
         for request in (termios.FIONREAD, termios.TIOCOUTQ)
     )
-
-
-def _duplicate(descriptor: int) -> socket.socket | None:
-    """Nothing if it is no socket of this process, or closed by now."""
-    with suppress(OSError):
-        if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return socket.socket(fileno=os.dup(descriptor))
-    return None
-
-
-def _endpoint(name: tuple[str, int] | tuple[str, int, int, int]) -> Endpoint:
-    return name[0].removeprefix("::ffff:"), name[1]

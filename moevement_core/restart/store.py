@@ -15,8 +15,8 @@ from nvidia_resiliency_ext.inprocess.store import StoreMixin
 from moevement_core.rendezvous.roster import INTERRUPTED, LEAVING
 from moevement_core.rendezvous.signed_store import SignedStore, prefix_of
 from moevement_core.rendezvous.token import own_token
-from moevement_core.restart.connections import Endpoint, Ends, connections
 from moevement_core.restart.environment import STORE_ENV
+from moevement_core.tcp import Endpoint, Ends, connections
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -67,7 +67,8 @@ def _client(address: tuple[str, int]) -> Any:
 
 
 def _to(port: int) -> set[Ends]:
-    return {ends for ends, _ in connections() if ends.remote is not None and ends.remote[1] == port}
+    every = (one.ends for one in connections())
+    return {ends for ends in every if ends.remote is not None and ends.remote[1] == port}
 
 
 class GenerationStore(StoreMixin):

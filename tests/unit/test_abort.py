@@ -20,15 +20,10 @@ from nvidia_resiliency_ext.inprocess.state import State
 from moevement_core.replication import transport
 from moevement_core.replication.connections import Address, Connections
 from moevement_core.restart.abort import AbortAll
-from moevement_core.restart.connections import (
-    Patience,
-    connections,
-    listening,
-    shut_down,
-    shut_down_listeners,
-)
+from moevement_core.restart.connections import Patience, listening, shut_down, shut_down_listeners
 from moevement_core.restart.leaving import Leaving
 from moevement_core.session.exchange import all_gather_objects
+from moevement_core.tcp import connections
 from tests.harness import run_ranks
 
 
@@ -72,7 +67,7 @@ def test_a_peer_with_the_number_of_the_stores_port_is_shut_down_too() -> None:
         to_store = socket.create_connection(store.getsockname())
         for_groups = socket.create_connection(store.getsockname())
         (others, _), *served = peers.accept(), store.accept()[0], store.accept()[0]
-        groups = {ends for ends, _ in connections() if ends.local == for_groups.getsockname()}
+        groups = {one.ends for one in connections() if one.ends.local == for_groups.getsockname()}
         leaving, kept = Leaving(), listening()
         AbortAll({("127.0.0.1", port)}, groups, lambda: None, leaving, kept)(State(0, 1).freeze())
         assert list(leaving.seconds) == ["shut_down", "drain", "abort"]
