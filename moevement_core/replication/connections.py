@@ -42,8 +42,10 @@ _UNLIMITED = 0xFFFFFFFF
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 UNSENT_BYTES = 1 << 20
 """Bytes that wait inside a connection at most: they leave although sends pause."""
-UNSENT_PACED_BYTES = 128 << 10
-"""The same of a connection with a rate: ten milliseconds over 100 Mbit/s."""
+UNSENT_PACED_S = 0.005
+LEAST_UNSENT_BYTES = 32 << 10
+"""The same of a connection with a rate: what it sends in so many seconds, but no fewer bytes than these. A message of
+training may wait for them."""
 
 MOST_UNKNOWN = 256
 """Connections whose caller has not shown yet who it is; of more the oldest is closed."""
@@ -107,6 +109,11 @@ class Connections(Refusable):
     def channel(self, name: str) -> Transport:
         """Returns a transport whose messages are of no concern to other channels; a name of at most 16 bytes."""
         return _Channel(self, name)
+
+    def descriptors(self) -> set[int]:
+        """Return the descriptors of all connections that there are now; any thread may ask."""
+        with lock:
+            return {one.fileno() for one in self._sockets}
 
     @override
     def shut_down(self) -> None:
@@ -233,7 +240,8 @@ def _pace(connection: socket.socket, bytes_per_s: float) -> None:
     rate = max(1, int(bytes_per_s)) if is_limited else _UNLIMITED
     with suppress(OSError):  # another system than Linux: the sender goes on as fast as the link does
         connection.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("=I", rate))
-        unsent = UNSENT_PACED_BYTES if is_limited else UNSENT_BYTES
+        paced = max(LEAST_UNSENT_BYTES, int(rate * UNSENT_PACED_S))
+        unsent = min(paced, UNSENT_BYTES) if is_limited else UNSENT_BYTES
         connection.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, unsent)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from moevement_core import damage
 from moevement_core.errors import SnapshotError
+from moevement_core.priority import let_training_go_first
 from moevement_core.replication.allowance import Allowance
 from moevement_core.replication.peer_store import PeerStore
 from moevement_core.replication.replica_store import ReplicaStore
@@ -49,6 +50,7 @@ class Receiver(ABC):
         self._thread.start()
 
     def _run(self) -> None:
+        let_training_go_first()
         try:
             while (message := self._next()).kind is not Kind.BYE:
                 self._answer_to(message)

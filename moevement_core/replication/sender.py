@@ -15,8 +15,10 @@ import torch
 
 from moevement_core.errors import ReplicationError
 from moevement_core.overhead.pause import Pause
+from moevement_core.priority import let_training_go_first
 from moevement_core.replication.pace import Pace
 from moevement_core.replication.spread import Spread
+from moevement_core.replication.training_traffic import TrainingTraffic
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot.blocks import blocks_of
@@ -29,10 +31,12 @@ RETRY_S = 0.05
 """How long to wait before asking a peer again whose buffers are all taken."""
 LAST_S = 1.0
 """For how long it is asked again at the end of the job."""
-CHUNK_S = 0.02
-"""Seconds between two looks at a pause."""
-SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 8 << 20
+CHUNK_S = 0.005
+"""Seconds between two looks at a pause, and at whether training sends."""
+SMALLEST_CHUNK, FIRST_CHUNK = 64 << 10, 8 << 20
 """Bytes between two such looks: at least, and before anything was sent."""
+LOOK_S = 0.001
+"""Seconds between two looks at whether training still sends."""
 STEP_S = 0.1
 """In which the end is waited for: a main thread that runs nothing for long is taken to hang."""
 
@@ -64,6 +68,7 @@ class Sender:
         report: called, in words, with what goes wrong.
         pace: says when snapshots may be sent; None: at once.
         pause: while it is on no snapshot is sent.
+        traffic: of training, which goes first where there is time; None: it is not known.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Sender:
         report: Report,
         pace: Pace | None = None,
         pause: Pause | None = None,
+        traffic: TrainingTraffic | None = None,
     ) -> None:
         self.rank = rank
         self.peer = peer
@@ -90,7 +96,7 @@ class Sender:
         self._kept = kept
         self._lost = lost
         self._report = report
-        self._pace, self._pause = pace, pause or Pause()
+        self._pace, self._pause, self._traffic = pace, pause or Pause(), traffic
         self.spread = Spread()
         """How fast snapshots leave."""
         self._bytes_per_s = math.inf
@@ -166,6 +172,7 @@ class Sender:
         self._thread.join()
 
     def _run(self) -> None:
+        let_training_go_first()
         try:
             while (job := self._jobs.get()) is not None and not self._abandoned:
                 self.cpu_s = time.thread_time()
@@ -298,16 +305,34 @@ class Sender:
         return answer
 
     def _send_spread(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Send at the rate that is set, in chunks that keep to a pause."""
+        """Send at the rate that is set, in chunks that keep to a pause and let training go first."""
         began_s, paused_s, rate = time.perf_counter(), self._paused_s, self._set_rate()
         usual = self.sent_bytes / self.send_s if self.send_s else math.inf
         size = FIRST_CHUNK if math.isinf(usual) else max(SMALLEST_CHUNK, int(min(rate, usual) * CHUNK_S))
+        nbytes = left = sum(piece.numel() for piece in pieces)
+        waited_s = 0.0
         for piece in pieces:
             for chunk in piece.split(size):
                 self._keep_to_pause()
+                waited_s += self._let_training_go_first(left, nbytes, began_s)
                 self._transport.send(self.peer, TO_PEER, chunk)
-        seconds = time.perf_counter() - began_s - (self._paused_s - paused_s)
-        self.spread.sent(sum(piece.numel() for piece in pieces), seconds, rate)
+                left -= chunk.numel()
+        seconds = time.perf_counter() - began_s - (self._paused_s - paused_s) - waited_s
+        self.spread.sent(nbytes, seconds, rate)
+
+    def _let_training_go_first(self, left_bytes: int, nbytes: int, began_s: float) -> float:
+        """Wait while training sends, unless this send or the next one would be late then; return seconds waited."""
+        if self._traffic is None:
+            return 0.0
+        asked_s = time.perf_counter()
+        while (
+            self._traffic.is_leaving
+            and self._delivered - self._taken <= self.spread.usual_backlog
+            and self.spread.may_wait(left_bytes, nbytes, time.perf_counter() - began_s)
+            and not self._is_ending()
+        ):
+            time.sleep(LOOK_S)
+        return time.perf_counter() - asked_s
 
     def _set_rate(self) -> float:
         """Set the rate of the connection, where it is another one than before, and return it."""

@@ -44,12 +44,24 @@ class Spread:
         rate = self.needed_bytes_per_s / self._share
         return rate * CATCH_UP if backlog > self.usual_backlog else rate
 
+    def may_wait(self, left_bytes: int, nbytes: int, seconds: float) -> bool:
+        """Return whether a send that lets training go first can be over in time all the same.
+
+        Args:
+            left_bytes: bytes that are still to be sent.
+            nbytes: bytes of the whole send.
+            seconds: since it began.
+        """
+        if math.isinf(self.needed_bytes_per_s):
+            return False
+        return seconds + left_bytes / self.bytes_per_s(0) < MOST * nbytes / self.needed_bytes_per_s
+
     def sent(self, nbytes: int, seconds: float, bytes_per_s: float) -> None:
         """Take in how long a send took.
 
         Args:
             nbytes: bytes that it brought.
-            seconds: from its first byte until the kernel had taken the last one, without pauses.
+            seconds: from its first byte until the kernel had taken the last one, without pauses and waits for training.
             bytes_per_s: the rate that it had.
         """
         if nbytes < MEASURED_BYTES or math.isinf(bytes_per_s):

@@ -65,3 +65,13 @@ def test_what_the_kernel_takes_at_once_says_nothing() -> None:
     made.sent(MEASURED_BYTES - 1, 100.0, NEEDED)
     made.sent(10 * MEASURED_BYTES, 100.0, math.inf)
     assert made.bytes_per_s(0) == NEEDED / LEAST
+
+
+def test_training_goes_first_until_the_send_would_be_late() -> None:
+    made, nbytes = spread(), 10_000_000
+    assert made.may_wait(nbytes, nbytes, 0.0)
+    assert made.may_wait(nbytes, nbytes, 0.5)  # a quarter of a second is enough for all of it
+    assert not made.may_wait(nbytes, nbytes, 0.6)
+    assert made.may_wait(nbytes // 10, nbytes, 0.7)
+    assert not made.may_wait(0, nbytes, MOST + 0.01)
+    assert not Spread().may_wait(0, nbytes, 0.0)

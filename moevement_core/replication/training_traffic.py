@@ -1,0 +1,63 @@
+"""What training sends over TCP from this process: copies of snapshots let it go first.
+
+A link that is shared is no faster for a copy that goes beside a message of training, and the message takes twice as
+long. A rank's training is silent for a part of each iteration, and that part is enough for most copies. The kernel
+knows which it is: a connection has bytes that were sent and not acknowledged yet. What goes over verbs (NCCL over
+InfiniBand) is not seen here; copies do not travel there either.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Container
+
+from moevement_core.tcp import connections, moved, unacknowledged
+
+LISTED_EVERY_S = 1.0
+"""Seconds between two lists of this process's connections: process groups are made and destroyed."""
+USED_S = 60.0
+"""Seconds after which a connection over which nothing went is looked at no more: gloo has one to each rank."""
+SMALL_BYTES = 64 << 10
+"""Bytes over a connection that is new here from which on it carries more than greetings."""
+
+
+class TrainingTraffic:
+    """Connections of this process that training sends over; for any threads.
+
+    Every list costs one look at each connection, in all some microseconds for each, once a second. Between two lists
+    only those are asked that were used lately.
+
+    Args:
+        host: address of this host that copies leave from; what leaves from another one does not meet them.
+        own: descriptors of connections that carry copies, by whoever made them; asked for with every list.
+    """
+
+    def __init__(self, host: str, own: Callable[[], Container[int]]) -> None:
+        self._host, self._own = host, own
+        self._listed_s = -LISTED_EVERY_S
+        self._used: tuple[int, ...] = ()
+        """Descriptors of connections that were used lately. One may be closed by now, and be something else."""
+        self._seen: dict[int, tuple[int, float]] = {}
+        """By descriptor, bytes that went over it, and when they had become more."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether bytes of training are on their way from here."""
+        now_s = time.monotonic()
+        if now_s - self._listed_s >= LISTED_EVERY_S:
+            self._listed_s = now_s
+            self._list(now_s)
+        return any(unacknowledged(descriptor) for descriptor in self._used)
+
+    def _list(self, now_s: float) -> None:
+        own, before, seen = self._own(), self._seen, dict[int, tuple[int, float]]()
+        for one in connections():
+            if one.descriptor in own or one.ends.local[0] != self._host or (count := moved(one.duplicate)) is None:
+                continue
+            arrived, _ = count
+            nbytes, used_s = before.get(one.descriptor, (None, -math.inf))
+            is_used = arrived >= SMALL_BYTES if nbytes is None else arrived != nbytes
+            seen[one.descriptor] = (arrived, now_s if is_used else used_s)
+        self._seen = seen
+        self._used = tuple(one for one, (_, used_s) in seen.items() if now_s - used_s < USED_S)
