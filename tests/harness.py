@@ -25,13 +25,11 @@ from typing import Any
 from moevement_core.errors import ProcessGroupError
 from moevement_core.rendezvous.token import Token
 from moevement_core.restart.environment import STORE_ENV
+from tests.limits import HANGS_S
 
 KILLED = "the process was killed"
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.preload"])
-
-HANGS_S = 900.0
-"""Seconds after which ranks are taken to hang: a busy machine may need minutes for what an idle one does in seconds."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron.moevement import worker
 from moevement_core.run_record import RunRecord
-from tests.harness import HANGS_S, Outcome, run_ranks
+from tests.harness import Outcome, run_ranks
+from tests.limits import HANGS_S
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "pretrain_moe" / "pretrain_gpt.py"

@@ -337,7 +337,7 @@ class Cluster:
     def _wait_for(self, name: str) -> None:
         wait_until(
             lambda: self._registered(name) >= int(self._booted[name]), f"Slurm has {name}",
-            lambda: f"Its daemons:\n{self._daemons(name)}", timeout_s=30,
+            lambda: f"Its daemons:\n{self._daemons(name)}",
         )  # fmt: skip
 
     def _registered(self, name: str) -> float:

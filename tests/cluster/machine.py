@@ -20,6 +20,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.limits import HANGS_S
+
 # The first process of a machine is the parent of all orphans there, and bash reaps those.
 _BOOT = """
 set -e
@@ -91,7 +93,7 @@ class Machine:
         if self._first:
             # The kernel ends all others with it. The maker goes last: it waits for the first, and reaps it.
             send(self._first, signal.SIGKILL)
-            self._maker.wait(10)
+            self._maker.wait(HANGS_S)
         self._maker.kill()
         self._maker.wait()
         self._first = 0
@@ -112,7 +114,7 @@ class Machine:
         assert self.is_up, f"{self.name} is off"
         return ["nsenter", "--target", str(self._first), "--all", "--", *(str(word) for word in words)]
 
-    def run(self, *words: str | Path, timeout_s: float = 60, environment: dict[str, str] | None = None) -> str:
+    def run(self, *words: str | Path, timeout_s: float = HANGS_S, environment: dict[str, str] | None = None) -> str:
         """Run a program to its end and return its standard output.
 
         Raises:
@@ -190,7 +192,7 @@ def send(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def output_of(*words: str, timeout_s: float = 60, environment: dict[str, str] | None = None) -> str:
+def output_of(*words: str, timeout_s: float = HANGS_S, environment: dict[str, str] | None = None) -> str:
     """Run a program on the host to its end and return its standard output.
 
     Raises:
@@ -207,7 +209,7 @@ def wait_until(
     what: str,
     why_not: Callable[[], str] = str,
     *,
-    timeout_s: float = 10.0,
+    timeout_s: float = HANGS_S,
     poll_s: float = 0.05,
 ) -> None:
     """Wait until ``holds()``.

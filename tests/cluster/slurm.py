@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from tests.limits import HANGS_S
+
 CPUS_PER_NODE = 4
 """Of each node, whatever the host has: ranks of a small model share cores."""
 
@@ -91,11 +93,12 @@ class Job:
         """What the job has printed so far."""
         return self.output.read_text(errors="replace") if self.output.exists() else ""
 
-    def wait(self, timeout_s: float, states: Sequence[str] = ()) -> str:
+    def wait(self, states: Sequence[str] = (), timeout_s: float = HANGS_S) -> str:
         """Wait until the job is in one of ``states`` and return it.
 
         Args:
             states: without any, wait for the end, whatever it is.
+            timeout_s: seconds after which the job is taken to hang.
 
         Raises:
             TimeoutError: it was not within the time, or came to an end that was not asked for; the message has the end

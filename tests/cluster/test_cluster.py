@@ -182,11 +182,11 @@ def test_a_slow_link_has_about_its_rate(cluster: Cluster) -> None:
 
 def test_a_job_runs_on_all_nodes(cluster: Cluster, tmp_path: Path) -> None:
     job = batch(cluster, tmp_path, 'echo "$ASKED"; srun --label hostname')
-    assert job.wait(30) == "COMPLETED"
+    assert job.wait() == "COMPLETED"
     assert job.text().splitlines()[0] == "yes"
     assert sorted(job.text().splitlines()[1:]) == ["0: n1", "1: n2", "2: n3"]
     failing = batch(cluster, tmp_path, "exit 3")
-    assert failing.wait(30) == "FAILED"
+    assert failing.wait() == "FAILED"
     assert failing.exit_code() == 3
 
 
@@ -197,13 +197,13 @@ def test_a_task_is_killed_with_or_without_what_it_started(cluster: Cluster, tmp_
     started = [task_on(cluster, "n1", index, "bash") for index in range(3)]
     sleeps = [task.children()[0] for task in started]
     cluster.kill_task("n1", 2)
-    assert sleeps[2].wait(5) is None
+    assert sleeps[2].wait() is None
     cluster.kill_task("n1", 1, alone=True)
-    assert started[1].wait(5) is None
+    assert started[1].wait() is None
     assert sleeps[1].is_running()
     assert started[0].is_running()
     job.cancel()
-    assert job.wait(30) == "CANCELLED"
+    assert job.wait() == "CANCELLED"
 
 
 def task_on(cluster: Cluster, name: str, index: int, program: str) -> psutil.Process:
@@ -216,7 +216,7 @@ def task_on(cluster: Cluster, name: str, index: int, program: str) -> psutil.Pro
         except (ProcessLookupError, psutil.Error):
             return False
 
-    wait_until(runs, f"{name} has task {index}", timeout_s=20)
+    wait_until(runs, f"{name} has task {index}")
     return cluster.task(name, index)
 
 
@@ -242,10 +242,10 @@ def test_what_slurm_does_when_a_job_loses_a_node(cluster: Cluster, tmp_path: Pat
     assert job.state() == "RUNNING"
     configuration = {**os.environ, "SLURM_CONF": str(cluster.folder / "slurm.conf")}
     cluster.machines["n3"].run("scontrol", "requeue", str(job.number), environment=configuration)
-    job.wait(10, ["PENDING"])
-    job.wait(60, ["RUNNING"])
+    job.wait(["PENDING"])
+    job.wait(["RUNNING"])
     (tmp_path / "stop").touch()
-    job.wait(60)
+    job.wait()
     assert [line for line in job.text().splitlines() if "restarts" in line] == ["restarts: 0", "restarts: 1"]
 
 
@@ -254,7 +254,7 @@ def test_nothing_is_left_of_two_clusters_at_once(cluster: Cluster, tmp_path: Pat
         assert other.states() == {"n1": "idle"}
         assert cluster.states()["n1"] == "idle"
         folder, began = other.folder, processes_with(other.folder)
-        batch(other, tmp_path, "srun sleep 60", nodes=1).wait(30, ["RUNNING"])
+        batch(other, tmp_path, "srun sleep 60", nodes=1).wait(["RUNNING"])
         assert began
     assert not folder.exists()
     assert not processes_with(folder)

@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def _after(training: Training, at: float, count: int) -> dict[str, Any]:
     """The change number ``count`` of the job's size, when training has gone on from it."""
-    event = training.wait_for_event("resized", count, timeout_s=100)[-1]
+    event = training.wait_for_event("resized", count)[-1]
     training.wait_for_iteration(event["iteration"] + 4)
     print(f"{event['world_before']} -> {event['world_size']} after {event['time'] - at:.1f} s: {event['seconds']}")
     return event

@@ -132,7 +132,7 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_
     def newest(metric: str) -> int:
         return int((training.record.newest_metric() or {})[metric])
 
-    wait_until(lambda: newest("windows_abandoned") > 0, "a window is abandoned", training.everything, timeout_s=120)
+    wait_until(lambda: newest("windows_abandoned") > 0, "a window is abandoned", training.everything)
     assert newest("replication_lag") > 0
     assert re.search(r"\bWARNING rank \d+: iteration \d+\b.*\babandoned\b", training.job.text())
     cluster.slow_link("n2", None)
@@ -145,7 +145,7 @@ def test_spares_that_are_lost_and_a_slow_link_stop_nobody(cluster: Cluster, tmp_
         persisted_from = (training.record.newest_metric() or {})["persisted_from"]
         return persisted_from is not None and persisted_from > mended_at
 
-    wait_until(is_fresh, "a window of the mended link is persisted", training.everything, timeout_s=60)
+    wait_until(is_fresh, "a window of the mended link is persisted", training.everything)
     abandoned = newest("windows_abandoned")
     training.wait_for_iteration(training.iteration() + 12)
     assert newest("windows_abandoned") == abandoned
@@ -193,7 +193,7 @@ def test_a_node_lost_and_then_that_of_its_replacement(six_nodes: Cluster, tmp_pa
     def replacements() -> list[str]:
         return [node for node in others if training.ranks_on(node) == [3]]
 
-    wait_until(lambda: bool(replacements()), "rank 3 has a replacement", training.everything, timeout_s=60)
+    wait_until(lambda: bool(replacements()), "rank 3 has a replacement", training.everything)
     (second,) = replacements()
     seconds = training.resumes_after(six_nodes.kill_node(second))
     failure = training.events("failure")[-1]
@@ -231,7 +231,7 @@ def test_a_node_lost_while_a_window_is_written_and_another_in_a_dense_save(clust
         folders = {path.name for path in windows.glob("window_*") if path.is_dir()}
         return sorted(folders - {manifest.name for manifest in manifests(windows)})
 
-    wait_until(lambda: bool(unfinished()), "a window is written", timeout_s=60, poll_s=0.001)
+    wait_until(lambda: bool(unfinished()), "a window is written", poll_s=0.001)
     torn = unfinished()[-1]
     _lose(training, "killed", "n2")
     print(f"{torn} was being written")
@@ -240,7 +240,7 @@ def test_a_node_lost_while_a_window_is_written_and_another_in_a_dense_save(clust
 
     saved = [path.name for path in saves.glob("iter_*")]
     wait_until(
-        lambda: len(list(saves.glob("iter_*"))) > len(saved), "a dense save", training.everything, timeout_s=240,
+        lambda: len(list(saves.glob("iter_*"))) > len(saved), "a dense save", training.everything,
         poll_s=0.001,
     )  # fmt: skip
     (newest,) = {path.name for path in saves.glob("iter_*")} - set(saved)

@@ -41,7 +41,7 @@ def test_gradients_that_the_link_cannot_carry(cluster: Cluster, tmp_path: Path) 
     def newest(metric: str) -> int:
         return int((training.record.newest_metric() or {})[metric])
 
-    wait_until(lambda: newest("windows_abandoned") > 0, "a window is abandoned", training.everything, timeout_s=120)
+    wait_until(lambda: newest("windows_abandoned") > 0, "a window is abandoned", training.everything)
     training.resumes_after(training.kill_rank(3))
     (failure,) = training.events("failure")
     assert failure["recovery"]["replayed"] > 1, failure

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.cluster.cluster import SYSTEM_PATH, Cluster
-from tests.cluster.training import START_S, Training, assert_undisturbed, train
+from tests.cluster.training import Training, assert_undisturbed, train
 from tests.training import SCRIPT
 
 
@@ -25,7 +25,7 @@ def _last_line(training: Training) -> str:
 
 def test_a_mistake_in_the_flags_ends_the_job_with_the_reason_in_its_last_line(cluster: Cluster, tmp_path: Path) -> None:
     training = train(cluster, tmp_path, words=("--num-expert", "4"))
-    assert training.job.wait(240) == "FAILED"
+    assert training.job.wait() == "FAILED"
     assert training.job.exit_code() == 2
     assert "--num-expert" in training.job.text()
     assert re.match(r"moevement: .*\bmember \d+\b.*\bflags\b", _last_line(training))
@@ -33,7 +33,7 @@ def test_a_mistake_in_the_flags_ends_the_job_with_the_reason_in_its_last_line(cl
 
 def test_where_moevement_is_not_found_the_job_fails_at_once_and_says_so(cluster: Cluster, tmp_path: Path) -> None:
     training = train(cluster, tmp_path, environment={"PATH": SYSTEM_PATH})
-    assert training.job.wait(30) == "FAILED"
+    assert training.job.wait() == "FAILED"
     assert re.match(r"moevement: .*\bPATH\b.*\bn1\b", _last_line(training))
 
 
@@ -47,9 +47,9 @@ def test_the_first_node_is_lost_and_the_job_goes_on_from_windows_on_disk_by_itse
     training.wait_for_iteration(12)
     cluster.kill_node("n1")
     cluster.take_down("n1")
-    training.job.wait(180, ("PENDING",))
+    training.job.wait(("PENDING",))
     cluster.restart_node("n1")
-    training.wait_for_event("start", 2, timeout_s=START_S)
+    training.wait_for_event("start", 2)
     assert training.events("start")[-1]["iteration"] > 0, "from a window, and not from fresh weights"
     training.wait_for_iteration(training.events("start")[-1]["iteration"] + 10)
     training.end()

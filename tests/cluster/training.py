@@ -18,13 +18,12 @@ from tests.cluster.machine import wait_until
 from tests.cluster.slurm import Job
 from tests.failure_free import failure_free_until
 from tests.launching import logs
+from tests.limits import HANGS_S
 from tests.training import ROOT, flags
 
 SBATCH = ROOT / "examples" / "pretrain_moe" / "slurm" / "pretrain.sbatch"
 RANKS, PROCESSES_PER_NODE, SPARES = 4, 2, 2
 PACED = Path(__file__).with_name("paced.py")
-START_S = 240.0
-"""How long six fresh interpreters may take to the first iteration: two cores that others use too."""
 
 PP2_EP2: dict[str, Any] = {
     "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2, "use_distributed_optimizer": True, "bf16": True,
@@ -70,7 +69,7 @@ class Training:
         newest = self.record.newest_metric()
         return int(newest["iteration"]) if newest else 0
 
-    def wait_for_iteration(self, iteration: int, timeout_s: float = START_S) -> None:
+    def wait_for_iteration(self, iteration: int, timeout_s: float = HANGS_S) -> None:
         """Wait until it is committed.
 
         Raises:
@@ -78,12 +77,12 @@ class Training:
         """
         self._wait_until(lambda: self.iteration() >= iteration, f"iteration {iteration} is committed", timeout_s)
 
-    def wait_for_event(self, kind: str, count: int = 1, timeout_s: float = 60) -> list[dict[str, Any]]:
+    def wait_for_event(self, kind: str, count: int = 1, timeout_s: float = HANGS_S) -> list[dict[str, Any]]:
         """Wait until there are ``count`` events of a kind and return them."""
         self._wait_until(lambda: len(self.events(kind)) >= count, f"there is event {kind} {count} times", timeout_s)
         return self.events(kind)
 
-    def wait(self, timeout_s: float = 240) -> None:
+    def wait(self, timeout_s: float = HANGS_S) -> None:
         """Wait for the end; it has to be a good one.
 
         Raises:
@@ -92,7 +91,7 @@ class Training:
         self._wait_until(lambda: not self.job.is_there(), "the job ends", timeout_s)
         assert self.job.state() == "COMPLETED", f"job {self.job.state()}\n{self.everything()}"
 
-    def end(self, timeout_s: float = 240) -> int:
+    def end(self, timeout_s: float = HANGS_S) -> int:
         """Ask the batch script to end the job in order, as Slurm does before it takes nodes away; returns where."""
         self.job.cancel("--signal=USR1", "--batch")
         self.wait(timeout_s)
@@ -140,14 +139,14 @@ class Training:
                 environment["SCRIPT"], *self._arguments, "--run-dir", self.run_dir, log=log, environment=environment,
             )  # fmt: skip
 
-    def wait_for_spares(self, count: int, timeout_s: float = START_S) -> None:
+    def wait_for_spares(self, count: int, timeout_s: float = HANGS_S) -> None:
         """Wait until so many processes wait to take over a rank."""
         self._wait_until(
             lambda: sum(one["role"] == "spare" for one in self.processes()) >= count, f"there are {count} spares",
             timeout_s,
         )  # fmt: skip
 
-    def resumes_after(self, at: float, timeout_s: float = 120) -> float:
+    def resumes_after(self, at: float, timeout_s: float = HANGS_S) -> float:
         """Wait for the first iteration that is committed by training after a failure; returns the seconds since it.
 
         Args:
