@@ -29,6 +29,7 @@ OTHERS = ("--moevement-window", "auto")
 STRATEGIES: dict[str, tuple[str, ...]] = {
     "moevement": ("--moevement-recovery", "replay"),
     "moevement-redo": ("--moevement-recovery", "redo"),
+    "moevement-auto": ("--moevement-recovery", "auto"),
     "dense": ("--moevement-strategy", "dense", *OTHERS),
     "gemini": ("--moevement-strategy", "gemini", *OTHERS),
     "checkfreq": ("--moevement-strategy", "checkfreq", *OTHERS, "--moevement-persist-dir", "{windows}"),

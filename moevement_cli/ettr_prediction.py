@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from moevement_cli.ettr_samples import FREE, Sample, slower
+from moevement_cli.ettr_samples import FREE, Sample, saving_costs
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario
 from moevement_core.simulator.strategies import (
@@ -31,6 +31,7 @@ from moevement_core.simulator.training import train
 SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
     "moevement": lambda costs, mtbf_s, interval: MoEvement(costs),
     "moevement-redo": lambda costs, mtbf_s, interval: Redo(costs),
+    "moevement-auto": lambda costs, mtbf_s, interval: Redo(costs),
     "dense": lambda costs, mtbf_s, interval: DenseToPeers(costs, interval),
     "gemini": lambda costs, mtbf_s, interval: Gemini(costs, mtbf_s, interval=interval),
     "checkfreq": lambda costs, mtbf_s, interval: CheckFreq(costs, interval),
@@ -40,7 +41,7 @@ SIMULATED: dict[str, Callable[[Costs, float, int], Strategy]] = {
 }
 """By the name of a job's strategy, for its costs, the mean time between failures, and its interval."""
 
-SPARSE = ("moevement", "moevement-redo")
+SPARSE = ("moevement", "moevement-redo", "moevement-auto")
 """Those whose interval is a window."""
 
 
@@ -53,11 +54,13 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
     """
     # A second of the profile, in seconds of the jobs: the machine may be slower today, and links limited.
     scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0
-    calibrated = _calibrated(scenario, [one for one in samples if one.strategy != FREE], slower(samples), scale)
+    calibrated = _calibrated(scenario, [one for one in samples if one.strategy != FREE], saving_costs(samples), scale)
     return [one if one.strategy == FREE else replace(one, predicted=_ettr(calibrated, one, scale)) for one in samples]
 
 
-def _calibrated(scenario: Scenario, samples: Sequence[Sample], ratios: Mapping[str, float], scale: float) -> Scenario:
+def _calibrated(
+    scenario: Scenario, samples: Sequence[Sample], overheads: Mapping[str, float], scale: float
+) -> Scenario:
     """With the constants of the first strategy that has them, in seconds of the profile."""
     saved, cluster = scenario.checkpointing, scenario.cluster
     killed = [one for one in samples if one.parts]
@@ -74,7 +77,7 @@ def _calibrated(scenario: Scenario, samples: Sequence[Sample], ratios: Mapping[s
         # The share by which training takes longer, of what copies take: the rest of its work is beside them.
         costs = _of(scenario, calm).costs()
         copied_s = costs.copy_s(SIMULATED[calm.strategy](costs, 0.0, calm.interval or 1).copied_bytes)
-        slower_s = (ratios[calm.strategy] - 1) * costs.iteration_s
+        slower_s = overheads[calm.strategy] * costs.iteration_s
         saved = replace(saved, interference=slower_s / copied_s if copied_s else 0.0)
     return replace(scenario, checkpointing=saved)
 

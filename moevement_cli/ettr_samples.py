@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from moevement_cli.killed_job import KilledJob
 from moevement_cli.plotting import figure
+from moevement_core.overhead.fields import recorded_overhead
 from moevement_core.simulator.experiment import half_interval
 
 FREE = "failure-free"
@@ -66,6 +68,15 @@ class Sample:
     """Of training, by iteration."""
     predicted: float | None = None
     """ETTR, by the simulator."""
+    snapshots: int = 0
+    """Of a window, where it is one."""
+    overhead: float | None = None
+    """Share of training time that saving costs, as the job measured it itself in the end; None: it measures none."""
+    overhead_low: float | None = None
+    overhead_high: float | None = None
+    """Ends of its 95% confidence interval; None while there are too few comparisons for one."""
+    lost_s: list[float] = field(default_factory=list)
+    """Seconds that each failure took from training; failures that met count as one."""
 
     @property
     def available(self) -> float:
@@ -80,18 +91,18 @@ class Sample:
         return "(" in self.schedule
 
 
-def slower(samples: Sequence[Sample]) -> dict[str, float]:
-    """Returns by strategy how many times as long an iteration takes as without checkpoints: the median over rounds.
+def saving_costs(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return by strategy the share of training time that saving costs: what jobs that nobody disturbed measured.
 
-    Args:
-        samples: of rounds, each of which begins with the job that saves nothing and is left alone.
+    Each job compares its own iterations beside which something is saved with those beside which nothing is, so a
+    machine that is slower in one job than in another does not count. 0 for who saves nothing.
     """
-    ratios, free_s = dict[str, list[float]](), samples[0].iteration_s
-    for one in samples:
-        if one.strategy == FREE:
-            free_s = one.iteration_s
-        ratios.setdefault(one.strategy, []).append(one.iteration_s / free_s)
-    return {name: max(1.0, statistics.median(its)) for name, its in ratios.items()}
+    shares = dict[str, list[float]]()
+    for one in sorted(samples, key=lambda one: one.mtbf_s is not None):
+        its = shares.setdefault(one.strategy, [])
+        if one.overhead is not None and (one.mtbf_s is None or not its):
+            its.append(max(0.0, one.overhead))
+    return {name: statistics.median(its) if its else 0.0 for name, its in shares.items()}
 
 
 def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtbf_s: float | None, seed: int) -> Sample:
@@ -107,15 +118,22 @@ def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtb
     sent = [line["replicated_bytes"] for line in metrics if "replicated_bytes" in line]
     # Two that went back to the same snapshot lost the same tokens.
     lost = sum({one["until"] - one["replayed"]: sum(one["lost_tokens"].values()) for one in recoveries}.values())
+    checkpointing, iteration_s = summary.get("checkpointing") or {}, _undisturbed_s(metrics, failures)
+    measured = next((found for line in reversed(metrics) if (found := recorded_overhead(line)) is not None), None)
     is_equal = summary["state_digest"]["all"] == free.record.summary()["state_digest"]["all"]
     return Sample(
         strategy, schedule, mtbf_s, seed, job.training_s, len({line["iteration"] for line in metrics}) - 1,
         [(one.at_s, list(one.nodes)) for one in job.kills], _repeated(job, failures), _parts(failures),
-        _undisturbed_s(metrics, failures), int((summary.get("checkpointing") or {}).get("window") or 0),
+        iteration_s, int(checkpointing.get("window") or 0),
         statistics.median(memory or [0]) / 1e6, statistics.fmean(sent or [0]) / 1e6, lost,
         max((one["proportion_lost"] for one in recoveries), default=0.0), summary["validation_loss"],
         "equal" if is_equal else "updates lost" if lost else "DIFFERENT", job.progress,
         [(line["iteration"], float(line["loss"])) for line in metrics],
+        snapshots=int(metrics[-1].get("window_snapshots") or 0),
+        overhead=None if measured is None else measured.share,
+        overhead_low=None if measured is None else measured.low,
+        overhead_high=None if measured is None else measured.high,
+        lost_s=_lost_s(metrics, [one["failed_at"] for one in failures], iteration_s),
     )  # fmt: skip
 
 
@@ -130,6 +148,25 @@ def _undisturbed_s(metrics: Sequence[dict[str, Any]], failures: Sequence[dict[st
         and not any(failed <= line["time"] and before["time"] <= resumed for failed, resumed in spans)
     ]
     return statistics.fmean(steps) if steps else float(metrics[-1]["iteration_s"] or 0.0)
+
+
+def _lost_s(metrics: Sequence[dict[str, Any]], failed_at: Sequence[float], iteration_s: float) -> list[float]:
+    """Return what each failure took, from the commit before it to the commit after it, less one iteration.
+
+    The commit after it is that of the first iteration that had not been committed before: what is run again to come
+    there is lost, too. Failures before that commit belong to the same loss.
+    """
+    lost, until = list[float](), 0.0
+    for failed in sorted(failed_at):
+        before = [line for line in metrics if line["time"] <= failed]
+        if failed < until or not before:
+            continue
+        newest = max(line["iteration"] for line in before)
+        after = (line["time"] for line in metrics if line["time"] > failed and line["iteration"] > newest)
+        if (next_at := next(after, None)) is not None:
+            lost.append(max(0.0, next_at - before[-1]["time"] - iteration_s))
+            until = next_at
+    return lost
 
 
 def _parts(failures: Sequence[dict[str, Any]]) -> dict[str, float]:
@@ -149,25 +186,25 @@ def _repeated(job: KilledJob, failures: Sequence[dict[str, Any]]) -> int:
 
 
 HEADER = (
-    "a kill every", "strategy", "interval", "overhead", "available", "ETTR", "predicted", "kills", "repeated", *PARTS,
-    "host memory", "sent", "tokens lost", "validation loss", "bits",
+    "a kill every", "strategy", "interval", "an iteration", "overhead", "available", "ETTR", "predicted", "kills",
+    "repeated", "lost to a kill", *PARTS, "host memory", "sent", "tokens lost", "validation loss", "bits",
 )  # fmt: skip
 
 
 def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
     """Returns a row of :data:`HEADER` for each strategy under each kind of schedule, over all its samples."""
-    rows, ratios = [], slower(samples)
+    rows, costs = [], saving_costs(samples)
     for schedule, name in dict.fromkeys((one.schedule, one.strategy) for one in samples):
         those = [one for one in samples if (one.schedule, one.strategy) == (schedule, name)]
         predicted = [one.predicted for one in those if one.predicted is not None]
         losses = [one.loss for one in those if one.loss is not None]
         lost = [one for one in those if one.lost]
+        seconds = [each for one in those for each in one.lost_s]
         rows.append([
-            schedule, name, str(those[-1].interval or ""),
-            f"{ratios[name] - 1:.1%}", _mean([one.available for one in those]),
-            _mean([one.available / ratios[name] for one in those]),
+            schedule, name, _interval(those[-1]), f"{statistics.median(one.iteration_s for one in those):.3f} s",
+            _overhead(those), _mean([one.available for one in those]), str(ettr_of(those, costs[name])),
             _mean(predicted), str(sum(len(one.kills) for one in those)), str(sum(one.repeated for one in those)),
-            *(_part(those, part) for part in PARTS),
+            f"{_mean(seconds, digits=1)} s" if seconds else "", *(_part(those, part) for part in PARTS),
             f"{max(one.host_mb for one in those):.0f} MB", f"{max(one.sent_mb for one in those):.1f} MB",
             f"{max(one.lost for one in lost)} ({max(one.lost_share for one in lost):.2%})" if lost else "",
             f"{statistics.fmean(losses):.4f}" if losses else "", ", ".join(sorted({one.bits for one in those})),
@@ -175,10 +212,51 @@ def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
     return rows
 
 
-def _mean(values: Sequence[float]) -> str:
+@dataclass(frozen=True, slots=True)
+class Ettr:
+    """Share of the time that went into training, of all jobs of one strategy under one kind of schedule."""
+
+    mean: float
+    half: float
+    """Half of its 95% confidence interval; NaN where fewer than two failures say what one takes."""
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
+
+
+def ettr_of(samples: Sequence[Sample], cost: float) -> Ettr:
+    """Return the ETTR of some jobs: what failures left of their time, over 1 + what saving costs.
+
+    Its interval is that of the mean loss to a failure, as a share of the time between two of them: jobs are few, and
+    failures in them more.
+    """
+    mean = statistics.fmean(one.available for one in samples) / (1 + cost)
+    losses, mtbf_s = [each for one in samples for each in one.lost_s], samples[0].mtbf_s
+    half = half_interval(losses) / mtbf_s / (1 + cost) if mtbf_s is not None else math.nan
+    return Ettr(mean, half)
+
+
+def _interval(sample: Sample) -> str:
+    """Return how often state is saved: every so many iterations, in so many snapshots where it is not one."""
+    return f"{sample.snapshots} of {sample.interval}" if sample.snapshots > 1 else str(sample.interval or "")
+
+
+def _overhead(samples: Sequence[Sample]) -> str:
+    """Return what the jobs measured: of one its interval, too; of several the median."""
+    known = [one for one in samples if one.overhead is not None]
+    if not known:
+        return ""
+    share = f"{statistics.median(one.overhead or 0.0 for one in known):.1%}"
+    if len(known) > 1 or known[0].overhead_low is None or known[0].overhead_high is None:
+        return share
+    return f"{share} ({known[0].overhead_low:.1%} to {known[0].overhead_high:.1%})"
+
+
+def _mean(values: Sequence[float], digits: int = 3) -> str:
     if not values:
         return ""
-    return f"{statistics.fmean(values):.3f}" + (f" ± {half_interval(values):.3f}" if len(values) > 1 else "")
+    half = f" ± {half_interval(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{half}"
 
 
 def _part(samples: Sequence[Sample], part: str) -> str:
@@ -195,15 +273,13 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
     killed = [one for one in samples if one.mtbf_s is not None and not one.is_recorded]
     killed = killed or [one for one in samples if one.mtbf_s is not None] or list(samples[1:])
     lowest = min((one for one in killed), key=lambda one: one.mtbf_s or 0.0)
-    free, ratios = samples[0], slower(samples)
+    free, costs = samples[0], saving_costs(samples)
     with figure(path, 3, (18, 5)) as (over_mtbf, over_time, of_loss):
         of_loss.plot(*zip(*free.losses, strict=True), color="black", lw=2, label=free.strategy)
         for name in dict.fromkeys(one.strategy for one in killed):
             those = [one for one in killed if one.strategy == name]
             rates = sorted({one.mtbf_s or 0.0 for one in those})
-            means = [
-                statistics.fmean(one.available / ratios[name] for one in those if one.mtbf_s == rate) for rate in rates
-            ]
+            means = [ettr_of([one for one in those if one.mtbf_s == rate], costs[name]).mean for rate in rates]
             (line,) = over_mtbf.plot(rates, means, marker="o", label=name)
             predicted = {rate: [one.predicted for one in those if one.mtbf_s == rate] for rate in rates}
             if all(one is not None for its in predicted.values() for one in its):

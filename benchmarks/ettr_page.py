@@ -1,0 +1,169 @@
+"""The page of :mod:`benchmarks.ettr`, from what its jobs measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.papers.common import table
+from moevement_cli.ettr_samples import FREE, HEADER, Ettr, Sample, ettr_of, rows_of, saving_costs
+
+PLOT = Path(__file__).with_name("ettr.png")
+EXACT = ("dense", "gemini", "checkfreq")
+"""Other systems than MoEvement that lose no update."""
+OURS = "moevement"
+"""What the names of its ways to recover begin with."""
+CAP = 0.03
+"""What saving may cost after some thirty iterations: a little more than --moevement-overhead-cap, for the noise."""
+
+
+@dataclass(frozen=True)
+class Halved:
+    """What saving cost a job before its links became half as fast, and in the end."""
+
+    strategy: str
+    interval: int
+    overhead: float
+    low: float | None
+    high: float | None
+    interval_after: int
+    overhead_after: float
+    low_after: float | None
+    high_after: float | None
+
+
+@dataclass
+class Jobs:
+    """All that was measured."""
+
+    iterations: int
+    mtbf_s: float
+    samples: dict[float, list[Sample]]
+    """By the rate of links, Mbit/s, 0 without a limit."""
+    halved: dict[float, list[Halved]]
+
+
+def page(jobs: Jobs, measured: str) -> str:
+    """Return the whole file.
+
+    Args:
+        jobs: what it is made of.
+        measured: date, machine and versions.
+    """
+    tables = "\n\n".join(
+        f"### {_name(rate)}\n\n{table(HEADER, rows_of(samples))}" for rate, samples in jobs.samples.items()
+    )
+    return f"""# What saving costs, and ETTR under the same kills
+
+    python -m benchmarks.ettr --folder runs/ettr        (writes this file; two and a half hours)
+
+The laptop preset (pipeline 2 x expert/data 2), a rank on each of four nodes and two nodes of spares, network namespaces of
+one machine under Slurm. Every node's link is limited each way (`tc tbf`), and training sends its activations and gradients
+over the same links. {jobs.iterations} iterations a job; windows and intervals are what each strategy makes them
+(`--moevement-window auto`). Ranks are killed by SIGKILL, a kill every {jobs.mtbf_s:g} s of the wall clock on average, every
+strategy by the same schedules.
+
+- *interval*: iterations from one window, or checkpoint, to the next in the end; "3 of 26" means three snapshots.
+- *overhead*: what saving costs, as the job measured it itself in the end, with a 95% interval: iterations beside which
+  something is saved against those beside them beside which nothing is ([overhead.md](../docs/overhead.md)). Both are of
+  one job, so it does not matter that the machine is slower in one quarter of an hour than in the next.
+- *available*: the share of a job's time that failures left to it: its iterations, each counted once and as long as its
+  mean, over the time that it took. *ETTR* is that, over 1 + the overhead of the job that nobody disturbed; ± is half of a
+  95% interval, from what each failure took (*lost to a kill*).
+- *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
+  `benchmarks/laptop_profile.yaml`). The first strategy's jobs calibrate how long noticing and regrouping take and how much
+  copies slow training down, in each table on its own; all else is predicted.
+- *repeated* counts iterations that were run again in all jobs of the row; *notice*, *regroup* and *run again* are medians
+  of what a failure took.
+
+## What saving costs
+
+{table(("link", "strategy", "interval", "an iteration", "overhead"), _overheads(jobs))}
+
+{_within_cap(jobs)}
+
+## A link that becomes half as fast
+
+In the middle of a job of {2 * jobs.iterations} iterations; *before* is what it had measured last until then.
+
+{table(("link", "strategy", "interval before", "overhead before", "interval after", "overhead after"), _halved(jobs))}
+
+## Who is ahead
+
+The best of MoEvement's ways to recover against every other system that loses no update, a kill every {jobs.mtbf_s:g} s.
+*Surely*: the intervals of both do not overlap.
+
+{table(("link", "MoEvement", "ETTR", "other", "ETTR", "ahead by", "surely"), _orders(jobs))}
+
+## All jobs
+
+{tables}
+
+![ETTR, iterations over time, losses; without a limit](ettr.png)
+
+What this machine cannot show: all ranks share two cores, so copies and digests of any strategy slow training down, which a
+data centre's copy engines and idle processors would not; and a disk that is not shared by hundreds of nodes is fast, so
+checkpoints to it cost next to nothing, and do not pass the links (checkfreq).
+
+{measured}, gloo.
+"""
+
+
+def _name(rate: float) -> str:
+    return f"{rate:g} Mbit/s" if rate else "no limit"
+
+
+def _overheads(jobs: Jobs) -> Iterator[Sequence[str]]:
+    columns = [HEADER.index(name) for name in ("strategy", "interval", "an iteration", "overhead")]
+    for rate, samples in jobs.samples.items():
+        for row in rows_of([one for one in samples if one.mtbf_s is None]):
+            yield _name(rate), *(row[column] for column in columns)
+
+
+def _within_cap(jobs: Jobs) -> str:
+    """Return in a sentence which of MoEvement's jobs cost more than :data:`CAP`."""
+    ours = [
+        (rate, one)
+        for rate, samples in jobs.samples.items()
+        for one in samples
+        if one.mtbf_s is None and one.strategy.startswith(OURS) and one.overhead is not None
+    ]
+    above = [(rate, one) for rate, one in ours if (one.overhead or 0.0) > CAP]
+    if not above:
+        return f"Each of MoEvement's {len(ours)} jobs costs at most {CAP:.0%}."
+    names = ", ".join(f"{one.strategy} at {_name(rate)} ({one.overhead:.1%})" for rate, one in above)
+    return f"Of MoEvement's {len(ours)} jobs these cost more than {CAP:.0%}: {names}."
+
+
+def _halved(jobs: Jobs) -> Iterator[Sequence[str]]:
+    for rate, those in jobs.halved.items():
+        for one in those:
+            yield (
+                f"{_name(rate)}, then {_name(rate / 2)}", one.strategy, str(one.interval),
+                _share(one.overhead, one.low, one.high), str(one.interval_after),
+                _share(one.overhead_after, one.low_after, one.high_after),
+            )  # fmt: skip
+
+
+def _share(share: float, low: float | None, high: float | None) -> str:
+    return f"{share:.1%}" + ("" if low is None or high is None else f" ({low:.1%} to {high:.1%})")
+
+
+def _orders(jobs: Jobs) -> Iterator[Sequence[str]]:
+    """Yield for each link MoEvement's best ETTR beside that of each other system that loses no update."""
+    for rate, samples in jobs.samples.items():
+        costs, found = saving_costs(samples), dict[str, Ettr]()
+        for name in dict.fromkeys(one.strategy for one in samples if one.strategy != FREE):
+            killed = [one for one in samples if one.strategy == name and one.mtbf_s is not None]
+            if killed:
+                found[name] = ettr_of(killed, costs[name])
+        ours = {name: its for name, its in found.items() if name.startswith(OURS)}
+        if not ours:
+            continue
+        best = max(ours, key=lambda name: ours[name].mean)
+        for name in EXACT:
+            if name in found:
+                ahead, both = ours[best].mean - found[name].mean, ours[best].half + found[name].half
+                surely = "yes" if abs(ahead) > both else "no"
+                yield _name(rate), best, str(ours[best]), name, str(found[name]), f"{ahead:+.3f}", surely

@@ -1,0 +1,93 @@
+"""What jobs of ``moevement bench ettr`` cost and lost, and the page of ``benchmarks.ettr``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from benchmarks.ettr_page import CAP, Halved, Jobs, page
+from moevement_cli.ettr_samples import FREE, HEADER, NEVER, Sample, _lost_s, ettr_of, rows_of, saving_costs
+
+MTBF_S = 25.0
+
+
+def sample(strategy: str, *lost_s: float, overhead: float | None = 0.02) -> Sample:
+    """A job of 60 iterations of half a second, in which some failures took so long."""
+    parts = {"notice": 0.1, "regroup": 0.6, "run again": 0.9} if lost_s else {}
+    return Sample(
+        strategy, f"{MTBF_S:g} s" if lost_s else NEVER, MTBF_S if lost_s else None, 1, 30.0 + sum(lost_s), 60,
+        [(10.0, [1])] * len(lost_s), 3 * len(lost_s), parts, 0.5, 26, 100.0, 8.0, 0,
+        0.0, 2.5, "equal", [(0.0, 1)], [(1, 3.0)],
+        snapshots=3, overhead=overhead, overhead_low=0.01, overhead_high=0.03, lost_s=list(lost_s),
+    )  # fmt: skip
+
+
+def commits(*those: tuple[int, float]) -> list[dict[str, Any]]:
+    return [{"iteration": iteration, "time": time} for iteration, time in those]
+
+
+def test_a_failure_takes_from_the_commit_before_it_to_the_next_new_one() -> None:
+    lines = commits((1, 1.0), (2, 2.0), (3, 7.0), (4, 8.0))
+    assert _lost_s(lines, [2.5], 1.0) == [4.0]
+    assert _lost_s(lines, [], 1.0) == []
+
+
+def test_iterations_that_are_committed_again_are_lost_too() -> None:
+    lines = commits((1, 1.0), (2, 2.0), (1, 4.0), (2, 5.0), (3, 6.0))
+    assert _lost_s(lines, [2.5], 1.0) == [3.0]
+
+
+def test_failures_that_meet_are_one_loss_and_one_after_the_end_is_none() -> None:
+    lines = commits((1, 1.0), (2, 2.0), (3, 9.0), (4, 10.0))
+    assert _lost_s(lines, [2.5, 5.0, 11.0], 1.0) == [6.0]
+
+
+def test_what_saving_costs_is_measured_where_nobody_is_disturbed() -> None:
+    its = [sample(FREE, overhead=None), sample("dense"), sample("dense", 5.0, overhead=0.4), sample("moc", 5.0)]
+    assert saving_costs(its) == {FREE: 0.0, "dense": 0.02, "moc": 0.02}
+    assert saving_costs([sample("dense", overhead=-0.01)]) == {"dense": 0.0}
+
+
+def test_ettr_is_what_failures_leave_over_what_saving_costs() -> None:
+    its = [sample("dense", 5.0, 5.0), sample("dense", 10.0)]
+    found = ettr_of(its, 0.25)
+    assert found.mean == pytest.approx(30 / 40 / 1.25)
+    assert 0 < found.half < 1
+    assert math.isnan(ettr_of(its[1:], 0.25).half)
+    assert ettr_of([sample("dense")], 0.0).mean == pytest.approx(1.0)
+
+
+def test_a_row_has_every_column() -> None:
+    (row,) = rows_of([sample("moevement", 5.0, 6.0)])
+    shown = dict(zip(HEADER, row, strict=True))
+    assert (shown["interval"], shown["kills"], shown["overhead"]) == ("3 of 26", "2", "2.0% (1.0% to 3.0%)")
+
+
+@pytest.fixture
+def jobs() -> Jobs:
+    free = sample(FREE, overhead=None)
+    samples = [
+        free, sample("moevement"), sample("moevement-redo"), sample("dense"),
+        sample("moevement", 2.0, 2.1), sample("moevement-redo", 1.0, 1.1), sample("dense", 9.0, 9.1),
+    ]  # fmt: skip
+    halved = Halved("moevement", 26, 0.02, 0.01, 0.03, 52, 0.021, None, None)
+    return Jobs(60, MTBF_S, {0.0: samples, 400.0: samples}, {400.0: [halved]})
+
+
+def test_the_page_says_who_is_ahead_and_whether_that_is_sure(jobs: Jobs) -> None:
+    made = page(jobs, "measured then")
+    assert made.count("| moevement-redo | 0.9") == 2, "MoEvement's best, over each link"
+    assert "| 400 Mbit/s, then 200 Mbit/s | moevement | 26 |" in made
+    assert "| yes |" in made
+
+
+def test_the_page_names_what_costs_more_than_the_cap(jobs: Jobs) -> None:
+    dear = replace(jobs.samples[400.0][1], overhead=2 * CAP)
+    before = page(jobs, "measured then")
+    jobs.samples[400.0] = [dear, *jobs.samples[400.0][2:]]
+    after = page(jobs, "measured then")
+    assert "moevement at 400 Mbit/s (6.0%)" in after
+    assert "moevement at 400 Mbit/s (" not in before
