@@ -83,24 +83,16 @@ class NewestStateRun(RecoverableRun):
         return np.where(self.full_at == iteration, np.int8(Saved.FULL), np.int8(Saved.NOTHING))
 
 
-def newest_recoverable_run(snapshots: Mapping[int, Contents], until: int | None = None) -> RecoverableRun | None:
-    """The recoverable run that begins last, hence replays least.
+def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
+    """Yield every recoverable run, each as short as its first snapshot allows; the first begins last.
 
     Args:
         snapshots: what each available snapshot holds, by iteration. A snapshot that is torn, or gone, is not in it.
         until: the iteration that is to be recovered; snapshots of later ones are not used.
 
-    Returns:
-        The run, or nothing if the snapshots recover no state.
-
     Raises:
         ScheduleError: snapshots of different numbers of operators.
     """
-    return next(recoverable_runs(snapshots, until), None)
-
-
-def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-    """Every recoverable run, newest first, each as short as its first snapshot allows; see the function above."""
     usable = {i: saved for i, saved in snapshots.items() if until is None or i <= until}
     for iteration, covered, full_at in _backwards(usable, beyond=False):
         if covered.all():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moevement_core.elastic.dispatch import schedule
+from tests.unit.elastic.whole_tokens import schedule
 
 
 def test_a_worked_example() -> None:

@@ -8,7 +8,7 @@ import torch
 from moevement_kernels.dispatch import SlotTable, shares, to_slots_reference
 
 from megatron.moevement.elastic.slots import Slots, in_place
-from moevement_core.elastic.dispatch import schedule
+from tests.unit.elastic.whole_tokens import schedule
 
 
 def drawn(seed: int) -> tuple[torch.Tensor, list[list[int]], int]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moevement_core.errors import ScheduleError
-from moevement_core.policy.recoverable import RecoverableRun, newest_recoverable_run
+from moevement_core.policy.recoverable import RecoverableRun, recoverable_runs
 from moevement_core.policy.schedule import (
     Contents,
     Saved,
@@ -19,6 +19,10 @@ from moevement_core.strategies import SparseSchedule
 from tests.unit.policy.tables import equal_experts, orders
 
 KINDS = list(WindowKind)
+
+
+def newest_recoverable_run(snapshots: dict[int, Contents], until: int | None = None) -> RecoverableRun | None:
+    return next(recoverable_runs(snapshots, until), None)
 
 
 def history_of(count: int, size: int, kind: WindowKind) -> ScheduleHistory:

@@ -1,32 +1,47 @@
-"""The closed form of what GEMINI's placement survives, against every set of nodes there is."""
+"""What GEMINI's placement survives, counted over every set of nodes there is (GEMINI, SOSP '23, section 4)."""
 
 from __future__ import annotations
 
-from fractions import Fraction
+from collections.abc import Sequence
 from itertools import combinations
 from math import comb
 
 import pytest
 
 from moevement_core.replication.placement import PlacementKind, peer_nodes, place
-from moevement_core.replication.survival import survivable_sets, survival
 
 
-@pytest.mark.parametrize(
-    ("nodes", "replicas"), [(nodes, replicas) for replicas in (1, 2, 3) for nodes in range(replicas + 1, 12)]
-)
-def test_against_enumeration(nodes: int, replicas: int) -> None:
-    holders = [{node, *peers} for node, peers in enumerate(peer_nodes(nodes, replicas))]
-    for lost in range(nodes + 1):
-        kept = sum(all(not its <= set(gone) for its in holders) for gone in combinations(range(nodes), lost))
-        assert survivable_sets(nodes, replicas)[lost] == kept
-        assert survival(nodes, replicas, lost) == Fraction(kept, comb(nodes, lost))
+def surviving_sets(nodes: int, replicas: int, lost: int) -> int:
+    """Return how many sets of ``lost`` nodes leave a copy of every checkpoint."""
+    return _counted(nodes, peer_nodes(nodes, replicas), lost)
 
 
-def test_papers_example() -> None:
-    """Of pairs, one loss of both in 16 machines: 8 of 120 pairs."""
-    assert survival(16, 1, 2) == 1 - Fraction(8, 120)
-    assert survival(16, 1, 1) == 1
+def _counted(nodes: int, peers: Sequence[Sequence[int]], lost: int) -> int:
+    holders = [{node, *its} for node, its in enumerate(peers)]
+    return sum(all(not its <= set(gone) for its in holders) for gone in combinations(range(nodes), lost))
+
+
+JOBS = [(nodes, replicas) for replicas in (1, 2, 3) for nodes in range(replicas + 1, 12)]
+
+
+@pytest.mark.parametrize(("nodes", "replicas"), JOBS)
+def test_as_many_losses_as_there_are_copies_are_survived(nodes: int, replicas: int) -> None:
+    for lost in range(replicas + 1):
+        assert surviving_sets(nodes, replicas, lost) == comb(nodes, lost)
+    assert surviving_sets(nodes, replicas, nodes) == 0
+
+
+@pytest.mark.parametrize(("nodes", "replicas"), JOBS)
+def test_groups_survive_at_least_as_many_sets_as_a_ring(nodes: int, replicas: int) -> None:
+    """Its theorem 1: where nodes are a multiple of r + 1 no placement survives more losses of r + 1."""
+    ring = [[(node + step) % nodes for step in range(1, replicas + 1)] for node in range(nodes)]
+    assert surviving_sets(nodes, replicas, replicas + 1) >= _counted(nodes, ring, replicas + 1)
+
+
+def test_the_papers_example() -> None:
+    """Of 16 machines in pairs, losing two at once: 8 of 120 sets are pairs."""
+    assert surviving_sets(16, 1, 2) == 120 - 8
+    assert surviving_sets(16, 1, 1) == 16
 
 
 def test_ranks_keep_copies_of_the_rank_at_their_place() -> None:
