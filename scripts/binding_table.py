@@ -14,9 +14,9 @@ PURPOSE = """\
 # Reference of `Binding`
 
 This page is for whoever writes a binding for a trainer of their own; [own_trainer.md](own_trainer.md) comes first.
-It has every method of `moevement_core.Binding` with its first sentence; arguments and the rest are in the docstrings
-([binding.py](../moevement_core/session/binding.py)). `python scripts/binding_table.py` writes this page, and a test
-compares.
+It has every method and attribute of `moevement_core.Binding` with its first sentence; arguments and the rest are in
+the docstrings ([binding.py](../moevement_core/session/binding.py)). `python scripts/binding_table.py` writes this page,
+and a test compares.
 """
 
 
@@ -38,14 +38,17 @@ def _is_abstract(method: ast.FunctionDef) -> bool:
 
 
 def _rows(methods: list[ast.FunctionDef]) -> list[str]:
-    rows = [f"| `{method.name}({_parameters(method)})` | {_first_sentence(method)} |" for method in methods]
+    rows = [f"| `{method.name}{_parameters(method)}` | {_first_sentence(method)} |" for method in methods]
     return ["| method | |", "|---|---|", *rows]
 
 
 def _parameters(method: ast.FunctionDef) -> str:
+    """Return the parameters in parentheses; nothing for an attribute."""
+    if any("property" in ast.unparse(decorator) for decorator in method.decorator_list):
+        return ""
     arguments = method.args
     names = [argument.arg for argument in arguments.args[1:]]
-    return ", ".join([*names, *(f"{argument.arg}=" for argument in arguments.kwonlyargs)])
+    return f"({', '.join([*names, *(f'{argument.arg}=' for argument in arguments.kwonlyargs)])})"
 
 
 def _first_sentence(method: ast.FunctionDef) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from moevement_core.errors import ConfigError
+from moevement_core.words import counted
 
 Placement = list[tuple[int, ...]]
 """For each rank its peers, nearest first."""
@@ -57,14 +58,15 @@ def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node
     wanted = WANTED if replicas is None else replicas
     if others and not same_node:
         possible = min(wanted, others)
-        few = f"each snapshot has {possible} of {wanted} copies: there are {others} other nodes for them"
+        few = f"each snapshot has {possible} of {wanted} copies: there is only {counted(others, 'other node')}"
         return Copies(possible, False, few if possible < wanted else None)
     possible = min(wanted, ranks - 1)
     if others or not possible:
         return Copies(possible, True)
+    copies = counted(possible, "copy", "copies")
     warning = (
-        f"all {ranks} ranks are on one node, and so are the {possible} copies of each snapshot: they survive the loss "
-        "of a process and not of the node"
+        f"all {ranks} ranks are on one node, and each snapshot's {copies} too: the loss of a process is survived, that "
+        "of the node is not"
     )
     return Copies(possible, True, warning)
 
