@@ -15,7 +15,9 @@ from collections.abc import Callable, Container
 from moevement_core.tcp import connections, moved, unacknowledged
 
 LISTED_EVERY_S = 1.0
-"""Seconds between two lists of this process's connections: process groups are made and destroyed."""
+"""Seconds between two lists of this process's connections, at least: process groups are made and destroyed."""
+LIST_SHARE = 1e-3
+"""Share of a processor's time that lists take at most: over gloo a rank of thousands has thousands of connections."""
 USED_S = 60.0
 """Seconds after which a connection over which nothing went is looked at no more: gloo has one to each rank."""
 SMALL_BYTES = 64 << 10
@@ -25,8 +27,7 @@ SMALL_BYTES = 64 << 10
 class TrainingTraffic:
     """Connections of this process that training sends over; for any threads.
 
-    Every list costs one look at each connection, in all some microseconds for each, once a second. Between two lists
-    only those are asked that were used lately.
+    A list costs some microseconds for each connection. Between two lists only those are asked that were used lately.
 
     Args:
         host: address of this host that copies leave from; what leaves from another one does not meet them.
@@ -35,7 +36,8 @@ class TrainingTraffic:
 
     def __init__(self, host: str, own: Callable[[], Container[int]]) -> None:
         self._host, self._own = host, own
-        self._listed_s = -LISTED_EVERY_S
+        self._due_s = -math.inf
+        """When connections are listed next."""
         self._used: tuple[int, ...] = ()
         """Descriptors of connections that were used lately. One may be closed by now, and be something else."""
         self._seen: dict[int, tuple[int, float]] = {}
@@ -45,9 +47,11 @@ class TrainingTraffic:
     def is_leaving(self) -> bool:
         """Whether bytes of training are on their way from here."""
         now_s = time.monotonic()
-        if now_s - self._listed_s >= LISTED_EVERY_S:
-            self._listed_s = now_s
+        if now_s >= self._due_s:
+            self._due_s = now_s + LISTED_EVERY_S  # for other threads meanwhile
             self._list(now_s)
+            took_s = time.monotonic() - now_s
+            self._due_s = now_s + max(LISTED_EVERY_S, took_s / LIST_SHARE)
         return any(unacknowledged(descriptor) for descriptor in self._used)
 
     def _list(self, now_s: float) -> None:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
-from moevement_core.replication.training_traffic import LISTED_EVERY_S, SMALL_BYTES, USED_S, TrainingTraffic
+from moevement_core.replication.training_traffic import (
+    LIST_SHARE,
+    LISTED_EVERY_S,
+    SMALL_BYTES,
+    USED_S,
+    TrainingTraffic,
+)
 
 HERE = "127.0.0.1"
 
@@ -56,9 +63,11 @@ def link() -> Iterator[Link]:
 
 class Clock:
     def __init__(self) -> None:
-        self.now_s = 1e6
+        self.now_s, self.each_s = 1e6, 0.0
 
     def monotonic(self) -> float:
+        """Return the time, which goes on by :attr:`each_s` with every look at it."""
+        self.now_s += self.each_s
         return self.now_s
 
 
@@ -109,3 +118,19 @@ def test_a_connection_that_was_closed_does_not_count(link: Link) -> None:
     assert traffic.is_leaving
     link.close()
     assert not traffic.is_leaving
+
+
+def test_lists_that_take_long_are_made_less_often(clock: Clock) -> None:
+    asked = list[float]()
+    clock.each_s = 0.1  # a list takes as long
+
+    def own() -> set[int]:
+        asked.append(clock.now_s)
+        return set()
+
+    traffic = TrainingTraffic(HERE, own)
+    while clock.now_s < 1e6 + 1000.0:
+        assert not traffic.is_leaving
+    between = [later - earlier for earlier, later in pairwise(asked)]
+    assert between
+    assert min(between) == pytest.approx(0.1 / LIST_SHARE, rel=0.01)
