@@ -7,9 +7,11 @@ import sys
 import threading
 from contextlib import suppress
 
+LEAST = 19
+"""The lowest priority that Linux has."""
 NICENESS = 5
-"""Of such a thread: where it wants the same processor as a training thread, it has a quarter of its time. With 10, a
-tenth, the newest gradients came to peers too late on a busy host, and a redo repeated iterations."""
+"""How much lower such a thread's is: where it wants the same processor as a training thread, it has a quarter of its
+time. With 10, a tenth, the newest gradients came to peers too late on a busy host, and a redo repeated iterations."""
 
 
 def let_training_go_first() -> None:
@@ -19,4 +21,5 @@ def let_training_go_first() -> None:
     """
     if sys.platform == "linux":
         with suppress(OSError):  # a sandbox may refuse it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            thread = threading.get_native_id()
+            os.setpriority(os.PRIO_PROCESS, thread, min(LEAST, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))

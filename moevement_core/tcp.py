@@ -93,7 +93,11 @@ def duplicate(descriptor: int) -> socket.socket | None:
     """Return the socket behind a descriptor of this process; None if it is none, or closed by now."""
     with suppress(OSError):
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-            return socket.socket(fileno=os.dup(descriptor))
+            copy = os.dup(descriptor)
+            try:
+                return socket.socket(fileno=copy)
+            except OSError:  # of a family that Python does not know
+                os.close(copy)
     return None
 
 

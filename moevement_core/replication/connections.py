@@ -24,7 +24,7 @@ import torch
 
 from moevement_core import log
 from moevement_core.rendezvous.token import MAC_BYTES, Token, given_token
-from moevement_core.replication.stripes import Stripes
+from moevement_core.replication.stripes import STRIPE_BYTES, Stripes
 from moevement_core.replication.transport import Refusable, Transport, changed, lock
 
 CONNECT_S = 30.0
@@ -260,6 +260,12 @@ class _Channel(Transport):
                 )  # fmt: skip
             except OSError as error:
                 raise RuntimeError(f"connection to rank {peer}: {error}") from error
+
+    @property
+    @override
+    def parallel_bytes(self) -> int:
+        streams = self._connections.streams
+        return streams * STRIPE_BYTES if streams > 1 else 0
 
     @override
     def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:

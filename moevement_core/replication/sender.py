@@ -88,8 +88,9 @@ class Sender:
         self.sent_bytes = 0
         """Payload bytes acknowledged so far."""
         self.send_s = 0.0
-        """Seconds that sending them took, without pauses."""
-        self._paused_s = 0.0
+        """Seconds that sending them took, without pauses and waits for training."""
+        self._paused_s = self._waited_s = 0.0
+        """Seconds of pauses so far, and of waits for training."""
         self.gone: str | None = None
         """Why nothing is sent any more."""
         self._transport = transport
@@ -240,11 +241,11 @@ class Sender:
         while (snapshot := delivery.begin()) is not None:
             try:
                 self._say_urgent()  # a peer that is full may have room then
-                began_s, paused_s = time.perf_counter(), self._paused_s
+                began_s, idle_s = time.perf_counter(), self._idle_s
                 answer = self._transfer(snapshot)
                 if answer is Kind.KEPT:
                     self.sent_bytes += snapshot.nbytes
-                    self.send_s += time.perf_counter() - began_s - (self._paused_s - paused_s)
+                    self.send_s += time.perf_counter() - began_s - (self._idle_s - idle_s)
             finally:
                 delivery.end()
             # The peer frees memory when the job agrees on a newer window, which at its end it never will.
@@ -306,33 +307,37 @@ class Sender:
 
     def _send_spread(self, pieces: Sequence[torch.Tensor]) -> None:
         """Send at the rate that is set, in chunks that keep to a pause and let training go first."""
-        began_s, paused_s, rate = time.perf_counter(), self._paused_s, self._set_rate()
+        began_s, idle_s, rate = time.perf_counter(), self._idle_s, self._set_rate()
         usual = self.sent_bytes / self.send_s if self.send_s else math.inf
-        size = FIRST_CHUNK if math.isinf(usual) else max(SMALLEST_CHUNK, int(min(rate, usual) * CHUNK_S))
+        least = max(SMALLEST_CHUNK, self._transport.parallel_bytes)
+        size = FIRST_CHUNK if math.isinf(usual) else max(least, int(min(rate, usual) * CHUNK_S))
         nbytes = left = sum(piece.numel() for piece in pieces)
-        waited_s = 0.0
         for piece in pieces:
             for chunk in piece.split(size):
                 self._keep_to_pause()
-                waited_s += self._let_training_go_first(left, nbytes, began_s)
+                self._let_training_go_first(left, nbytes, began_s)
                 self._transport.send(self.peer, TO_PEER, chunk)
                 left -= chunk.numel()
-        seconds = time.perf_counter() - began_s - (self._paused_s - paused_s) - waited_s
-        self.spread.sent(nbytes, seconds, rate)
+        self.spread.sent(nbytes, time.perf_counter() - began_s - (self._idle_s - idle_s), rate)
 
-    def _let_training_go_first(self, left_bytes: int, nbytes: int, began_s: float) -> float:
-        """Wait while training sends, unless this send or the next one would be late then; return seconds waited."""
+    @property
+    def _idle_s(self) -> float:
+        """Seconds so far in which nothing was sent although something was to be."""
+        return self._paused_s + self._waited_s
+
+    def _let_training_go_first(self, left_bytes: int, nbytes: int, began_s: float) -> None:
+        """Wait while training sends, unless this send or the next one would be late then."""
         if self._traffic is None:
-            return 0.0
+            return
         asked_s = time.perf_counter()
         while (
-            self._traffic.is_leaving
+            not self._is_ending()
             and self._delivered - self._taken <= self.spread.usual_backlog
             and self.spread.may_wait(left_bytes, nbytes, time.perf_counter() - began_s)
-            and not self._is_ending()
+            and self._traffic.is_leaving
         ):
             time.sleep(LOOK_S)
-        return time.perf_counter() - asked_s
+        self._waited_s += time.perf_counter() - asked_s
 
     def _set_rate(self) -> float:
         """Set the rate of the connection, where it is another one than before, and return it."""

@@ -11,6 +11,8 @@ import math
 
 LEAST, MOST = 0.25, 0.8
 """Shares of the time until more is to be sent over which sends are spread."""
+WAITING = 0.5
+"""Share of that time until which a send may be put off for training."""
 SLOWER, FASTER = 1.5, 0.97
 """Factors by which that share grows where the link was too slow for the rate, and shrinks where it was not."""
 LATE = 1.3
@@ -54,7 +56,7 @@ class Spread:
         """
         if math.isinf(self.needed_bytes_per_s):
             return False
-        return seconds + left_bytes / self.bytes_per_s(0) < MOST * nbytes / self.needed_bytes_per_s
+        return seconds + left_bytes / self.bytes_per_s(0) < WAITING * nbytes / self.needed_bytes_per_s
 
     def sent(self, nbytes: int, seconds: float, bytes_per_s: float) -> None:
         """Take in how long a send took.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Container
+from contextlib import suppress
 
 from moevement_core.tcp import connections, moved, unacknowledged
 
@@ -45,13 +46,14 @@ class TrainingTraffic:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether bytes of training are on their way from here."""
+        """Whether bytes of training are on their way from here; False where that cannot be known now."""
         now_s = time.monotonic()
         if now_s >= self._due_s:
             self._due_s = now_s + LISTED_EVERY_S  # for other threads meanwhile
-            self._list(now_s)
-            took_s = time.monotonic() - now_s
-            self._due_s = now_s + max(LISTED_EVERY_S, took_s / LIST_SHARE)
+            began_s = time.thread_time()
+            with suppress(OSError):  # no descriptor is left: what was known before has to do
+                self._list(now_s)
+            self._due_s = now_s + max(LISTED_EVERY_S, (time.thread_time() - began_s) / LIST_SHARE)
         return any(unacknowledged(descriptor) for descriptor in self._used)
 
     def _list(self, now_s: float) -> None:

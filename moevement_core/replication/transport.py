@@ -25,6 +25,11 @@ class Transport(ABC):
     def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:  # noqa: B027, not every transport can
         """Spread what :meth:`send` brings to ``peer`` from now on over time; at an infinite rate nothing waits."""
 
+    @property
+    def parallel_bytes(self) -> int:
+        """Bytes that one :meth:`send` has to bring for all connections to a peer to be used."""
+        return 0
+
     @abstractmethod
     def receive(self, peer: int, tag: int, data: torch.Tensor) -> None:
         """Receive exactly as many bytes as ``data``, uint8, has.

@@ -4,6 +4,9 @@ Gloo (torch 2.13) connects all members of a group when it is made, and waits 30 
 caller gives changes that. A rank that dies after it has published its address, and before it is called, leaves the
 others in this wait. There is no connection yet that could be shut down, and after three leases (30 seconds, too) the
 job would go on without ranks that have lost nothing.
+
+A rank that waits here runs Python code, so it is not taken to hang however long that takes: it waits for others, and
+who hangs there is noticed there. What hangs in gloo itself ends with the timeout that torch is given.
 """
 
 from __future__ import annotations

@@ -218,6 +218,11 @@ class _Flipping(Transport):
     def pace(self, peer: int, tag: int, bytes_per_s: float) -> None:
         self._inner.pace(peer, tag, bytes_per_s)
 
+    @property
+    @override
+    def parallel_bytes(self) -> int:
+        return self._inner.parallel_bytes
+
     @override
     def send(self, peer: int, tag: int, data: torch.Tensor) -> None:
         self._inner.send(peer, tag, self._maybe_flipped(peer, tag, data))

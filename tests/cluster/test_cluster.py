@@ -19,6 +19,7 @@ import pytest
 from tests.cluster.cluster import Cluster
 from tests.cluster.machine import wait_until
 from tests.cluster.slurm import Job
+from tests.limits import HANGS_S
 
 PORT = 5000
 # Answers every byte with itself.
@@ -197,9 +198,9 @@ def test_a_task_is_killed_with_or_without_what_it_started(cluster: Cluster, tmp_
     started = [task_on(cluster, "n1", index, "bash") for index in range(3)]
     sleeps = [task.children()[0] for task in started]
     cluster.kill_task("n1", 2)
-    assert sleeps[2].wait() is None
+    assert sleeps[2].wait(HANGS_S) is None
     cluster.kill_task("n1", 1, alone=True)
-    assert started[1].wait() is None
+    assert started[1].wait(HANGS_S) is None
     assert sleeps[1].is_running()
     assert started[0].is_running()
     job.cancel()

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from moevement_core.replication.spread import CATCH_UP, LEAST, MEASURED_BYTES, MOST, Spread
+from moevement_core.replication.spread import CATCH_UP, LEAST, MEASURED_BYTES, MOST, WAITING, Spread
 
 NEEDED = 10e6
 
@@ -70,8 +70,8 @@ def test_what_the_kernel_takes_at_once_says_nothing() -> None:
 def test_training_goes_first_until_the_send_would_be_late() -> None:
     made, nbytes = spread(), 10_000_000
     assert made.may_wait(nbytes, nbytes, 0.0)
-    assert made.may_wait(nbytes, nbytes, 0.5)  # a quarter of a second is enough for all of it
-    assert not made.may_wait(nbytes, nbytes, 0.6)
-    assert made.may_wait(nbytes // 10, nbytes, 0.7)
-    assert not made.may_wait(0, nbytes, MOST + 0.01)
+    assert made.may_wait(nbytes, nbytes, 0.2)  # a quarter of a second is enough for all of it
+    assert not made.may_wait(nbytes, nbytes, 0.3)
+    assert made.may_wait(nbytes // 10, nbytes, 0.4)
+    assert not made.may_wait(0, nbytes, WAITING + 0.01)
     assert not Spread().may_wait(0, nbytes, 0.0)
