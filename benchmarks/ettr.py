@@ -6,7 +6,7 @@ All jobs train the laptop preset with a rank on each of four nodes and two spare
 under Slurm, whose links are limited each way (``tc tbf``). Needs root, slurm-wlm, munge and iproute2.
 
 1. For each rate and strategy a job that nobody disturbs: what saving costs it, by its own comparison of iterations.
-2. For each rate MoEvement's ways to recover while every link becomes half as fast in the middle of the job.
+2. For each rate MoEvement's ways to recover while every link becomes half as fast early in the job.
 3. For each rate and strategy jobs whose ranks are killed by the same schedules for all.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import measured_on
-from benchmarks.ettr_page import PLOT, Halved, Jobs, page
+from benchmarks.ettr_page import HALVED_AT, PLOT, Halved, Jobs, page
 from moevement_cli.bench_ettr import CONFIG, OTHERS, training
 from moevement_cli.ettr_prediction import predicted
 from moevement_cli.ettr_samples import FREE, NEVER, Sample, plot, sample_of
@@ -121,17 +121,15 @@ def _samples(rate: float, strategies: Sequence[str], measuring: Measuring) -> li
 
 
 def _halved(rate: float, name: str, measuring: Measuring) -> Halved:
-    """Return what saving costs a job whose links become half as fast in the middle of it, before that and in the end."""
+    """Return what saving costs a job whose links become half as fast early in it, before that and in the end."""
 
     def measure() -> dict[str, Any]:
-        middle = measuring.iterations
-
         def seen(cluster: Cluster) -> Callable[[int], None]:
             is_slower = False
 
             def look(iteration: int) -> None:
                 nonlocal is_slower
-                if iteration >= middle and not is_slower:
+                if iteration >= HALVED_AT and not is_slower:
                     is_slower = True
                     _limit(cluster, rate / 2)
 
@@ -143,7 +141,10 @@ def _halved(rate: float, name: str, measuring: Measuring) -> Halved:
             for line in _run(rate, name, (), longer, seen=seen).record.metrics()
             if (found := recorded_overhead(line)) is not None
         ]
-        before, after = [line for line in lines if line[0] < middle][-1], lines[-1]
+        earlier = [line for line in lines if line[0] < HALVED_AT]
+        if not earlier:
+            sys.exit(f"{name}: nothing is measured before iteration {HALVED_AT}; needs more iterations")
+        before, after = earlier[-1], lines[-1]
         return asdict(
             Halved(
                 name, before[1], before[2].share, before[2].low, before[2].high,

@@ -18,6 +18,10 @@ CAP = 0.03
 """What saving may cost after some thirty iterations: a little more than --moevement-overhead-cap, for the noise."""
 
 
+HALVED_AT = 40
+"""The iteration in which links become half as fast: windows are settled then."""
+
+
 @dataclass(frozen=True)
 class Halved:
     """What saving cost a job before its links became half as fast, and in the end."""
@@ -70,7 +74,9 @@ strategy by the same schedules.
   one job, so it does not matter that the machine is slower in one quarter of an hour than in the next.
 - *available*: the share of a job's time that failures left to it: its iterations, each counted once and as long as its
   mean, over the time that it took. *ETTR* is that, over 1 + the overhead of the job that nobody disturbed; ± is half of a
-  95% interval, from what each failure took (*lost to a kill*).
+  95% interval, of what a failure takes (*lost to a kill*) and of the overhead together. Other ± are of means over jobs.
+- What a job cannot see of itself is in neither: the processor time of copying, which goes on in every iteration, and
+  checkpoints on disk. *An iteration*, beside that of the job that saves nothing, has all of it, and all noise, too.
 - *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
   `benchmarks/laptop_profile.yaml`). The first strategy's jobs calibrate how long noticing and regrouping take and how much
   copies slow training down, in each table on its own; all else is predicted.
@@ -85,14 +91,15 @@ strategy by the same schedules.
 
 ## A link that becomes half as fast
 
-In the middle of a job of {2 * jobs.iterations} iterations; *before* is what it had measured last until then.
+In iteration {HALVED_AT} of a job of {2 * jobs.iterations}; *before* is what it had measured last until then, *after* what it had
+measured in the end: at most a fifth of the comparisons in that are older than the change.
 
 {table(("link", "strategy", "interval before", "overhead before", "interval after", "overhead after"), _halved(jobs))}
 
 ## Who is ahead
 
-The best of MoEvement's ways to recover against every other system that loses no update, a kill every {jobs.mtbf_s:g} s.
-*Surely*: the intervals of both do not overlap.
+The best of MoEvement's ways to recover (picked by these jobs) against every other system that loses no update, a kill every
+{jobs.mtbf_s:g} s. *Surely*: the intervals of both do not overlap.
 
 {table(("link", "MoEvement", "ETTR", "other", "ETTR", "ahead by", "surely"), _orders(jobs))}
 
@@ -129,6 +136,8 @@ def _within_cap(jobs: Jobs) -> str:
         for one in samples
         if one.mtbf_s is None and one.strategy.startswith(OURS) and one.overhead is not None
     ]
+    if not ours:
+        return "None of MoEvement's jobs measured its overhead."
     above = [(rate, one) for rate, one in ours if (one.overhead or 0.0) > CAP]
     if not above:
         return f"Each of MoEvement's {len(ours)} jobs costs at most {CAP:.0%}."
@@ -156,7 +165,7 @@ def _orders(jobs: Jobs) -> Iterator[Sequence[str]]:
         costs, found = saving_costs(samples), dict[str, Ettr]()
         for name in dict.fromkeys(one.strategy for one in samples if one.strategy != FREE):
             killed = [one for one in samples if one.strategy == name and one.mtbf_s is not None]
-            if killed:
+            if killed and name in costs:
                 found[name] = ettr_of(killed, costs[name])
         ours = {name: its for name, its in found.items() if name.startswith(OURS)}
         if not ours:

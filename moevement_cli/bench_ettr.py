@@ -140,7 +140,7 @@ def _schedules(arguments: argparse.Namespace) -> list[Schedule]:
 def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], console: Console) -> Iterator[Sample]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with tempfile.TemporaryDirectory() as folder, Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("", total=len(schedules) * (1 + len(arguments.strategies)) * arguments.iterations)
+        task = progress.add_task("", total=(1 + len(schedules) * len(arguments.strategies)) * arguments.iterations)
         done = 0
 
         def run(name: str, schedule: Schedule, run_dir: Path) -> KilledJob:
@@ -154,10 +154,9 @@ def _samples(arguments: argparse.Namespace, schedules: Sequence[Schedule], conso
             done += arguments.iterations
             return job
 
+        free = run("none", schedules[0], Path(folder, FREE))
+        yield sample_of(free, free, FREE, NEVER, None, 0)
         for number, schedule in enumerate(schedules):
-            # Once more with every schedule: a machine has slow quarters of an hour.
-            free = run("none", schedules[0], Path(folder, f"{FREE}_{number}"))
-            yield sample_of(free, free, FREE, NEVER, None, 0)
             for name in arguments.strategies:
                 its = schedule
                 if name == "none":  # starting over each time, it would do so for ever

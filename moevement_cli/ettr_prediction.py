@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from moevement_cli.ettr_samples import FREE, Sample, saving_costs
+from moevement_cli.ettr_samples import FREE, Sample, SavingCost, saving_costs
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario
 from moevement_core.simulator.strategies import (
@@ -59,7 +59,7 @@ def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _calibrated(
-    scenario: Scenario, samples: Sequence[Sample], overheads: Mapping[str, float], scale: float
+    scenario: Scenario, samples: Sequence[Sample], costs_of: Mapping[str, SavingCost], scale: float
 ) -> Scenario:
     """With the constants of the first strategy that has them, in seconds of the profile."""
     saved, cluster = scenario.checkpointing, scenario.cluster
@@ -77,7 +77,7 @@ def _calibrated(
         # The share by which training takes longer, of what copies take: the rest of its work is beside them.
         costs = _of(scenario, calm).costs()
         copied_s = costs.copy_s(SIMULATED[calm.strategy](costs, 0.0, calm.interval or 1).copied_bytes)
-        slower_s = overheads[calm.strategy] * costs.iteration_s
+        slower_s = costs_of[calm.strategy].share * costs.iteration_s if calm.strategy in costs_of else 0.0
         saved = replace(saved, interference=slower_s / copied_s if copied_s else 0.0)
     return replace(scenario, checkpointing=saved)
 

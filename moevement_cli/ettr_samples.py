@@ -17,6 +17,8 @@ from moevement_core.simulator.experiment import half_interval
 
 FREE = "failure-free"
 """The job that saves nothing and in which nobody is killed."""
+SAVING_NOTHING = (FREE, "none")
+"""Strategies without snapshots."""
 NEVER = "never"
 """The schedule of a job that nobody is killed in."""
 PARTS = {
@@ -91,18 +93,37 @@ class Sample:
         return "(" in self.schedule
 
 
-def saving_costs(samples: Sequence[Sample]) -> dict[str, float]:
-    """Return by strategy the share of training time that saving costs: what jobs that nobody disturbed measured.
+@dataclass(frozen=True, slots=True)
+class SavingCost:
+    """What saving costs a strategy's jobs, as a share of training time."""
+
+    share: float
+    half: float
+    """Half of its 95% confidence interval; NaN where there are too few comparisons for one."""
+
+
+def saving_costs(samples: Sequence[Sample]) -> dict[str, SavingCost]:
+    """Return by strategy what saving costs, as jobs that nobody disturbed measured; without one, as killed ones did.
 
     Each job compares its own iterations beside which something is saved with those beside which nothing is, so a
-    machine that is slower in one job than in another does not count. 0 for who saves nothing.
+    machine that is slower in one job than in another does not count. Nothing for who saves nothing. A strategy whose
+    jobs have measured nothing is left out.
     """
-    shares = dict[str, list[float]]()
-    for one in sorted(samples, key=lambda one: one.mtbf_s is not None):
-        its = shares.setdefault(one.strategy, [])
-        if one.overhead is not None and (one.mtbf_s is None or not its):
-            its.append(max(0.0, one.overhead))
-    return {name: statistics.median(its) if its else 0.0 for name, its in shares.items()}
+    costs = dict[str, SavingCost]()
+    for name in dict.fromkeys(one.strategy for one in samples):
+        its = [one for one in samples if one.strategy == name and one.overhead is not None]
+        its = [one for one in its if one.mtbf_s is None] or its
+        if name in SAVING_NOTHING:
+            costs[name] = SavingCost(0.0, 0.0)
+        elif its:
+            halves = [
+                (one.overhead_high - one.overhead_low) / 2 / math.sqrt(len(its))
+                for one in its
+                if one.overhead_high is not None and one.overhead_low is not None
+            ]
+            share = max(0.0, statistics.median(one.overhead or 0.0 for one in its))
+            costs[name] = SavingCost(share, statistics.median(halves) if halves else math.nan)
+    return costs
 
 
 def sample_of(job: KilledJob, free: KilledJob, strategy: str, schedule: str, mtbf_s: float | None, seed: int) -> Sample:
@@ -202,7 +223,8 @@ def rows_of(samples: Sequence[Sample]) -> list[list[str]]:
         seconds = [each for one in those for each in one.lost_s]
         rows.append([
             schedule, name, _interval(those[-1]), f"{statistics.median(one.iteration_s for one in those):.3f} s",
-            _overhead(those), _mean([one.available for one in those]), str(ettr_of(those, costs[name])),
+            _overhead(those), _mean([one.available for one in those]),
+            str(ettr_of(those, costs[name])) if name in costs else "",
             _mean(predicted), str(sum(len(one.kills) for one in those)), str(sum(one.repeated for one in those)),
             f"{_mean(seconds, digits=1)} s" if seconds else "", *(_part(those, part) for part in PARTS),
             f"{max(one.host_mb for one in those):.0f} MB", f"{max(one.sent_mb for one in those):.1f} MB",
@@ -218,22 +240,24 @@ class Ettr:
 
     mean: float
     half: float
-    """Half of its 95% confidence interval; NaN where fewer than two failures say what one takes."""
+    """Half of its 95% confidence interval; NaN where too little was measured for one."""
 
     def __str__(self) -> str:
         return f"{self.mean:.3f}" + ("" if math.isnan(self.half) else f" ± {self.half:.3f}")
 
 
-def ettr_of(samples: Sequence[Sample], cost: float) -> Ettr:
+def ettr_of(samples: Sequence[Sample], cost: SavingCost) -> Ettr:
     """Return the ETTR of some jobs: what failures left of their time, over 1 + what saving costs.
 
-    Its interval is that of the mean loss to a failure, as a share of the time between two of them: jobs are few, and
-    failures in them more.
+    Its interval is made of those of the mean loss to a failure and of the cost, which are taken to be independent. Jobs
+    are few, and failures in them more.
     """
-    mean = statistics.fmean(one.available for one in samples) / (1 + cost)
-    losses, mtbf_s = [each for one in samples for each in one.lost_s], samples[0].mtbf_s
-    half = half_interval(losses) / mtbf_s / (1 + cost) if mtbf_s is not None else math.nan
-    return Ettr(mean, half)
+    available = statistics.fmean(one.available for one in samples)
+    losses = [each for one in samples for each in one.lost_s]
+    failures_per_s = len(losses) / sum(one.training_s for one in samples)
+    of_losses = half_interval(losses) * failures_per_s if any(one.kills for one in samples) else 0.0
+    of_cost = available * cost.half / (1 + cost.share)
+    return Ettr(available / (1 + cost.share), math.hypot(of_losses, of_cost) / (1 + cost.share))
 
 
 def _interval(sample: Sample) -> str:
@@ -276,7 +300,7 @@ def plot(samples: Sequence[Sample], path: Path) -> None:
     free, costs = samples[0], saving_costs(samples)
     with figure(path, 3, (18, 5)) as (over_mtbf, over_time, of_loss):
         of_loss.plot(*zip(*free.losses, strict=True), color="black", lw=2, label=free.strategy)
-        for name in dict.fromkeys(one.strategy for one in killed):
+        for name in dict.fromkeys(one.strategy for one in killed if one.strategy in costs):
             those = [one for one in killed if one.strategy == name]
             rates = sorted({one.mtbf_s or 0.0 for one in those})
             means = [ettr_of([one for one in those if one.mtbf_s == rate], costs[name]).mean for rate in rates]

@@ -15,7 +15,7 @@ from tests.launching import forks_launchers
 from tests.training import TINY
 
 
-@pytest.mark.builds  # four jobs
+@pytest.mark.builds  # three jobs
 def test_strategies_under_one_schedule_of_kills(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,10 +29,10 @@ def test_strategies_under_one_schedule_of_kills(
     words += ["--plot", str(tmp_path / "ettr.png")]
     assert main([*words, "--json"]) == 0
     samples = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [one["strategy"] for one in samples] == ["failure-free", "moevement-redo"] * 2
+    assert [one["strategy"] for one in samples] == ["failure-free", "moevement-redo", "moevement-redo"]
     assert all(one["bits"] == "equal" and one["loss"] for one in samples), samples
     assert all(one["iterations"] == 29 and one["training_s"] > 0 < one["iteration_s"] for one in samples)
-    assert [len(one["kills"]) > 0 for one in samples] == [False, False, False, True]
+    assert [len(one["kills"]) > 0 for one in samples] == [False, False, True]
     assert all(one["progress"][-1][1] >= 29 for one in samples)
     assert (tmp_path / "ettr.png").stat().st_size > 1000
 

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from benchmarks.ettr_page import CAP, Halved, Jobs, page
-from moevement_cli.ettr_samples import FREE, HEADER, NEVER, Sample, _lost_s, ettr_of, rows_of, saving_costs
+from moevement_cli.ettr_samples import (
+    FREE,
+    HEADER,
+    NEVER,
+    Sample,
+    SavingCost,
+    _lost_s,
+    ettr_of,
+    rows_of,
+    saving_costs,
+)
+from moevement_core.simulator.experiment import half_interval
 
 MTBF_S = 25.0
 
@@ -47,17 +58,21 @@ def test_failures_that_meet_are_one_loss_and_one_after_the_end_is_none() -> None
 
 def test_what_saving_costs_is_measured_where_nobody_is_disturbed() -> None:
     its = [sample(FREE, overhead=None), sample("dense"), sample("dense", 5.0, overhead=0.4), sample("moc", 5.0)]
-    assert saving_costs(its) == {FREE: 0.0, "dense": 0.02, "moc": 0.02}
-    assert saving_costs([sample("dense", overhead=-0.01)]) == {"dense": 0.0}
+    shares = {name: cost.share for name, cost in saving_costs(its).items()}
+    assert shares == {FREE: 0.0, "dense": 0.02, "moc": 0.02}
+    assert saving_costs([sample("dense", overhead=-0.01)])["dense"].share == 0.0
+    assert saving_costs([sample("dense", overhead=None)]) == {}
 
 
 def test_ettr_is_what_failures_leave_over_what_saving_costs() -> None:
     its = [sample("dense", 5.0, 5.0), sample("dense", 10.0)]
-    found = ettr_of(its, 0.25)
+    known = SavingCost(0.25, 0.0)
+    found = ettr_of(its, known)
     assert found.mean == pytest.approx(30 / 40 / 1.25)
-    assert 0 < found.half < 1
-    assert math.isnan(ettr_of(its[1:], 0.25).half)
-    assert ettr_of([sample("dense")], 0.0).mean == pytest.approx(1.0)
+    assert found.half == pytest.approx(half_interval([5.0, 5.0, 10.0]) * 3 / 80 / 1.25)
+    assert math.isnan(ettr_of(its[1:], known).half), "one failure says nothing of others"
+    assert ettr_of(its, SavingCost(0.25, 0.1)).half > found.half
+    assert ettr_of([sample("dense")], SavingCost(0.0, 0.01)).half == pytest.approx(0.01)
 
 
 def test_a_row_has_every_column() -> None:
