@@ -58,7 +58,7 @@ def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node
     wanted = WANTED if replicas is None else replicas
     if others and not same_node:
         possible = min(wanted, others)
-        few = f"each snapshot has {possible} of {wanted} copies: there is only {counted(others, 'other node')}"
+        few = f"each snapshot has {possible} of {wanted} copies: the job has only {counted(others, 'other node')}"
         return Copies(possible, False, few if possible < wanted else None)
     possible = min(wanted, ranks - 1)
     if others or not possible:

@@ -259,6 +259,10 @@ class Connections:
     def open(self, rank: int, addresses: list[Address]) -> None:
         self.rank, self.others = rank, [self.network.connections[one.port] for one in addresses]
 
+    def descriptors(self) -> set[int]:
+        """None of this process: what training sends is not simulated."""
+        return set()
+
     def channel(self, name: str) -> Channel:
         return Channel(self, name)
 
@@ -296,6 +300,8 @@ class Connections:
 
 class Channel:
     """A transport between ranks."""
+
+    parallel_bytes = 0
 
     def __init__(self, connections: Connections, name: str) -> None:
         self._connections, self._name = connections, name

@@ -17,6 +17,7 @@ from moevement_core import boundary_log, log
 from moevement_core.launching import supervisor
 from moevement_core.rendezvous import lease_client, lease_server, signed_store
 from moevement_core.replication import config as replication_config
+from moevement_core.replication import receiver, sender
 from moevement_core.session import exchange, loop, saving, topology, window_start
 from moevement_core.session.peers import Peers
 from moevement_core.snapshot.snapshot import Snapshot, digest_of
@@ -122,6 +123,7 @@ def stand_ins() -> Iterator[None]:
         (saving, "RECORD_SLACK_BYTES", 4096),
         (boundary_log, "_Digests", _Digests),
         *((module, "own_address", lambda *_: "simulated") for module in (saving, window_start)),
+        *((module, "let_training_go_first", lambda: None) for module in (sender, receiver)),
         *((log, level, _log(level)) for level in ("info", "warning")),
         *((place, name, _current(name)) for place, name, _ in distributed(None)),  # type: ignore[arg-type]
     ]

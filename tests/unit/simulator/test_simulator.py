@@ -17,7 +17,7 @@ from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
 from moevement_core.simulator.pipeline import Pipeline
 from moevement_core.simulator.scenario import load
-from moevement_core.simulator.strategies import STRATEGIES, Gemini, MoC, MoEtion, MoEvement, Techniques
+from moevement_core.simulator.strategies import STRATEGIES, CheckFreq, Gemini, MoC, MoEtion, MoEvement, Techniques
 from moevement_core.simulator.training import Spares, train
 from tests.unit.simulator.jobs import costs
 
@@ -99,7 +99,12 @@ def test_every_second_is_accounted_for(mtbf_s: float, seed: int, name: str) -> N
 @given(d2h=st.floats(0.2, 5), more=st.floats(1, 4), mtbf_s=st.floats(600, 7200))
 @settings(max_examples=30, deadline=None)
 def test_more_bandwidth_never_hurts(d2h: float, more: float, mtbf_s: float) -> None:
-    for name in ("checkfreq", "gemini", "moc"):
+    """CheckFreq's own interval is the shortest that keeps to its cap, and an interval that is shorter may cost more."""
+    slow_costs, fast_costs = (costs(d2h=one, network=16 * one) for one in (d2h, d2h * more))
+    interval = CheckFreq(slow_costs).interval
+    fixed = [CheckFreq(one, interval).analytic_ettr(mtbf_s) for one in (slow_costs, fast_costs)]
+    assert fixed[1] >= fixed[0] - 1e-9
+    for name in ("gemini", "moc"):
         slow, fast = (STRATEGIES[name](costs(d2h=one, network=16 * one), mtbf_s) for one in (d2h, d2h * more))
         assert fast.analytic_ettr(mtbf_s) >= slow.analytic_ettr(mtbf_s) - 1e-9
     slow, fast = (MoEvement(costs(d2h=one, network=16 * one)) for one in (d2h, d2h * more))
