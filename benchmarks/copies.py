@@ -1,0 +1,115 @@
+"""Processor time of a byte on its way to a peer: copied, digested, sent, received, digested; writes copies.md.
+
+python -m benchmarks.copies        (a minute on two cores)
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.environment import measured_on
+from benchmarks.papers.common import table
+from moevement_core.replication.connections import Connections
+from moevement_core.snapshot.snapshot import digest_of
+
+OUTPUT = Path(__file__).with_suffix(".md")
+NBYTES = 64 << 20
+CHUNKS = (64 << 10, 1 << 20, 8 << 20)
+"""Bytes that a sender hands to the kernel at a time: over a slow link, and over quick ones."""
+GB = 1e9
+SLOW_LINK_S = 80.0
+"""Seconds of a link of 100 Mbit/s for a GB."""
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=16, help="of 64 MiB each (default: 16)")
+    given = parser.parse_args()
+    OUTPUT.write_text(report(processor_seconds(given.rounds), given.rounds), encoding="utf-8")
+
+
+def processor_seconds(rounds: int) -> dict[str, float]:
+    """Return seconds of a processor for each GB, by what is done with it."""
+    data, target = torch.randint(0, 255, (NBYTES,), dtype=torch.uint8), torch.empty(NBYTES, dtype=torch.uint8)
+    found = {
+        "copy into snapshot memory": _of_this_thread(lambda: target.copy_(data), rounds),
+        "digest, by who captures": _of_this_thread(lambda: digest_of(data), rounds),
+    }
+    for chunk in CHUNKS:
+        send, receive = _sent_and_received(data, target, chunk, rounds)
+        found[f"send, {chunk >> 10} KiB at a time"] = send
+        found[f"receive it, {chunk >> 10} KiB at a time"] = receive
+    found["digest, by who receives"] = _of_this_thread(lambda: digest_of(target), rounds)
+    return found
+
+
+def _of_this_thread(work: Callable[[], object], rounds: int) -> float:
+    work()
+    seconds = []
+    for _ in range(rounds):
+        began_s = time.thread_time()
+        work()
+        seconds.append(time.thread_time() - began_s)
+    return statistics.median(seconds) / (NBYTES / GB)
+
+
+def _sent_and_received(data: torch.Tensor, target: torch.Tensor, chunk: int, rounds: int) -> tuple[float, float]:
+    """Return the processor time of sender and receiver; both copy between memory and socket in the kernel alone."""
+    ends = Connections("127.0.0.1"), Connections("127.0.0.1")
+    for rank, one in enumerate(ends):
+        one.open(rank, [other.address for other in ends])
+    source, peer = (one.channel("snapshots") for one in ends)
+    seconds: dict[str, float] = {}
+
+    def send() -> None:
+        began_s = time.thread_time()
+        for _ in range(rounds):
+            for piece in data.split(chunk):
+                source.send(1, 1, piece)
+        seconds["send"] = time.thread_time() - began_s
+
+    def receive() -> None:
+        began_s = time.thread_time()
+        for _ in range(rounds):
+            peer.receive(0, 1, target)
+        seconds["receive"] = time.thread_time() - began_s
+
+    threads = [threading.Thread(target=work) for work in (send, receive)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for one in ends:
+        one.close()
+    return tuple(seconds[name] / (rounds * NBYTES / GB) for name in ("send", "receive"))  # type: ignore[return-value]
+
+
+def report(found: dict[str, float], rounds: int) -> str:
+    """Return the whole file."""
+    rows = [[name, f"{seconds:.3f} s"] for name, seconds in found.items()]
+    small = found[f"send, {CHUNKS[0] >> 10} KiB at a time"] / SLOW_LINK_S
+    return f"""# Processor time of copies
+
+    python -m benchmarks.copies --rounds {rounds}        (writes this file)
+
+Seconds of one processor for each GB of a snapshot, by what is done with it on its way to one peer, over loopback; {rounds} times
+64 MiB. A byte has two digests on this way, one where it is captured and one where it arrives. Between snapshot memory and
+socket it is copied by the kernel alone: `send` reads snapshot memory where it is, and `recv` writes into it. Small pieces are
+what a slow link is sent: one of 100 Mbit/s takes {SLOW_LINK_S:.0f} s for a GB, so sending them takes {small:.1%} of a processor.
+
+{table(("", "a GB"), rows)}
+
+{measured_on("torch", "xxhash")}.
+"""
+
+
+if __name__ == "__main__":
+    main()
