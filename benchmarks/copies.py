@@ -29,11 +29,11 @@ SLOW_LINK_S = 80.0
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure what the command line asks for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=16, help="of 64 MiB each (default: 16)")
-    given = parser.parse_args()
-    OUTPUT.write_text(report(processor_seconds(given.rounds), given.rounds), encoding="utf-8")
+    rounds = parser.parse_args().rounds
+    OUTPUT.write_text(report(processor_seconds(rounds), rounds), encoding="utf-8")
 
 
 def processor_seconds(rounds: int) -> dict[str, float]:

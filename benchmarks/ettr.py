@@ -50,7 +50,7 @@ RANKS, SPARES = 4, 2
 
 @dataclass(frozen=True)
 class Measuring:
-    """What is measured, as the command line says, and where results stay."""
+    """The jobs that the command line asks for, and where their results stay."""
 
     folder: Path
     iterations: int
@@ -67,7 +67,7 @@ class Measuring:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the jobs whose results are not in the folder yet, and write the page from all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where results stay; a job that is there is not run")
     parser.add_argument("--iterations", type=int, default=120, metavar="N", help="of each job (default: 120)")
