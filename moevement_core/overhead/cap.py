@@ -12,6 +12,9 @@ RECENT = 16
 """Comparisons that decide on what is saved next, at most: older ones may be of other links."""
 FEWEST = 4
 """Comparisons with quiet iterations before a measurement says anything."""
+FEWEST_CLEAR, CLEAR, SURE = 2, 3.0, 2.0
+"""Comparisons that are enough where the share, less so many standard errors, is so many times the cap: training is
+then worth more than certainty."""
 FEWEST_TO_GROW = 8
 """Comparisons before more bytes are saved than now."""
 AIM = 0.7
@@ -41,9 +44,11 @@ def factor(evidence: Evidence | None, cap: float) -> float:
         evidence: the measured cost; None before anything is measured.
         cap: share of training time that saving may cost.
     """
-    if evidence is None or evidence.comparisons < FEWEST:
+    if evidence is None:
         return 1.0
-    if evidence.share - evidence.error > cap:
+    is_known = evidence.comparisons >= FEWEST
+    is_clear = evidence.comparisons >= FEWEST_CLEAR and evidence.share - SURE * evidence.error > CLEAR * cap
+    if is_clear or (is_known and evidence.share - evidence.error > cap):
         return max(LEAST_STEP, AIM * cap / evidence.share)
     if evidence.share < cap / 2 and evidence.comparisons >= FEWEST_TO_GROW:
         return min(MOST_STEP, AIM * cap / max(evidence.share, AIM * cap / MOST_STEP))

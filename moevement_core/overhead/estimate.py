@@ -28,8 +28,8 @@ MAD_TO_DEVIATION = 1.4826
 MEDIAN_TO_MEAN = 1.2533
 """Standard error of a median over that of a mean, of a normal distribution."""
 DISTURBED = 3.0
-"""An iteration that takes this many times as long as the median of its neighbourhood had something else beside it: a
-dense save, an evaluation, a pause of the host."""
+"""A quiet iteration, or a neighbour, that takes this many times as long as the median of its neighbourhood had
+something else beside it: a dense save, an evaluation, a pause of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,9 @@ class OverheadEstimate:
         others = [near for near in self._recent if near.is_quiet != middle.is_quiet]
         usual_s = statistics.median(near.train_s for near in self._recent)
         undisturbed = [near.train_s for near in others if near.train_s <= DISTURBED * usual_s]
-        if len(others) <= REACH or not undisturbed or not 0 < middle.train_s <= DISTURBED * usual_s:
+        # A saving iteration may well take as long because it saves: it counts, and medians bear with a few that do not.
+        is_disturbed = middle.is_quiet and middle.train_s > DISTURBED * usual_s
+        if len(others) <= REACH or not undisturbed or is_disturbed or middle.train_s <= 0:
             return
         other_s = statistics.median(undisturbed)
         quiet_s, saving_s = (middle.train_s, other_s) if middle.is_quiet else (other_s, middle.train_s)

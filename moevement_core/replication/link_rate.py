@@ -20,6 +20,8 @@ class LinkRate:
     def take(self, senders: Sequence[Sender], needed_bytes_per_s: float) -> float:
         """Return bytes per second; infinite without peers.
 
+        Sends are spread over time, so how fast they were says less than what senders have learned of their link.
+
         A peer that has acknowledged nothing since the last call is behind a link that carries less than is sent, who
         knows how much less: then the rate is half of what it was, or of what is needed, whichever is less.
 
@@ -31,7 +33,9 @@ class LinkRate:
         for sender in senders:
             nbytes, seconds = self._before.get(sender, (0, 0.0))
             if sender.send_s > seconds:
-                rates.append((sender.sent_bytes - nbytes) / (sender.send_s - seconds))
+                measured = (sender.sent_bytes - nbytes) / (sender.send_s - seconds)
+                learned = sender.spread.link_bytes_per_s
+                rates.append(learned if math.isfinite(learned) else measured)
             self._before[sender] = (sender.sent_bytes, sender.send_s)
         if len(rates) < len(senders):
             self._bytes_per_s = min(self._bytes_per_s, needed_bytes_per_s) / 2

@@ -102,6 +102,8 @@ class Sender:
         """How fast snapshots leave."""
         self._bytes_per_s = math.inf
         """Rate that the connection has."""
+        self._payload_bytes = 0
+        """Bytes of the newest send."""
         self.cpu_s = 0.0
         """Processor seconds of the sender's thread."""
         self._delivered = self._taken = 0
@@ -244,8 +246,10 @@ class Sender:
                 began_s, idle_s = time.perf_counter(), self._idle_s
                 answer = self._transfer(snapshot)
                 if answer is Kind.KEPT:
+                    seconds = time.perf_counter() - began_s - (self._idle_s - idle_s)
+                    self.spread.sent(self._payload_bytes, seconds, self._bytes_per_s)
                     self.sent_bytes += snapshot.nbytes
-                    self.send_s += time.perf_counter() - began_s - (self._idle_s - idle_s)
+                    self.send_s += seconds
             finally:
                 delivery.end()
             # The peer frees memory when the job agrees on a newer window, which at its end it never will.
@@ -291,7 +295,7 @@ class Sender:
             self._send_spread(pieces)
             return self._answer()
         began_s, waited_s, left = time.perf_counter(), 0.0, sum(piece.numel() for piece in pieces)
-        nbytes = left
+        self._payload_bytes = nbytes = left
         for piece in pieces:
             at = 0
             while at < piece.numel():
@@ -307,18 +311,17 @@ class Sender:
 
     def _send_spread(self, pieces: Sequence[torch.Tensor]) -> None:
         """Send at the rate that is set, in chunks that keep to a pause and let training go first."""
-        began_s, idle_s, rate = time.perf_counter(), self._idle_s, self._set_rate()
+        began_s, rate = time.perf_counter(), self._set_rate()
         usual = self.sent_bytes / self.send_s if self.send_s else math.inf
         least = max(SMALLEST_CHUNK, self._transport.parallel_bytes)
         size = FIRST_CHUNK if math.isinf(usual) else max(least, int(min(rate, usual) * CHUNK_S))
-        nbytes = left = sum(piece.numel() for piece in pieces)
+        self._payload_bytes = nbytes = left = sum(piece.numel() for piece in pieces)
         for piece in pieces:
             for chunk in piece.split(size):
                 self._keep_to_pause()
                 self._let_training_go_first(left, nbytes, began_s)
                 self._transport.send(self.peer, TO_PEER, chunk)
                 left -= chunk.numel()
-        self.spread.sent(nbytes, time.perf_counter() - began_s - (self._idle_s - idle_s), rate)
 
     @property
     def _idle_s(self) -> float:

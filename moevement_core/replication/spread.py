@@ -1,24 +1,27 @@
-"""How fast copies leave: spread over time, so that messages of training do not wait behind them.
+"""How fast copies leave: at a part of what the link carries, so that messages of training do not wait behind them.
 
 A bulk stream that is sent as fast as it can fills the queues of a slow link, and every small message of training waits
-in them. Below the rate of the link queues stay empty. That rate is not known, so a sender asks for as much as lets it
-be done in a quarter of its time, and for less where that takes longer than it should.
+in them: on a link of 100 Mbit/s training stood still while copies left. At a rate well below that of the link queues
+stay empty, and the same bytes cost training about half as much. The rate of the link is learned from the sends
+themselves: now and then one leaves as fast as it can, and one that takes longer than its rate says has met the link.
 """
 
 from __future__ import annotations
 
 import math
 
-LEAST, MOST = 0.25, 0.8
-"""Shares of the time until more is to be sent over which sends are spread."""
-WAITING = 0.5
+TIME_SHARE = 0.8
+"""Share of the time until more is to be sent that a send may take."""
+WAITING = 0.95
 """Share of that time until which a send may be put off for training."""
-SLOWER, FASTER = 1.5, 0.97
-"""Factors by which that share grows where the link was too slow for the rate, and shrinks where it was not."""
+LINK_SHARE = 0.4
+"""Share of the link's rate that a send takes where it has the time for it."""
 LATE = 1.3
 """A send that takes so many times as long as its rate says has met a link, or a peer, that is slower."""
+TRIED_EVERY = 32
+"""Every how many sends one leaves as fast as it can: a link that was slow may be quick again."""
 MEASURED_BYTES = 512 << 10
-"""A send of fewer bytes says nothing: it is over when the kernel has taken it."""
+"""A send of fewer bytes says nothing: most of its time goes into the answers of the peer."""
 CATCH_UP = 2.0
 """Factor of the rate of a sender that has fallen behind."""
 
@@ -35,16 +38,24 @@ class Spread:
         """Bytes of snapshots that come per second, on average; infinite while that is not known."""
         self.usual_backlog = 1
         """Snapshots that may wait without the sender having fallen behind: those of a window."""
-        self._share = LEAST
+        self.link_bytes_per_s = math.inf
+        """What the link carries for this sender, as far as sends have shown; infinite before one has."""
+        self._sends = 0
 
     def bytes_per_s(self, backlog: int) -> float:
-        """Return the rate of the next send.
+        """Return the rate of the next send; infinite while nothing is known, and to try the link.
 
         Args:
             backlog: snapshots that wait.
         """
-        rate = self.needed_bytes_per_s / self._share
-        return rate * CATCH_UP if backlog > self.usual_backlog else rate
+        if self._sends % TRIED_EVERY == TRIED_EVERY - 1:
+            return math.inf
+        return self._spread_bytes_per_s * (CATCH_UP if backlog > self.usual_backlog else 1.0)
+
+    @property
+    def _spread_bytes_per_s(self) -> float:
+        of_link = LINK_SHARE * self.link_bytes_per_s if math.isfinite(self.link_bytes_per_s) else 0.0
+        return max(self.needed_bytes_per_s / TIME_SHARE, of_link)
 
     def may_wait(self, left_bytes: int, nbytes: int, seconds: float) -> bool:
         """Return whether a send that lets training go first can be over in time all the same.
@@ -56,17 +67,16 @@ class Spread:
         """
         if math.isinf(self.needed_bytes_per_s):
             return False
-        return seconds + left_bytes / self.bytes_per_s(0) < WAITING * nbytes / self.needed_bytes_per_s
+        return seconds + left_bytes / self._spread_bytes_per_s < WAITING * nbytes / self.needed_bytes_per_s
 
     def sent(self, nbytes: int, seconds: float, bytes_per_s: float) -> None:
         """Take in how long a send took.
 
         Args:
             nbytes: bytes that it brought.
-            seconds: from its first byte until the kernel had taken the last one, without pauses and waits for training.
-            bytes_per_s: the rate that it had.
+            seconds: until the peer had acknowledged it, without pauses and waits for training.
+            bytes_per_s: the rate that it had; infinite: it was sent as fast as it could be.
         """
-        if nbytes < MEASURED_BYTES or math.isinf(bytes_per_s):
-            return
-        is_late = seconds > LATE * nbytes / bytes_per_s
-        self._share = min(MOST, self._share * SLOWER) if is_late else max(LEAST, self._share * FASTER)
+        self._sends += 1
+        if nbytes >= MEASURED_BYTES and seconds * bytes_per_s > LATE * nbytes:
+            self.link_bytes_per_s = nbytes / seconds

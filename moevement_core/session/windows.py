@@ -20,7 +20,7 @@ from moevement_core.engine.config import FEWEST_COPIES, BudgetConfig
 from moevement_core.engine.memory import SnapshotMemory
 from moevement_core.errors import ConfigError
 from moevement_core.injection import Phase
-from moevement_core.overhead.cap import FEWEST, Evidence
+from moevement_core.overhead.cap import FEWEST_CLEAR, Evidence
 from moevement_core.overhead.meter import OverheadMeter
 from moevement_core.policy.partial_experts import LostTokens
 from moevement_core.policy.recoverable import RecoverableRun
@@ -431,7 +431,7 @@ class WindowDecisions:
         iteration, so all see about the same.
         """
         own = self._meter.evidence()
-        has_measured = own.comparisons >= FEWEST
+        has_measured = own.comparisons >= FEWEST_CLEAR
         values = [1.0, own.share, own.error, own.comparisons] if has_measured else [0.0] * 4
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.topology.channels.job_group)

@@ -1,4 +1,4 @@
-"""The rate at which copies leave follows what comes and how long sends take."""
+"""The rate at which copies leave follows what comes, and what sends have shown of the link."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import math
 
 import pytest
 
-from moevement_core.replication.spread import CATCH_UP, LEAST, MEASURED_BYTES, MOST, WAITING, Spread
+from moevement_core.replication.spread import (
+    CATCH_UP,
+    LINK_SHARE,
+    MEASURED_BYTES,
+    TIME_SHARE,
+    TRIED_EVERY,
+    WAITING,
+    Spread,
+)
 
 NEEDED = 10e6
+NBYTES = 10_000_000
 
 
 def spread(window: int = 1) -> Spread:
@@ -17,42 +26,53 @@ def spread(window: int = 1) -> Spread:
     return made
 
 
-def settled(link: float, sends: int = 200) -> float:
-    """Return the rate after many sends of 10 MB over a link of so many bytes a second."""
-    made, nbytes = spread(), 10_000_000
+def send_over(made: Spread, link: float, sends: int) -> list[float]:
+    """Return the rates of so many sends of 10 MB over a link of so many bytes a second."""
+    rates = []
     for _ in range(sends):
-        rate = made.bytes_per_s(0)
-        made.sent(nbytes, nbytes / min(rate, link), rate)
-    return made.bytes_per_s(0)
+        rates.append(made.bytes_per_s(0))
+        made.sent(NBYTES, NBYTES / min(rates[-1], link), rates[-1])
+    return rates
 
 
 def test_nothing_is_paced_before_it_is_known_what_comes() -> None:
     assert math.isinf(Spread().bytes_per_s(0))
 
 
-def test_a_quick_link_has_a_snapshot_in_a_quarter_of_its_time() -> None:
-    assert settled(link=1e9) == pytest.approx(NEEDED / LEAST)
+def test_sends_as_fast_as_they_can_be_show_what_the_link_carries() -> None:
+    made = Spread()
+    send_over(made, 50e6, 3)
+    assert made.link_bytes_per_s == pytest.approx(50e6)
 
 
-@pytest.mark.parametrize("link", [1.5 * NEEDED, 2 * NEEDED, 3 * NEEDED])
-def test_the_rate_stays_about_what_the_link_carries(link: float) -> None:
-    assert NEEDED / MOST <= settled(link) <= 2 * link
+def test_a_link_that_is_not_known_yet_is_asked_for_what_is_needed() -> None:
+    assert spread().bytes_per_s(0) == NEEDED / TIME_SHARE
+
+
+@pytest.mark.parametrize("link", [4 * NEEDED, 100 * NEEDED])
+def test_a_quick_link_is_used_in_part_and_not_filled(link: float) -> None:
+    made = Spread()
+    send_over(made, link, 1)
+    made.needed_bytes_per_s = NEEDED
+    assert made.bytes_per_s(0) == pytest.approx(LINK_SHARE * link)
+    rates = send_over(made, link, 10 * TRIED_EVERY)
+    assert sum(map(math.isinf, rates)) == 10, "one in so many tries the link"
+    assert [rate for rate in rates if math.isfinite(rate)] == pytest.approx([LINK_SHARE * link] * (len(rates) - 10))
 
 
 def test_a_link_that_carries_too_little_is_asked_for_no_less_than_is_needed() -> None:
-    assert settled(link=NEEDED / 10) == pytest.approx(NEEDED / MOST)
+    rates = send_over(spread(), NEEDED / 10, TRIED_EVERY - 1)
+    assert rates == pytest.approx([NEEDED / TIME_SHARE] * (TRIED_EVERY - 1))
 
 
 def test_a_link_that_halves_and_comes_back_is_followed() -> None:
-    made, nbytes = spread(), 10_000_000
-    rates = []
-    for link in [1e9] * 50 + [1.6 * NEEDED] * 50 + [1e9] * 100:
-        rate = made.bytes_per_s(0)
-        made.sent(nbytes, nbytes / min(rate, link), rate)
-        rates.append(rate)
-    assert rates[49] == pytest.approx(NEEDED / LEAST)
-    assert max(rates[60:100]) < 2 * 1.6 * NEEDED
-    assert rates[-1] == pytest.approx(NEEDED / LEAST)
+    made = Spread()
+    send_over(made, 80e6, 1)
+    made.needed_bytes_per_s = NEEDED
+    assert LINK_SHARE * 80e6 < 40e6, "half of the link still carries that, and nobody notices"
+    for link in (40e6, 80e6, 20e6):
+        send_over(made, link, TRIED_EVERY)
+        assert made.link_bytes_per_s == pytest.approx(link)
 
 
 def test_who_has_fallen_behind_sends_at_twice_the_rate() -> None:
@@ -60,18 +80,17 @@ def test_who_has_fallen_behind_sends_at_twice_the_rate() -> None:
     assert made.bytes_per_s(4) == CATCH_UP * made.bytes_per_s(3)
 
 
-def test_what_the_kernel_takes_at_once_says_nothing() -> None:
+def test_short_sends_say_nothing() -> None:
     made = spread()
-    made.sent(MEASURED_BYTES - 1, 100.0, NEEDED)
-    made.sent(10 * MEASURED_BYTES, 100.0, math.inf)
-    assert made.bytes_per_s(0) == NEEDED / LEAST
+    made.sent(MEASURED_BYTES - 1, 100.0, math.inf)
+    assert math.isinf(made.link_bytes_per_s)
 
 
 def test_training_goes_first_until_the_send_would_be_late() -> None:
-    made, nbytes = spread(), 10_000_000
-    assert made.may_wait(nbytes, nbytes, 0.0)
-    assert made.may_wait(nbytes, nbytes, 0.2)  # a quarter of a second is enough for all of it
-    assert not made.may_wait(nbytes, nbytes, 0.3)
-    assert made.may_wait(nbytes // 10, nbytes, 0.4)
-    assert not made.may_wait(0, nbytes, WAITING + 0.01)
-    assert not Spread().may_wait(0, nbytes, 0.0)
+    made = spread()
+    assert made.may_wait(NBYTES, NBYTES, 0.0)
+    assert made.may_wait(NBYTES, NBYTES, WAITING - TIME_SHARE - 0.01)
+    assert not made.may_wait(NBYTES, NBYTES, WAITING - TIME_SHARE + 0.01)
+    assert made.may_wait(NBYTES // 10, NBYTES, 0.8)
+    assert not made.may_wait(0, NBYTES, WAITING + 0.01)
+    assert not Spread().may_wait(0, NBYTES, 0.0)

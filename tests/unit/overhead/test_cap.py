@@ -6,7 +6,17 @@ from random import Random
 
 import pytest
 
-from moevement_core.overhead.cap import AIM, FEWEST, FEWEST_TO_GROW, LEAST_STEP, MOST_STEP, Evidence, factor
+from moevement_core.overhead.cap import (
+    AIM,
+    CLEAR,
+    FEWEST,
+    FEWEST_CLEAR,
+    FEWEST_TO_GROW,
+    LEAST_STEP,
+    MOST_STEP,
+    Evidence,
+    factor,
+)
 
 CAP = 0.02
 
@@ -15,7 +25,10 @@ CAP = 0.02
     ("evidence", "wanted"),
     [
         (None, 1.0),
-        (Evidence(0.5, 0.0, FEWEST - 1), 1.0),
+        (Evidence(0.5, 0.0, FEWEST_CLEAR - 1), 1.0),
+        (Evidence(0.2, 0.05, FEWEST_CLEAR), AIM * CAP / 0.2),
+        (Evidence(0.5, 0.24, FEWEST_CLEAR), 1.0),
+        (Evidence(CLEAR * CAP, 0.0, FEWEST - 1), 1.0),
         (Evidence(0.04, 0.001, FEWEST), AIM / 2),
         (Evidence(5.0, 0.001, FEWEST), LEAST_STEP),
         (Evidence(0.04, 0.03, 16), 1.0),

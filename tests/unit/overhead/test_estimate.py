@@ -97,16 +97,19 @@ def test_an_iteration_with_something_else_beside_it_does_not_count() -> None:
     assert measured.share == pytest.approx(0.1 * saving_share(600))
 
 
+@pytest.mark.parametrize("factor", [1.5, 4.0, 20.0])
 @pytest.mark.parametrize("interval", [5, 10, 40])
-def test_the_cost_of_rare_snapshots_is_that_of_their_iterations(interval: int) -> None:
-    """Every so many iterations one saves everything and takes half as long again; all others are quiet."""
+def test_the_cost_of_rare_snapshots_is_that_of_their_iterations(interval: int, factor: float) -> None:
+    """Every so many iterations one saves everything and takes so many times as long; all others are quiet."""
     estimate = OverheadEstimate()
     for iteration in range(1, 400):
         saves = iteration % interval == 0
-        estimate.add(Timed(iteration, QUIET_S * (1.5 if saves else 1.0), 0.0, 0.0, 0.0, 0.0, 0.01, is_quiet=not saves))
+        estimate.add(
+            Timed(iteration, QUIET_S * (factor if saves else 1.0), 0.0, 0.0, 0.0, 0.0, 0.01, is_quiet=not saves)
+        )
     measured, evidence = estimate.measured(), estimate.evidence()
     assert measured is not None
-    assert measured.share == pytest.approx(0.5 / interval, rel=0.25)
+    assert measured.share == pytest.approx((factor - 1) / interval, rel=0.25)
     assert evidence.share == pytest.approx(measured.share)
     assert measured.quiet_s == pytest.approx(QUIET_S)
 

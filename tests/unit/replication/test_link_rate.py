@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from moevement_core.replication.link_rate import LinkRate
+from moevement_core.replication.spread import Spread
 
 NEEDED = 8e6
 
@@ -16,7 +17,7 @@ class Brought:
     """A sender, as far as its figures go."""
 
     def __init__(self) -> None:
-        self.sent_bytes, self.send_s = 0, 0.0
+        self.sent_bytes, self.send_s, self.spread = 0, 0.0, Spread()
 
     def brings(self, nbytes: int, seconds: float) -> None:
         self.sent_bytes += nbytes
@@ -63,3 +64,10 @@ def test_senders_of_another_generation_begin_anew() -> None:
     taken(rate, old)
     new.brings(3_000_000, 1.0)
     assert taken(rate, new) == pytest.approx(3e6)
+
+
+def test_what_senders_have_learned_of_their_link_counts_and_not_how_slowly_they_were_to_send() -> None:
+    rate, sender = LinkRate(), Brought()
+    sender.spread.link_bytes_per_s = 50e6
+    sender.brings(10_000_000, 1.0)
+    assert taken(rate, sender) == pytest.approx(50e6)
