@@ -78,8 +78,8 @@ strategy by the same schedules.
 - What a job cannot see of itself is in neither: the processor time of copying, which goes on in every iteration, and
   checkpoints on disk. *An iteration*, beside that of the job that saves nothing, has all of it, and all noise, too.
 - *predicted*: the simulator's ETTR for the kills that each job had (`examples/simulate/laptop.yaml` with
-  `benchmarks/laptop_profile.yaml`). The first strategy's jobs calibrate how long noticing and regrouping take and how much
-  copies slow training down, in each table on its own; all else is predicted.
+  `benchmarks/laptop_profile.yaml`). How long noticing and regrouping take, and how much copies to peers slow training
+  down, comes from the jobs of all *other* strategies over the same links; how often state is saved from the job itself.
 - *repeated* counts iterations that were run again in all jobs of the row; *notice*, *regroup* and *run again* are medians
   of what a failure took.
 

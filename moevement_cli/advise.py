@@ -191,9 +191,10 @@ def _assumed(
     storage = job.cluster.storage_bytes_per_s
     assert storage is not None, "a scenario has it"
     yield (
-        f"{_sentence(copies_get(job.cluster))}. Storage takes {storage / GB:g} GB/s. Copies slow training by "
-        f"{saved.interference:g} of their time "
-        f"({source('interference', saved.interference == usual.interference)})."
+        f"{_sentence(copies_get(job.cluster))}. Storage takes {storage / GB:g} GB/s. Copies to the host slow "
+        f"training by {saved.interference:g} of their time "
+        f"({source('interference', saved.interference == usual.interference)}), copies to peers by {job.contention:g} "
+        f"of what they take of a link that is otherwise idle ({source('contention', job.contention == 0)})."
     )
     memory = job.cluster.host_memory_bytes
     if memory is not None:

@@ -1,17 +1,19 @@
 """What the simulator says of the jobs of ``moevement bench ettr``, from a profile of the training.
 
-The jobs of one strategy calibrate what no profile has: how long a loss goes unnoticed, how long ranks take to regroup,
-and how much copies slow training down on this machine. How often state is saved is taken from the jobs. Predicted is
-how far a failure goes back, and how long what is run again takes.
+What no profile has comes from the jobs of *other* strategies over the same links: how long a loss goes unnoticed, how
+long ranks take to regroup, and how much copies to peers slow training down. How often state is saved is taken from the
+jobs themselves. Predicted is what saving costs, how far a failure goes back, and how long what is run again takes.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from moevement_cli.ettr_samples import FREE, Sample, SavingCost, saving_costs
+from moevement_core.replication.spread import LINK_SHARE
 from moevement_core.simulator.failures import Failure
 from moevement_core.simulator.scenario import Scenario
 from moevement_core.simulator.strategies import (
@@ -46,51 +48,76 @@ SPARSE = ("moevement", "moevement-redo", "moevement-auto")
 
 
 def predicted(scenario: Scenario, samples: Sequence[Sample]) -> list[Sample]:
-    """Returns the samples with the ETTR that the simulator predicts of each.
+    """Return the samples with the ETTR that the simulator predicts of each.
 
     Args:
         scenario: of the training, with its profile.
-        samples: of all jobs.
+        samples: of all jobs over links of one rate.
     """
     # A second of the profile, in seconds of the jobs: the machine may be slower today, and links limited.
     scale = samples[0].iteration_s / scenario.time.total_s if samples[0].strategy == FREE else 1.0
-    calibrated = _calibrated(scenario, [one for one in samples if one.strategy != FREE], saving_costs(samples), scale)
-    return [one if one.strategy == FREE else replace(one, predicted=_ettr(calibrated, one, scale)) for one in samples]
+    cluster = scenario.cluster
+    scenario = replace(
+        scenario,
+        cluster=replace(
+            cluster, network_bytes_per_s=cluster.network_bytes_per_s * scale, network_share=LINK_SHARE
+        ),
+    )  # fmt: skip
+    costs_of = saving_costs(samples)
+    names = dict.fromkeys(one.strategy for one in samples if one.strategy != FREE)
+    calibrated = {name: _calibrated(scenario, _others(name, samples), costs_of, scale) for name in names}
+    return [
+        one if one.strategy == FREE else replace(one, predicted=_ettr(calibrated[one.strategy], one, scale))
+        for one in samples
+    ]
+
+
+def _others(name: str, samples: Sequence[Sample]) -> list[Sample]:
+    """Return the samples of all strategies but one, whose own there are where it is alone."""
+    its = [one for one in samples if one.strategy != FREE]
+    return [one for one in its if one.strategy != name] or its
 
 
 def _calibrated(
-    scenario: Scenario, samples: Sequence[Sample], costs_of: Mapping[str, SavingCost], scale: float
+    scenario: Scenario, others: Sequence[Sample], costs_of: Mapping[str, SavingCost], scale: float
 ) -> Scenario:
-    """With the constants of the first strategy that has them, in seconds of the profile."""
-    saved, cluster = scenario.checkpointing, scenario.cluster
-    killed = [one for one in samples if one.parts]
+    """Return the scenario with what the jobs of others have measured, in seconds of the profile."""
+    saved = scenario.checkpointing
+    killed = [one for one in others if one.parts]
     if killed:
-        first = [one for one in killed if one.strategy == killed[0].strategy]
         saved = replace(
             saved,
-            detect_s=statistics.median(one.parts["notice"] for one in first) / scale,
-            regroup_s=statistics.median(one.parts["regroup"] for one in first) / scale,
+            detect_s=statistics.median(one.parts["notice"] for one in killed) / scale,
+            regroup_s=statistics.median(one.parts["regroup"] for one in killed) / scale,
         )
-    scenario = replace(scenario, cluster=replace(cluster, network_bytes_per_s=cluster.network_bytes_per_s * scale))
-    if samples:
-        calm = samples[0]
-        # The share by which training takes longer, of what copies take: the rest of its work is beside them.
-        costs = _of(scenario, calm).costs()
-        copied_s = costs.copy_s(SIMULATED[calm.strategy](costs, 0.0, calm.interval or 1).copied_bytes)
-        slower_s = costs_of[calm.strategy].share * costs.iteration_s if calm.strategy in costs_of else 0.0
-        saved = replace(saved, interference=slower_s / copied_s if copied_s else 0.0)
-    return replace(scenario, checkpointing=saved)
+    found = [
+        contention
+        for one in {one.strategy: one for one in others}.values()
+        if (contention := _contention(scenario, one, costs_of)) is not None
+    ]
+    return replace(scenario, checkpointing=replace(saved, contention=statistics.median(found) if found else 0.0))
+
+
+def _contention(scenario: Scenario, sample: Sample, costs_of: Mapping[str, SavingCost]) -> float | None:
+    """Return the share of what a job's copies take of links by which they lengthened its training; None: none left."""
+    if sample.strategy not in costs_of:
+        return None
+    alone = replace(scenario, checkpointing=replace(scenario.checkpointing, contention=1.0))
+    costs = _of(alone, sample).costs()
+    whole_s = SIMULATED[sample.strategy](costs, math.inf, sample.interval or 1).contended_s
+    return costs_of[sample.strategy].share * costs.iteration_s / whole_s if whole_s else None
 
 
 def _of(scenario: Scenario, sample: Sample) -> Scenario:
-    """With the window of a job."""
+    """Return the scenario with the windows of a job."""
     if sample.strategy not in SPARSE:
         return scenario
-    return replace(scenario, checkpointing=replace(scenario.checkpointing, window=sample.interval or None))
+    window, period = sample.snapshots or None, max(sample.interval, sample.snapshots) or None
+    return replace(scenario, checkpointing=replace(scenario.checkpointing, window=window, period=period))
 
 
 def _ettr(scenario: Scenario, sample: Sample, scale: float) -> float:
     costs = _of(scenario, sample).costs()
-    strategy = SIMULATED[sample.strategy](costs, (sample.mtbf_s or float("inf")) / scale, sample.interval or 1)
+    strategy = SIMULATED[sample.strategy](costs, (sample.mtbf_s or math.inf) / scale, sample.interval or 1)
     failures = [Failure(at_s / scale, tuple(ranks)) for at_s, ranks in sample.kills]
     return train(strategy, failures, sample.training_s / scale).ettr

@@ -156,7 +156,8 @@ def _with_flags(given: Scenario, arguments: argparse.Namespace) -> Scenario:
         given,
         checkpointing=_changed(
             given.checkpointing, detect_s=of["detect"], regroup_s=of["regroup"], skew=of.get("skew"),
-            interference=of["interference"], replicas=replicas, window=of["window"], window_kind=of["window_kind"],
+            interference=of["interference"], contention=of["contention"], replicas=replicas, window=of["window"],
+            window_kind=of["window_kind"],
             keeps_own=None if of["keep_own"] is None else of["keep_own"] != "never",
         ),
         failures=_changed(

@@ -8,6 +8,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,14 @@ from moevement_cli.outputs import check_output
 from moevement_core.description.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.errors import ConfigError
 from moevement_core.numbers import AT_LEAST_ONE
+from moevement_core.overhead.fields import recorded_overhead
+from moevement_core.run_record import RunRecord
 from moevement_core.simulator.pipeline import Pipeline
 
 FEWEST = 8
+SAVING = 48
+"""Iterations of the run that shows what copies cost, if nothing else is asked for; an interval takes 28."""
+FEWEST_SAVING = 16
 SWITCH = "--moevement-sparse-ckpt"
 
 
@@ -30,11 +36,16 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     """Its description and arguments."""
     parser.description = (
         "Train SCRIPT for a few iterations and write what it took: forward and backward pass of each "
-        "stage, synchronisation, update, memory of a layer, copies, storage, collectives over message sizes. A "
-        "scenario with 'profile: FILE' is simulated with that."
+        "stage, synchronisation, update, memory of a layer, copies, storage, collectives over message sizes. Then "
+        "train it with checkpoints, and write how much copies to peers lengthen an iteration. A scenario with "
+        "'profile: FILE' is simulated with that."
     )
     parser.add_argument("--nproc", type=int, required=True, metavar="N", help="ranks on this host")
     parser.add_argument("--iterations", type=int, default=16, metavar="K", help="half of them timed (default: 16)")
+    parser.add_argument(
+        "--saving-iterations", type=int, default=SAVING, metavar="K",
+        help=f"of the training with checkpoints; 0: there is none (default: {SAVING})",
+    )  # fmt: skip
     parser.add_argument(
         "--micro-batch-sizes", type=int, nargs="+", metavar="B", help="measure each (default: what the flags say)"
     )
@@ -56,6 +67,11 @@ def profile(arguments: argparse.Namespace) -> int:
             f"--nproc {arguments.nproc} --iterations {arguments.iterations}; needs 1 or more, and {FEWEST} or more: "
             "the first warm up, the others take turns with and without timers"
         )
+    if arguments.saving_iterations and arguments.saving_iterations < FEWEST_SAVING:
+        raise ConfigError(
+            f"--saving-iterations {arguments.saving_iterations}; needs {FEWEST_SAVING} or more, or 0: iterations with "
+            "copies are compared with some that have none"
+        )
     for size in arguments.micro_batch_sizes or ():
         AT_LEAST_ONE.check("--micro-batch-sizes", size)
     if not Path(arguments.script).is_file():
@@ -64,6 +80,8 @@ def profile(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--storage {arguments.storage}: is no folder; give one on the storage to be measured")
     check_output("--output", arguments.output)
     made = profile_of([_run(arguments, size) for size in arguments.micro_batch_sizes or (None,)])
+    if arguments.saving_iterations:
+        made = replace(made, contention=_contention(arguments, made))
     made.save(arguments.output)
     _print(made, Console())
     print(f"profile: {arguments.output}")
@@ -73,8 +91,6 @@ def profile(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[str, Any]:
     from megatron.moevement.bench import profile as script
     from megatron.moevement.bench.observed import OUTPUT_ENV
-    from megatron.moevement.worker import MEGATRON
-    from moevement_core.launching import config_file, launch
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
@@ -83,17 +99,59 @@ def _run(arguments: argparse.Namespace, micro_batch_size: int | None) -> dict[st
             script.STORAGE_ENV: str((arguments.storage or Path(folder)).absolute()),
         }
         # Snapshots beside training would be measured as a part of it.
-        flags = [word for word in config_file.expand(arguments.arguments) if word != SWITCH]
-        flags += ["--train-iters", str(arguments.iterations), "--timing-log-level", "2", "--eval-iters", "0"]
-        flags += ["--log-interval", "1", "--run-dir", str(Path(folder, "run"))]
-        if micro_batch_size is not None:
-            flags += ["--micro-batch-size", str(micro_batch_size)]
-        argv = [str(script.__file__), arguments.script, *flags]
-        code = launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, MEGATRON, False, False, None))
+        flags = [*_flags(arguments, arguments.iterations, micro_batch_size), "--timing-log-level", "2"]
+        _launch(arguments, [str(script.__file__), arguments.script, *flags], Path(folder, "run"))
         samples = Path(folder, "samples.json")
-        if code or not samples.exists():
-            raise failed(code, Path(folder, "run"))
+        if not samples.exists():
+            raise failed(0, Path(folder, "run"))
         return dict(json.loads(samples.read_text(encoding="utf-8")))
+
+
+def _flags(arguments: argparse.Namespace, iterations: int, micro_batch_size: int | None) -> list[str]:
+    """Return the script's flags for a training of so many iterations without checkpoints."""
+    from moevement_core.launching import config_file
+
+    flags = [word for word in config_file.expand(arguments.arguments) if word != SWITCH]
+    flags += ["--train-iters", str(iterations), "--eval-iters", "0", "--log-interval", "1"]
+    return [*flags, "--micro-batch-size", str(micro_batch_size)] if micro_batch_size is not None else flags
+
+
+def _launch(arguments: argparse.Namespace, argv: list[str], run_dir: Path) -> None:
+    """Train on this host; refuse a run that failed."""
+    from megatron.moevement.worker import MEGATRON
+    from moevement_core.launching import launch
+
+    argv = [*argv, "--run-dir", str(run_dir)]
+    if code := launch.launch_on_this_host(launch.Launch(arguments.nproc, argv, MEGATRON, False, False, None)):
+        raise failed(code, run_dir)
+
+
+def _contention(arguments: argparse.Namespace, profile: Profile) -> float | None:
+    """Return by what share of the time that copies take of links they lengthen training; None: nothing was sent.
+
+    A training with checkpoints compares its own iterations with copies and without, on this machine and at this hour.
+    """
+    size = next(iter(arguments.micro_batch_sizes or ()), None)
+    with tempfile.TemporaryDirectory() as folder:
+        run_dir = Path(folder, "run")
+        flags = [*_flags(arguments, arguments.saving_iterations, size), SWITCH]
+        _launch(arguments, [arguments.script, *flags], run_dir)
+        return contention_of(RunRecord(run_dir).metrics(), profile)
+
+
+def contention_of(lines: Sequence[Mapping[str, Any]], profile: Profile) -> float | None:
+    """Return :attr:`Profile.contention` as the metrics of a training with checkpoints show it; None: they do not.
+
+    Args:
+        lines: of that training, one for each iteration.
+        profile: of the same training without checkpoints.
+    """
+    measured = next((found for line in reversed(lines) if (found := recorded_overhead(line)) is not None), None)
+    sent = statistics.fmean(line.get("replicated_bytes", 0) for line in lines) if lines else 0.0
+    if measured is None or not sent:
+        return None
+    lengthened_s = (measured.parts["digest"] + measured.parts["send"]) * profile.sizes[0].iteration_s
+    return max(0.0, lengthened_s / profile.cluster.link_s(sent))
 
 
 def profile_of(runs: Sequence[Mapping[str, Any]]) -> Profile:
@@ -156,6 +214,11 @@ def _print(made: Profile, console: Console) -> None:
         f"a rank copies {made.d2h_bytes_per_s / 1e9:.3g} GB/s to its host; all ranks send "
         f"{made.network_bytes_per_s / 1e9:.3g} GB/s and write {made.storage_bytes_per_s / 1e9:.3g} GB/s to storage"
     )
+    if made.contention is not None:
+        console.print(
+            f"copies to peers lengthen training by {made.contention:.3g} of the seconds that they would take of links "
+            "without it"
+        )
     fitted = Table("collective", "ranks", "a", "b", "1 MB")
     for fit in made.collectives:
         fitted.add_row(

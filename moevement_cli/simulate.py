@@ -84,7 +84,14 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         "--interference",
         type=float,
         metavar="F",
-        help="share of the seconds of copies beside training by which they lengthen it (default: 0, assumed)",
+        help="share of the seconds of copies to the host by which they lengthen training (default: 0, assumed)",
+    )
+    add(
+        "--contention",
+        type=float,
+        metavar="F",
+        help="share of the seconds in which links could carry nothing but copies to peers, by which those lengthen "
+        "training (default: the profile's, or 0, assumed)",
     )
 
 

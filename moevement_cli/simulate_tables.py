@@ -39,14 +39,15 @@ def print_headline(console: Console, job: Scenario, costs: Costs) -> None:
     copies = costs.plan.given.replicas
     console.print(
         f"[bold]{shape.name}[/bold] on {shape.ranks} ranks ({shape.layout}): {time.total_s:.3g} s an iteration, "
-        f"{alone:.3g} s for a stage that replays alone; window of {_iterations(costs.plan.size)} "
-        f"({costs.plan.given.kind}); {copies} {'copy' if copies == 1 else 'copies'} on other nodes; "
+        f"{alone:.3g} s for a stage that replays alone; window of {_iterations(costs.plan.size)}"
+        + (f" every {costs.plan.period}" if costs.plan.period > costs.plan.size else "")
+        + f" ({costs.plan.given.kind}); {copies} {'copy' if copies == 1 else 'copies'} on other nodes; "
         f"{copies_get(job.cluster)}; {job.run.hours:g} hours, {job.run.seeds} trainings of each kind"
     )
     console.print(
         f"Assumed or given: {saved.detect_s:g} s to notice a failure, {saved.regroup_s:g} s to regroup, "
-        f"interference {saved.interference:g}"
-        + (" (assumed: copies slow training by nothing)" if not saved.interference else "")
+        f"interference {saved.interference:g}, contention {job.contention:g}"
+        + (" (assumed: copies slow training by nothing)" if not saved.interference and not job.contention else "")
     )
 
 
@@ -59,8 +60,10 @@ def print_cells(console: Console, cells: Sequence[Cell], jobs: Sequence[Scenario
         console.print(_lost_table(here))
         console.print(_counted_table(here))
     console.print("; ".join(f"{name}: {meaning}" for name, meaning in PARTS.values()))
-    if all(not job.checkpointing.interference for job in jobs):
-        console.print("An overhead of 0.0% is assumed, not measured: give --interference (docs/sizing.md).")
+    if not any(job.checkpointing.interference or job.contention for job in jobs):
+        console.print(
+            "An overhead of 0.0% is assumed, not measured: give --interference and --contention (docs/sizing.md)."
+        )
 
 
 def _ratio_table(cells: Sequence[Cell]) -> Table:

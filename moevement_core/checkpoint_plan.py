@@ -19,6 +19,7 @@ from moevement_core.description.job import JobShape, OperatorShape, StageShape
 from moevement_core.engine.memory import IN_FLIGHT
 from moevement_core.errors import WindowError
 from moevement_core.operators import OperatorKind, OperatorTable
+from moevement_core.overhead.cap import OVERHEAD_CAP
 from moevement_core.parity.staging import AT_ONCE
 from moevement_core.policy.holding import Kept, kept_of_table, most_held
 from moevement_core.policy.popularity import Order, Ordering, order_operators
@@ -62,6 +63,13 @@ class PlanInput:
     """Copies of each snapshot, or blocks of parity of each group."""
     window: int | None = None
     """An imposed window; left out it is chosen."""
+    period: int | None = None
+    """Iterations from one window to the next, imposed; left out as many as the cap on overhead asks for."""
+    contention: float = 0.0
+    """Of the seconds in which links could carry nothing but the copies, the share by which those lengthen training; 0
+    hides them wholly."""
+    overhead_cap: float = OVERHEAD_CAP
+    """Share of an iteration's time that this may be, before windows become rarer."""
     recovery: Recovery = Recovery.REPLAY
     """By replay or by redo."""
     members: int = 0
@@ -87,6 +95,8 @@ class StagePlan:
     """Its slots in the window of the job."""
     log_bytes: int
     """Boundary log of an iteration."""
+    rest: int
+    """Iterations between a window of the job and the next one."""
     is_redone: bool
     """Whether slots hold gradients where they would hold compute weights."""
     ranks: OperatorTable
@@ -107,7 +117,7 @@ class StagePlan:
     def schedule(self) -> SparseSchedule:
         """What a live rank of it saves."""
         kind = RedoSchedule if self.is_redone else SparseSchedule
-        return kind(self.table, self.order, self.window)
+        return kind(self.table, self.order, self.window, rest=self.rest)
 
     @cached_property
     def kept(self) -> tuple[Kept, ...]:
@@ -116,7 +126,7 @@ class StagePlan:
         order = order_of(ranks) if self.is_redone else _first_order(ranks, self.ordering)
         weighed = ranks.with_gradients_for_compute() if self.is_redone else ranks
         window = impose_window(weighed, order, self.window.size, self.window.kind, self.budget.bytes)
-        schedule = (RedoSchedule if self.is_redone else SparseSchedule)(ranks, order, window)
+        schedule = (RedoSchedule if self.is_redone else SparseSchedule)(ranks, order, window, rest=self.rest)
         return tuple(kept_of_table(schedule, rank) for rank in range(len(ranks.full)))
 
     @cached_property
@@ -168,7 +178,7 @@ class CheckpointPlan:
             )
         self.size: int = given.window or max(stage.own.size for stage in cut)
         """W of the job, iterations: the largest that one of its stages needs."""
-        self.stages: tuple[StagePlan, ...] = tuple(
+        stages = [
             stage
             if stage.own.size == self.size
             else replace(
@@ -176,7 +186,14 @@ class CheckpointPlan:
                 window=impose_window(stage.weighed, stage.order, self.size, stage.own.kind, stage.budget.bytes),
             )
             for stage in cut
-        )
+        ]
+        if given.period is not None and given.period < self.size:
+            raise WindowError(
+                f"period {given.period}: shorter than a window of {self.size} iterations; needs {self.size} or more"
+            )
+        self.period: int = given.period or max(self.size, *map(self._shortest_period, stages))
+        """Iterations from one window of the job to the next: W, and the rest after it."""
+        self.stages: tuple[StagePlan, ...] = tuple(replace(stage, rest=self.period - self.size) for stage in stages)
 
     def _stage(self, shape: StageShape) -> StagePlan:
         given = self.given
@@ -198,7 +215,16 @@ class CheckpointPlan:
         else:
             own = choose_window(table, order, budget, given.kind)
         ranks = shape.tables_of_ranks(given.regime, given.job.expert_parallel)
-        return StagePlan(shape, table, order, ordering, budget, own, own, log_bytes, is_redone, ranks)
+        return StagePlan(shape, table, order, ordering, budget, own, own, log_bytes, 0, is_redone, ranks)
+
+    def _shortest_period(self, stage: StagePlan) -> int:
+        """Return the fewest iterations from one window to the next in which copies slow training by the cap at most."""
+        slowed_s = self.contended_s(float(stage.window.slot_bytes[0].sum()))
+        return math.ceil(slowed_s / (self.given.overhead_cap * self._iteration_s))
+
+    def contended_s(self, sent_bytes: float) -> float:
+        """Return the seconds by which training takes longer beside copies of so many bytes of a rank to each peer."""
+        return self.given.contention * self.given.cluster.link_s(self.given.replicas * sent_bytes)
 
     @cached_property
     def binding_stage(self) -> StagePlan:
@@ -218,7 +244,8 @@ class CheckpointPlan:
     def stall_s(self) -> float:
         """Seconds that training waits for copies, a window's average iteration on the stage that waits longest."""
         return max(
-            sum(stage.budget.stall_s(slot) for slot in stage.window.slot_bytes[0]) / self.size for stage in self.stages
+            sum(stage.budget.stall_s(slot) for slot in stage.window.slot_bytes[0]) / self.period
+            for stage in self.stages
         )
 
     @property
@@ -227,7 +254,7 @@ class CheckpointPlan:
         return max(
             0.0,
             max(sum(stage.budget.send_s(slot) for slot in stage.window.slot_bytes[0]) for stage in self.stages)
-            - self.size * self._iteration_s,
+            - self.period * self._iteration_s,
         )
 
     @property

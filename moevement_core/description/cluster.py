@@ -74,6 +74,10 @@ class Cluster:
             return self.copy_bytes_per_s
         return self.network_bytes_per_s * self.network_share
 
+    def link_s(self, nbytes: float) -> float:
+        """Return the seconds for which a node's links carry nothing else while each GPU sends so many bytes."""
+        return nbytes * self.gpus_per_node / self.network_bytes_per_s
+
     def with_faster_network(self, factor: float) -> Cluster:
         """Return these machines with a network, and copies over it, that many times as fast."""
         measured = None if self.copy_bytes_per_s is None else factor * self.copy_bytes_per_s

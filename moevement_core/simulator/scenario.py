@@ -40,13 +40,18 @@ class Checkpointing:
     window_kind: str = "aligned"
     window: int | None = None
     """Imposed; left out it is the smallest that fits."""
+    period: int | None = None
+    """Iterations from one window to the next, imposed; left out as many as the cap on overhead asks for."""
     replicas: int = 2
     keeps_own: bool = True
     """Whether ranks keep snapshots of their own that all peers have."""
     detect_s: float = 1.0
     regroup_s: float = 10.0
     interference: float = 0.0
-    """Of the seconds that copies take beside training, the share by which they lengthen it."""
+    """Of the seconds that copies to the host take beside training, the share by which they lengthen it."""
+    contention: float | None = None
+    """Of the seconds in which links could carry nothing but copies to peers, the share by which those lengthen
+    training; left out it is the profile's, and without one 0."""
     weight_gradient_share: float = 1 / 3
     skew: float = 0.0
     """Of the popularity of experts."""
@@ -99,6 +104,7 @@ class Scenario:
             ("detect", self.checkpointing.detect_s, NOT_NEGATIVE),
             ("regroup", self.checkpointing.regroup_s, NOT_NEGATIVE),
             ("interference", self.checkpointing.interference, NOT_NEGATIVE),
+            ("contention", self.checkpointing.contention, NOT_NEGATIVE),
             ("weight_gradient_share", self.checkpointing.weight_gradient_share, SHARE),
             ("skew", self.checkpointing.skew, SHARE),
         ):
@@ -120,6 +126,7 @@ class Scenario:
             raise ConfigError(f"window_kind {saved.window_kind!r}; needs one of {', '.join(WindowKind)}")
         if saved.window is not None and saved.window < 1:
             raise ConfigError(f"window {saved.window}; needs at least 1, or none for the smallest that fits")
+        AT_LEAST_ONE.check("period", saved.period)
         if saved.replicas < 0:
             raise ConfigError(f"replicas {saved.replicas}; needs 0 or more")
 
@@ -132,13 +139,20 @@ class Scenario:
             return from_profile(self.profile, self.job)
         return from_machines(self.job, self.cluster)
 
+    @property
+    def contention(self) -> float:
+        """As given, as measured, or 0 where nothing is known."""
+        given = self.checkpointing.contention
+        measured = self.profile.contention if self.profile is not None else None
+        return next((one for one in (given, measured) if one is not None), 0.0)
+
     def costs(self) -> Costs:
         """What strategies are made of."""
         saved, time = self.checkpointing, self.time
         plan = CheckpointPlan(
             PlanInput(
                 self.job, self.cluster, self.job.regime, time.total_s, WindowKind(saved.window_kind), saved.replicas,
-                saved.window, keeps_own=saved.keeps_own,
+                saved.window, saved.period, self.contention, keeps_own=saved.keeps_own,
             )
         )  # fmt: skip
         assert self.cluster.storage_bytes_per_s is not None

@@ -44,6 +44,7 @@ NOUNS: dict[str, tuple[str, float]] = {
     "--mtbf": ("mtbf", 1), "--hours": ("hours", 1), "--speedup": ("speedup", 1), "--repair": ("repair", 1),
     "--iteration-time": ("iteration_s", 1), "--weibull": ("Weibull shape", 1), "--together": ("failing together", 1),
     "--detect": ("detect", 1), "--regroup": ("regroup", 1), "--interference": ("interference", 1),
+    "--contention": ("contention", 1),
     "--skew": ("skew", 1), "--network-share": ("network share", 1), "--gpus-per-node": ("GPUs per", 1),
     "--window": ("window", 1), "--replicas": ("replicas", 1), "--ranks": ("ranks", 1), "--spares": ("spares", 1),
     "--seeds": ("seeds", 1), "--first-seed": ("first_seed", 1), "--host-memory": ("host memory", GB),

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from moevement_cli.main import main
-from moevement_cli.profile import FEWEST
+from moevement_cli.profile import FEWEST, FEWEST_SAVING
 from moevement_core.description.profile import Profile
 from tests.training import ROOT, SCRIPT
 
@@ -35,7 +35,7 @@ def profile(*words: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, output = tmp_path / "flags.yaml", tmp_path / "profile.yaml"
     config.write_text(yaml.safe_dump(FLAGS))
-    words = ["--iterations", "8", "--micro-batch-sizes", "2", "--output", str(output)]
+    words = ["--iterations", "8", "--saving-iterations", "24", "--micro-batch-sizes", "2", "--output", str(output)]
     done = profile(*words, str(SCRIPT), "--config", str(config))
     assert done.returncode == 0, done.stderr
     made = Profile.load(output)
@@ -53,6 +53,8 @@ def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureF
     assert {one.collective for one in made.collectives} == {
         "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send",
     }  # fmt: skip
+    assert made.contention is not None
+    assert made.contention >= 0
     assert min(made.d2h_bytes_per_s, made.network_bytes_per_s, made.storage_bytes_per_s) > 0
     job = {
         "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 259, "seq_length": 32,
@@ -65,6 +67,12 @@ def test_a_run_is_measured_and_simulated(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["simulate", str(scenario), "--mtbf", "600", "--strategy", "moevement", "--seeds", "2", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])["results"][0]
     assert result["iteration_s"] == pytest.approx(size.iteration_s)
+
+
+def test_too_few_iterations_with_checkpoints_are_refused() -> None:
+    done = profile("--saving-iterations", "3", str(SCRIPT))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert re.search(rf"--saving-iterations 3\b.*\b{FEWEST_SAVING}\b", done.stderr), done.stderr
 
 
 def test_too_few_iterations_are_refused() -> None:

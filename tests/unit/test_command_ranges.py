@@ -77,7 +77,7 @@ TRIED = (
             "--gpus-per-node": AT_LEAST_ONE, "--host-memory": POSITIVE, "--replicas": NOT_NEGATIVE,
             "--window": AT_LEAST_ONE, "--mtbf": POSITIVE, "--hours": POSITIVE, "--seeds": AT_LEAST_ONE,
             "--first-seed": NOT_NEGATIVE, "--spares": NOT_NEGATIVE, "--detect": NOT_NEGATIVE,
-            "--regroup": NOT_NEGATIVE, "--interference": NOT_NEGATIVE, "--skew": SHARE,
+            "--regroup": NOT_NEGATIVE, "--interference": NOT_NEGATIVE, "--contention": NOT_NEGATIVE, "--skew": SHARE,
             "--storage-bandwidth": POSITIVE, "--workers": AT_LEAST_ONE,
         },
         named_in_simulate,
@@ -102,7 +102,8 @@ TRIED = (
             "--copy-bandwidth": POSITIVE, "--network-bandwidth": POSITIVE, "--network-share": PART,
             "--gpus-per-node": AT_LEAST_ONE, "--host-memory": POSITIVE, "--replicas": NOT_NEGATIVE,
             "--seeds": AT_LEAST_ONE, "--first-seed": NOT_NEGATIVE, "--detect": NOT_NEGATIVE,
-            "--regroup": NOT_NEGATIVE, "--interference": NOT_NEGATIVE, "--storage-bandwidth": POSITIVE,
+            "--regroup": NOT_NEGATIVE, "--interference": NOT_NEGATIVE, "--contention": NOT_NEGATIVE,
+            "--storage-bandwidth": POSITIVE,
         },
         named_in_simulate,
     ),
@@ -126,7 +127,10 @@ TRIED = (
     ),
     Command(
         "profile", "profile --nproc 1 --output {folder}/profile.yaml {given} {script}", "moevement_cli.profile._run",
-        {"--nproc": AT_LEAST_ONE, "--iterations": Range(8), "--micro-batch-sizes": AT_LEAST_ONE},
+        {
+            "--nproc": AT_LEAST_ONE, "--iterations": Range(8), "--saving-iterations": Range(16),
+            "--micro-batch-sizes": AT_LEAST_ONE,
+        },
     ),
     Command(
         "bench overhead", "bench overhead {given}", "moevement_cli.bench_overhead.samples_of",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,24 @@ SLOW_NETWORK = Cluster(gpus_per_node=8, d2h_bytes_per_s=1e6, network_bytes_per_s
 def planned(**changes: Any) -> CheckpointPlan:
     given: dict[str, Any] = {"job": SMALL, "cluster": SLOW_NETWORK, "regime": MIXED, "iteration_s": 1.0} | changes
     return CheckpointPlan(PlanInput(**given))
+
+
+def test_windows_become_rarer_until_copies_slow_training_by_the_cap_at_most() -> None:
+    usual = planned(replicas=1)
+    assert (usual.period, usual.stages[0].schedule.rest) == (usual.size, 0)
+    window_bytes = max(int(stage.window.slot_bytes[0].sum()) for stage in usual.stages)
+    # Of a link that carries 64 kB a second a window takes so many seconds; half of them are lost to training.
+    lost_s = 0.5 * window_bytes / 64_000
+    rarer = planned(replicas=1, contention=0.5, overhead_cap=0.01)
+    assert rarer.period == math.ceil(lost_s / 0.01) > rarer.size == usual.size
+    assert all(stage.schedule.size == rarer.period for stage in rarer.stages)
+    assert rarer.expected_rollback > usual.expected_rollback
+    assert planned(replicas=1, contention=0.5, period=40).period == 40
+
+
+def test_a_period_that_is_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(WindowError, match=r"\bperiod 3\b.*\b5\b"):
+        planned(period=3)
 
 
 def test_the_window_of_the_job_is_that_of_the_stage_that_needs_the_largest() -> None:

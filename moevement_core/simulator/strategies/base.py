@@ -34,7 +34,8 @@ class Costs:
     regroup_s: float
     """Until process groups are there again, with a spare."""
     interference: float = 0.0
-    """Of the seconds that copies take beside training, the share by which they lengthen it; 0 hides them wholly."""
+    """Of the seconds that copies to the host take beside training, the share by which they lengthen it; 0 hides them
+    wholly. What copies to peers do is the plan's ``contention``."""
     weight_gradient_share: float = 1 / 3
     """Of the work of a forward and a backward pass: one of three products of the same size."""
     skew: float = 0.0
@@ -206,6 +207,11 @@ class Strategy(ABC):
         """From the heaviest device to its host, an average iteration."""
 
     @property
+    def sent_bytes(self) -> float:
+        """To each peer, in an average iteration."""
+        return 0.0
+
+    @property
     @abstractmethod
     def host_bytes(self) -> float:
         """Of host memory for the heaviest rank: own snapshots, copies for peers, logs."""
@@ -293,6 +299,12 @@ class Strategy(ABC):
         """MoEvement, section 2.4."""
         return 1 / (1 + self.overhead_s / self.costs.iteration_s) / (1 + self.expected_recovery_s() / mtbf_s)
 
-    def slowed_s(self, nbytes: float) -> float:
-        """What copying ``nbytes`` beside training adds to it."""
-        return self.costs.interference * self.costs.copy_s(nbytes)
+    @property
+    def slowed_s(self) -> float:
+        """Seconds that copies beside training add to an iteration, on average."""
+        return self.costs.interference * self.costs.copy_s(self.copied_bytes) + self.contended_s
+
+    @property
+    def contended_s(self) -> float:
+        """Those of them that copies to peers add, over links that training uses, too."""
+        return self.costs.plan.contended_s(self.sent_bytes)

@@ -53,7 +53,7 @@ class Dense(Strategy):
     @property
     def overhead_s(self) -> float:
         """Stalls and slowing, spread over the interval."""
-        return (self._stall_s + self.slowed_s(self.costs.full_bytes)) / self._interval
+        return self._stall_s / self._interval + self.slowed_s
 
     @property
     def interval(self) -> int:
@@ -69,6 +69,11 @@ class Dense(Strategy):
     def copied_bytes(self) -> float:
         """All state, spread over the interval."""
         return self.costs.full_bytes / self._interval
+
+    @property
+    def sent_bytes(self) -> float:
+        """The same; nothing where it goes to storage."""
+        return self.copied_bytes if self.in_memory else 0.0
 
     @property
     def host_bytes(self) -> float:
@@ -174,7 +179,7 @@ class Gemini(Dense):
 
 def _best_interval(costs: Costs, mtbf_s: float, is_spread: bool) -> int:
     """Return the interval of dense checkpoints to peers with the best formula value."""
-    delay_s = sent_dense(costs, 1)[0] + costs.interference * costs.copy_s(costs.full_bytes)
+    delay_s = sent_dense(costs, 1)[0] + Gemini(costs, mtbf_s, interval=1).slowed_s
     longest = max(2, int(4 * math.sqrt(2 * max(delay_s, 1e-3) * mtbf_s) / costs.iteration_s))
     return max(
         range(1, longest + 1),

@@ -54,7 +54,7 @@ class Partial(Strategy):
     def overhead_s(self) -> float:
         """What does not hide behind the iterations of an interval."""
         behind_s = max(0.0, self.busy_s - self.interval * self.costs.iteration_s)
-        return (behind_s + self.slowed_s(self.snapshot_bytes)) / self.interval
+        return behind_s / self.interval + self.slowed_s
 
     @property
     @abstractmethod
@@ -63,8 +63,13 @@ class Partial(Strategy):
 
     @property
     def copied_bytes(self) -> float:
-        """That, spread over the interval."""
+        """A snapshot, spread over the interval."""
         return self.snapshot_bytes / self.interval
+
+    @property
+    def sent_bytes(self) -> float:
+        """The same."""
+        return self.copied_bytes
 
     @property
     def host_bytes(self) -> float:
@@ -174,13 +179,13 @@ class MoEtion(Partial):
 
     @property
     def sent_bytes(self) -> float:
-        """To each peer."""
-        return self._sent + (0 if self.is_redundant else self.other_bytes)
+        """To each peer, in an average iteration."""
+        return (self._sent + (0 if self.is_redundant else self.other_bytes)) / self.interval
 
     @property
     def busy_s(self) -> float:
         """Copies and sends go on at the same time."""
-        return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.sent_bytes))
+        return max(self.costs.copy_s(self.snapshot_bytes), self.costs.send_s(self.sent_bytes * self.interval))
 
     @cached_property
     def at_risk(self) -> float:

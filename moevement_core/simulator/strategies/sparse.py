@@ -53,17 +53,24 @@ class MoEvement(Strategy):
     def overhead_s(self) -> float:
         """Stalls of the plan, what replication falls behind in a window, and slowing."""
         plan = self.costs.plan
-        return plan.stall_s + plan.behind_s / plan.size + self.slowed_s(self.copied_bytes)
+        return plan.stall_s + plan.behind_s / plan.period + self.slowed_s
 
     interval = 1
 
     @cached_property
     def copied_bytes(self) -> float:
-        """An average slot of the heaviest rank, and its boundary log."""
+        """Slots of the heaviest rank, a mean over its iterations, and its boundary log."""
         logged = self.techniques.is_local
-        return max(
-            float(stage.window.slot_bytes[0].mean()) + stage.log_bytes * logged for stage in self.costs.plan.stages
-        )
+        return max(self._saved_bytes(stage) + stage.log_bytes * logged for stage in self.costs.plan.stages)
+
+    @cached_property
+    def sent_bytes(self) -> float:
+        """The same without the log."""
+        return max(self._saved_bytes(stage) for stage in self.costs.plan.stages)
+
+    def _saved_bytes(self, stage: StagePlan) -> float:
+        """Return the bytes of snapshots of a rank, a mean over iterations with a snapshot and without."""
+        return float(stage.window.slot_bytes[0].sum()) / self.costs.plan.period
 
     @cached_property
     def host_bytes(self) -> float:
@@ -95,14 +102,14 @@ class MoEvement(Strategy):
     def rollback(self, committed: int, into: float) -> int:
         """From the first slot of the newest run of W that is on all peers."""
         newest = self.newest(committed, into, self.arrival)
-        return committed - newest + self._reach[newest % self.costs.plan.size]
+        return committed - newest + self._reach[newest % self.costs.plan.period]
 
     @cached_property
     def _reach(self) -> list[int]:
         """How far a run reaches back from the newest snapshot, by the slot of that one, as a live rank finds it."""
         stage = self.costs.plan.binding_stage
-        size, contents, reach = self.costs.plan.size, stage.schedule.contents, []
-        for newest in range(2 * size, 3 * size):
+        period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
+        for newest in range(2 * period, 3 * period):
             taken = ((iteration, contents(iteration)) for iteration in range(newest + 1))
             held = {iteration: saved for iteration, saved in taken if saved is not None}
             reach.append(newest - next(stage.strategy.restore_points(held)).first)
@@ -180,5 +187,6 @@ class Redo(MoEvement):
 
     @cached_property
     def _reach(self) -> list[int]:
-        """What is run again begins with the newest snapshot."""
-        return [0] * self.costs.plan.size
+        """What is run again begins with the newest snapshot; where windows have a rest, with the last of a window."""
+        size, period = self.costs.plan.size, self.costs.plan.period
+        return [(newest - size + 1) % period if period > size else 0 for newest in range(period)]

@@ -48,8 +48,8 @@ CHANGES = (
     "--protection copies:1", "--keep-own never",
     "--window-kind rolling", "--window 9", "--regime fp32", "--iteration-time 7s", "--ranks 192", "--hours 20",
     "--seeds 3", "--first-seed 7", "--weibull 0.7", "--together 0.5", "--spares 2", "--spares 2 --repair 1h",
-    "--detect 5s", "--regroup 1m", "--interference 0.3", "--storage-bandwidth 1", "--strategy gemini moevement",
-    "--strategy moevement --skew 0.9",
+    "--detect 5s", "--regroup 1m", "--interference 0.3", "--contention 0.3", "--storage-bandwidth 1",
+    "--strategy gemini moevement", "--strategy moevement --skew 0.9",
 )  # fmt: skip
 VOID = (
     ("--speedup 2", "--trace"), ("--repair 1h", "--spares"), ("--protection parity:4+1", "copies:R"),

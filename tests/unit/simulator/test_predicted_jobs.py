@@ -1,4 +1,4 @@
-"""The simulator's word for jobs that ran: calibrated by the first of them, and by nothing of the others."""
+"""The simulator's word for jobs that ran: calibrated by jobs of other strategies."""
 
 from __future__ import annotations
 
@@ -33,10 +33,26 @@ def test_more_kills_and_slower_regrouping_mean_less_ettr() -> None:
         assert slow < three, name
 
 
-def test_what_calibrates_is_the_first_strategy_alone() -> None:
-    first, kill = _sample("moevement", (10.0, [1])), (10.0, [1])
-    quick, slow = (_predicted([first, _sample("gemini", kill, parts_s=each_s)]) for each_s in (0.1, 5.0))
-    assert quick == slow
+def test_a_job_is_calibrated_by_those_of_other_strategies() -> None:
+    kill = (10.0, [1])
+
+    def told(parts_s: float, overhead: float) -> list[float]:
+        other = replace(_sample("moevement", kill, parts_s=parts_s), overhead=overhead)
+        own = replace(_sample("gemini", kill, parts_s=99.0), overhead=9.0)
+        return _predicted([other, own])
+
+    (_, quick), (_, slow), (_, costly) = told(0.1, 0.0), told(5.0, 0.0), told(0.1, 0.5)
+    assert quick > slow > 0.5, "its own notice of 99 s is not used"
+    assert quick > costly > 0.3, "nor its own overhead"
+
+
+def test_windows_of_jobs_that_rest_are_simulated_as_they_are() -> None:
+    kill = (30.0, [1])
+    often, rarely = (
+        _predicted([replace(_sample(name, kill), snapshots=1, interval=interval)])[0]
+        for name, interval in (("moevement", 2), ("moevement", 50))
+    )
+    assert often > rarely
 
 
 def test_the_failure_free_job_is_the_measure_and_is_not_predicted() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moevement_cli.profile import contention_of
+from moevement_cli.simulate import SCENARIOS
 from moevement_core.description.profile import Affine, Profile, SizeProfile, StageProfile
 from moevement_core.errors import ConfigError
 from moevement_core.simulator.iteration import from_profile
@@ -63,9 +66,32 @@ def test_a_fit_is_never_negative() -> None:
         Affine.fit("send", 2, [(1000, 1.0)])
 
 
-def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
-    PROFILE.save(tmp_path / "deep" / "profile.yaml")
-    assert Profile.load(tmp_path / "deep" / "profile.yaml") == PROFILE
+@pytest.mark.parametrize("contention", [None, 0.3])
+def test_a_profile_is_read_as_it_was_written(tmp_path: Path, contention: float | None) -> None:
+    written = replace(PROFILE, contention=contention)
+    written.save(tmp_path / "deep" / "profile.yaml")
+    assert Profile.load(tmp_path / "deep" / "profile.yaml") == written
+
+
+def test_contention_is_what_sends_cost_of_the_time_that_they_would_take_of_links() -> None:
+    parts = {"overhead_copy": 0.05, "overhead_digest": 0.02, "overhead_send": 0.08}
+    lines: list[dict[str, Any]] = [{"replicated_bytes": 0}, {"replicated_bytes": 300_000_000}]
+    assert contention_of(lines, PROFILE) is None, "no iteration was compared"
+    lines.append({"replicated_bytes": 300_000_000, "overhead": 0.15, **parts})
+    # A tenth of 3 s for 200 MB of a rank over 500 MB/s.
+    assert contention_of(lines, PROFILE) == pytest.approx(0.3 / 0.4)
+    assert contention_of([{**line, "replicated_bytes": 0} for line in lines], PROFILE) is None, "nothing was sent"
+    lines[-1] |= {"overhead_send": -0.2}
+    assert contention_of(lines, PROFILE) == 0.0
+
+
+def test_a_scenario_takes_contention_from_its_profile_unless_it_has_its_own() -> None:
+    scenario = load(SCENARIOS / "laptop.yaml")
+    assert scenario.profile is not None
+    measured = replace(scenario, profile=replace(scenario.profile, contention=0.3))
+    given = replace(measured, checkpointing=replace(measured.checkpointing, contention=0.0))
+    assert [one.contention for one in (scenario, measured, given)] == [0.0, 0.3, 0.0]
+    assert [one.costs().plan.given.contention for one in (measured, given)] == [0.3, 0.0]
 
 
 @pytest.mark.parametrize(

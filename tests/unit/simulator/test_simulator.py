@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moevement_cli.simulate import SCENARIOS
+from moevement_core.checkpoint_plan import CheckpointPlan
 from moevement_core.errors import ConfigError
 from moevement_core.policy.window import WindowKind
 from moevement_core.simulator.failures import Failure, FailureModel, mean_time_between, recorded
@@ -206,6 +207,33 @@ def test_slowing_by_copies_is_counted_for_all() -> None:
         slowed = STRATEGIES[name](replace(given_, interference=0.2), 1800.0)
         assert slowed.overhead_s > hidden.overhead_s
         assert slowed.analytic_ettr(1800.0) < hidden.analytic_ettr(1800.0)
+
+
+def test_copies_to_peers_slow_training_in_proportion_to_what_they_take_of_links() -> None:
+    hidden = costs(d2h=4.0, network=256.0)
+    plan = CheckpointPlan(replace(hidden.plan.given, contention=0.5, window=2, period=2))
+    contended = replace(hidden, plan=plan)
+    for name in ("gemini", "moc", "moetion", "moevement", "redo"):
+        strategy = STRATEGIES[name](contended, 1800.0)
+        sent_s = plan.given.replicas * strategy.sent_bytes * plan.given.cluster.gpus_per_node / 256e9
+        assert strategy.contended_s == pytest.approx(0.5 * sent_s), name
+        assert strategy.contended_s > 0, name
+        assert strategy.slowed_s == pytest.approx(strategy.contended_s), name
+    assert CheckFreq(contended).contended_s == 0, "what is written to storage does not go to peers"
+
+
+@pytest.mark.parametrize("name", ["moevement", "redo"])
+def test_windows_that_rest_cost_less_in_an_iteration_and_more_after_a_failure(name: str) -> None:
+    hidden = costs(d2h=4.0, network=256.0)
+    often, rarely = (
+        STRATEGIES[name](replace(hidden, plan=CheckpointPlan(replace(hidden.plan.given, window=2, period=period))), 1e4)
+        for period in (2, 12)
+    )
+    assert rarely.sent_bytes == pytest.approx(often.sent_bytes / 6)
+    assert rarely.expected_rollback > often.expected_rollback
+    lost = [[one.rollback(committed, 0.5) for committed in range(100, 124)] for one in (often, rarely)]
+    assert max(lost[1]) - min(lost[1]) == 11, "as many iterations as there are from one window to the next"
+    assert sum(lost[1]) > sum(lost[0])
 
 
 def test_twelve_hours_of_a_large_job_are_a_matter_of_milliseconds() -> None:

@@ -93,14 +93,15 @@ def test_the_command_states_its_assumptions_and_its_verdict(capsys: pytest.Captu
     assert "2407.21783" in out
     assert re.search(r"\b500\b", out)
     assert sorted(set(re.findall(r"assumed, (--[a-z]+)", " ".join(out.split())))) == [
-        "--detect", "--interference", "--regroup", "--repair", "--restart",
+        "--contention", "--detect", "--interference", "--regroup", "--repair", "--restart",
     ]  # fmt: skip
 
 
 CHANGES = (
     "--mtbf 50h", "--save-every 40", "--restart 1h", "--spares 3", "--spares 1 --repair 1h", "--iteration-time 9s",
     "--ranks 512", "--copy-bandwidth 3", "--d2h-bandwidth 1", "--host-memory 30", "--replicas 1", "--keep-own never",
-    "--storage-bandwidth 1", "--detect 30s", "--regroup 2m", "--interference 0.5", "--cluster moevement-h100",
+    "--storage-bandwidth 1", "--detect 30s", "--regroup 2m", "--interference 0.5", "--contention 0.5",
+    "--cluster moevement-h100",
 )  # fmt: skip
 
 
