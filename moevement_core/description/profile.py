@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ class Affine:
         """Of a message of ``nbytes`` a rank."""
         return self.a_s + self.b_s_per_byte * nbytes
 
+    def among(self, ranks: int) -> Affine:
+        """Return what it is among another number of ranks, 2 or more, if it is a ring: as many steps more or fewer, and
+        of a message ``(ranks - 1) / ranks`` moved.
+        """
+        steps, moved = ((ranks - 1) / (self.ranks - 1), (1 - 1 / ranks) / (1 - 1 / self.ranks))
+        return replace(self, ranks=ranks, a_s=steps * self.a_s, b_s_per_byte=moved * self.b_s_per_byte, samples=())
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
@@ -118,11 +126,25 @@ class Profile:
                 raise ConfigError(f"{len(one.stages)} stages of pipeline {self.pipeline}; needs as many")
 
     @property
+    def ranks_of_stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.ranks // self.pipeline
+
+    @property
     def cluster(self) -> Cluster:
         """The machine that was measured, as one node for each rank."""
         return Cluster(
             1, self.d2h_bytes_per_s, self.network_bytes_per_s / self.ranks, storage_bytes_per_s=self.storage_bytes_per_s
         )
+
+    def fit(self, collective: str, ranks: int) -> Affine | None:
+        """Return the time of a collective among so many ranks, from the nearest number that was measured; None: none
+        was, or one rank has nobody to wait for.
+        """
+        found = [one for one in self.collectives if one.collective == collective and one.ranks > 1]
+        if not found or ranks < 2:
+            return None
+        return min(found, key=lambda one: abs(math.log(one.ranks / ranks))).among(ranks)
 
     def save(self, path: Path) -> None:
         """Write it as YAML."""

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from moevement_core.description.cluster import Cluster
 from moevement_core.description.job import JobShape, StageShape
-from moevement_core.description.profile import Profile
+from moevement_core.description.profile import Profile, SizeProfile
 from moevement_core.errors import ConfigError
 from moevement_core.operators import OperatorKind
 from moevement_core.simulator.pipeline import Pipeline
@@ -96,7 +96,8 @@ def _even(stages: int, micro_batches: int, chunks: int, each: float) -> Pipeline
 def from_profile(profile: Profile, job: JobShape) -> IterationTime:
     """As measured, for any number of micro-batches and of data-parallel ranks.
 
-    For the very job that was measured the parts are scaled so that they add up to the iteration that was.
+    Among another number of ranks synchronisation takes as much longer as the measured collectives say (appendix C). For
+    the very job that was measured the parts are scaled so that they add up to the iteration that was.
 
     Raises:
         ConfigError: another pipeline, or other micro-batches, than the profile is of.
@@ -112,10 +113,29 @@ def from_profile(profile: Profile, job: JobShape) -> IterationTime:
     forward, backward = (tuple(getattr(one, name) for one in size.stages) for name in ("forward_s", "backward_s"))
     pipeline = Pipeline(forward, backward, job.micro_batches, job.chunks, size.send_s)
     of_stage = job.ranks // job.pipeline_parallel
-    made = IterationTime((pipeline,), size.sync_s, size.update_s, of_stage, profile.cores)
+    made = IterationTime((pipeline,), _profiled_sync_s(profile, size, of_stage), size.update_s, of_stage, profile.cores)
     if (job.ranks, job.micro_batches) != (profile.ranks, size.micro_batches):
         return made
     return made.scaled(size.iteration_s / made.total_s)
+
+
+def _profiled_sync_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
+    """Return what is exposed of synchronisation among so many ranks of a stage: the same share as was measured."""
+    measured_s, wanted_s = (_synchronised_s(profile, size, each) for each in (profile.ranks_of_stage, ranks))
+    if not measured_s:  # one rank, which had nobody to wait for, or collectives that were not measured
+        return size.sync_s + wanted_s
+    return size.sync_s * wanted_s / measured_s
+
+
+def _synchronised_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
+    """Return the seconds in which so many ranks reduce gradients and gather parameters of the largest stage; 0.0 where
+    no collective was measured, or of one rank.
+    """
+    reduce, gather = (profile.fit(name, ranks) for name in ("reduce_scatter", "all_gather"))
+    if reduce is None or gather is None:
+        return 0.0
+    most = max(stage.parameters for stage in size.stages)
+    return reduce.seconds(GRADIENT_BYTES * most) + gather.seconds(ELEMENT_BYTES * most)
 
 
 def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:

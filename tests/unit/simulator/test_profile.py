@@ -85,6 +85,31 @@ def test_contention_is_what_sends_cost_of_the_time_that_they_would_take_of_links
     assert contention_of(lines, PROFILE) == 0.0
 
 
+def test_among_more_ranks_synchronisation_takes_as_long_as_the_collectives_say() -> None:
+    fits = (
+        Affine(collective="reduce_scatter", ranks=2, a_s=0.001, b_s_per_byte=1e-9),
+        Affine(collective="reduce_scatter", ranks=4, a_s=0.004, b_s_per_byte=2e-9),
+        Affine(collective="all_gather", ranks=2, a_s=0.002, b_s_per_byte=1e-9),
+    )
+    profile = replace(PROFILE, collectives=fits)
+    assert profile.fit("reduce_scatter", 1) is None
+    assert profile.fit("all_to_all", 2) is None
+    wide = profile.fit("reduce_scatter", 8)
+    assert wide is not None
+    assert (wide.a_s, wide.b_s_per_byte) == (pytest.approx(0.004 * 7 / 3), pytest.approx(2e-9 * (7 / 8) / (3 / 4)))
+    job = load(SCENARIOS / "laptop.yaml").job
+    measured = replace(profile, sizes=(replace(profile.sizes[0], tokens=job.tokens, micro_batches=2),))
+
+    def sync_s(ranks: int) -> float:
+        return from_profile(measured, replace(job, ranks=ranks)).sync_s
+
+    # 1,000 parameters of a rank: gradients of 4 kB are reduced, parameters of 2 kB gathered.
+    two = 0.001 + 4e3 * 1e-9 + 0.002 + 2e3 * 1e-9
+    eight = wide.seconds(4e3) + 0.002 * 7 + 2e3 * 1e-9 * (7 / 8) / (1 / 2)
+    assert sync_s(16) / 0.1 == pytest.approx(eight / two)
+    assert sync_s(2) == 0.0
+
+
 def test_a_scenario_takes_contention_from_its_profile_unless_it_has_its_own() -> None:
     scenario = load(SCENARIOS / "laptop.yaml")
     assert scenario.profile is not None
