@@ -5,12 +5,10 @@ This process is asked for its sockets, and not the host for its list, which is l
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import stat
 import struct
-import termios
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -79,14 +77,6 @@ def moved(connection: socket.socket) -> tuple[int, int] | None:
     if len(info) < _MOVED_AT + _MOVED.size:  # Linux before 4.1
         return 0, 0
     return _MOVED.unpack_from(info, _MOVED_AT)
-
-
-def unacknowledged(descriptor: int) -> int:
-    """Return bytes that were sent over a connection and have not been acknowledged; 0 where it is closed by now."""
-    try:
-        return int(struct.unpack("=i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))[0])
-    except OSError:
-        return 0
 
 
 def duplicate(descriptor: int) -> socket.socket | None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-STEP_S = 0.002
+SHORTEST_STEP_S, LONGEST_STEP_S = 0.002, 0.05
 """Seconds between two looks of a thread that pauses."""
+STEP_SHARE = 0.01
+"""The same as a share of the longest that a pause may last: looks of many threads would slow the iteration that is to
+be quiet."""
 
 
 class Pause:
@@ -18,6 +21,8 @@ class Pause:
 
     def __init__(self) -> None:
         self._until_s = 0.0
+        self.step_s = SHORTEST_STEP_S
+        """Seconds between two looks."""
 
     @property
     def is_on(self) -> bool:
@@ -26,6 +31,7 @@ class Pause:
 
     def begin(self, limit_s: float) -> None:
         """Begin; the pause ends by itself after ``limit_s`` seconds, so that no copy waits for a rank that hangs."""
+        self.step_s = min(max(SHORTEST_STEP_S, STEP_SHARE * limit_s), LONGEST_STEP_S)
         self._until_s = time.monotonic() + limit_s
 
     def end(self) -> bool:
@@ -36,4 +42,4 @@ class Pause:
     def wait(self, must_go_on: Callable[[], bool]) -> None:
         """Block while the pause is on and ``must_go_on`` is false; for background threads."""
         while self.is_on and not must_go_on():
-            time.sleep(STEP_S)
+            time.sleep(self.step_s)

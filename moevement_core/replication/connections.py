@@ -47,6 +47,11 @@ LEAST_UNSENT_BYTES = 32 << 10
 """The same of a connection with a rate: what it sends in so many seconds, but no fewer bytes than these. A message of
 training may wait for them."""
 
+LOWER_EFFORT = 1
+"""DSCP of what may wait for everything else (RFC 8622)."""
+BULK = 2
+"""Linux's priority of bulk traffic: the last of the three bands of ``pfifo_fast`` (tc-prio(8))."""
+
 MOST_UNKNOWN = 256
 """Connections whose caller has not shown yet who it is; of more the oldest is closed."""
 
@@ -89,6 +94,8 @@ class Connections(Refusable):
         """Whose caller has not shown yet who it is, the oldest first."""
         self._to: dict[_Key, socket.socket] = {}
         self._from: dict[_Key, socket.socket] = {}
+        self._background = set[str]()
+        """Channels whose messages may wait."""
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_bytes(16))
 
     @cached_property
@@ -106,14 +113,16 @@ class Connections(Refusable):
         self._rank, self.addresses = rank, addresses
         threading.Thread(target=self._accept, name="moevement-accept", daemon=True).start()
 
-    def channel(self, name: str) -> Transport:
-        """Returns a transport whose messages are of no concern to other channels; a name of at most 16 bytes."""
-        return _Channel(self, name)
+    def channel(self, name: str, *, is_background: bool = False) -> Transport:
+        """Return a transport whose messages are of no concern to other channels.
 
-    def descriptors(self) -> set[int]:
-        """Return the descriptors of all connections that there are now; any thread may ask."""
-        with lock:
-            return {one.fileno() for one in self._sockets}
+        Args:
+            name: of at most 16 bytes.
+            is_background: whether its messages may wait for those of training, where a network knows classes.
+        """
+        if is_background:
+            self._background.add(name)
+        return _Channel(self, name)
 
     @override
     def shut_down(self) -> None:
@@ -147,6 +156,8 @@ class Connections(Refusable):
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):  # another system than Linux keeps more
             made.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+        if channel in self._background:
+            _lower_class(made)
         hello = _HELLO.pack(secrets.token_bytes(16), channel.encode(), self._rank, tag, stream)
         made.sendall(hello)
         answer = bytearray(_ANSWER.size)
@@ -232,6 +243,17 @@ def _token_of(address: Address) -> Token:
     """What is known to ranks of this generation alone, with the job's token where there is one."""
     job = given_token()
     return Token(address.secret.hex() + (job.text if job is not None else ""))
+
+
+def _lower_class(connection: socket.socket) -> None:
+    """Put what is sent into the class of what may wait, in this host's queues and in the network's."""
+    if connection.family == socket.AF_INET6:
+        option = (socket.IPPROTO_IPV6, socket.IPV6_TCLASS)
+    else:
+        option = (socket.IPPROTO_IP, socket.IP_TOS)
+    with suppress(OSError):  # a sandbox may refuse it
+        connection.setsockopt(*option, LOWER_EFFORT << 2)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY, BULK)  # the line above has set another one
 
 
 def _pace(connection: socket.socket, bytes_per_s: float) -> None:

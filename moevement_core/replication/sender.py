@@ -18,7 +18,6 @@ from moevement_core.overhead.pause import Pause
 from moevement_core.priority import let_training_go_first
 from moevement_core.replication.pace import Pace
 from moevement_core.replication.spread import Spread
-from moevement_core.replication.training_traffic import TrainingTraffic
 from moevement_core.replication.transport import Transport
 from moevement_core.replication.wire import MESSAGE_BYTES, TO_PEER, TO_SOURCE, Kind, Message, checksum
 from moevement_core.snapshot.blocks import blocks_of
@@ -31,12 +30,11 @@ RETRY_S = 0.05
 """How long to wait before asking a peer again whose buffers are all taken."""
 LAST_S = 1.0
 """For how long it is asked again at the end of the job."""
-CHUNK_S = 0.005
-"""Seconds between two looks at a pause, and at whether training sends."""
-SMALLEST_CHUNK, FIRST_CHUNK = 64 << 10, 8 << 20
-"""Bytes between two such looks: at least, and before anything was sent."""
-LOOK_S = 0.001
-"""Seconds between two looks at whether training still sends."""
+CHUNK_S = 0.01
+"""Seconds between two looks at a pause."""
+SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 8 << 20
+"""Bytes between two such looks: at least, and before anything was sent. With each look a thread of low priority takes
+the interpreter's lock, and where processors are busy a training thread may wait for it to be given back."""
 STEP_S = 0.1
 """In which the end is waited for: a main thread that runs nothing for long is taken to hang."""
 
@@ -68,7 +66,6 @@ class Sender:
         report: called, in words, with what goes wrong.
         pace: says when snapshots may be sent; None: at once.
         pause: while it is on no snapshot is sent.
-        traffic: of training, which goes first where there is time; None: it is not known.
     """
 
     def __init__(
@@ -81,23 +78,22 @@ class Sender:
         report: Report,
         pace: Pace | None = None,
         pause: Pause | None = None,
-        traffic: TrainingTraffic | None = None,
     ) -> None:
         self.rank = rank
         self.peer = peer
         self.sent_bytes = 0
         """Payload bytes acknowledged so far."""
         self.send_s = 0.0
-        """Seconds that sending them took, without pauses and waits for training."""
-        self._paused_s = self._waited_s = 0.0
-        """Seconds of pauses so far, and of waits for training."""
+        """Seconds that sending them took, without pauses."""
+        self._paused_s = 0.0
+        """Seconds of pauses so far."""
         self.gone: str | None = None
         """Why nothing is sent any more."""
         self._transport = transport
         self._kept = kept
         self._lost = lost
         self._report = report
-        self._pace, self._pause, self._traffic = pace, pause or Pause(), traffic
+        self._pace, self._pause = pace, pause or Pause()
         self.spread = Spread()
         """How fast snapshots leave."""
         self._bytes_per_s = math.inf
@@ -243,10 +239,10 @@ class Sender:
         while (snapshot := delivery.begin()) is not None:
             try:
                 self._say_urgent()  # a peer that is full may have room then
-                began_s, idle_s = time.perf_counter(), self._idle_s
+                began_s, paused_s = time.perf_counter(), self._paused_s
                 answer = self._transfer(snapshot)
                 if answer is Kind.KEPT:
-                    seconds = time.perf_counter() - began_s - (self._idle_s - idle_s)
+                    seconds = time.perf_counter() - began_s - (self._paused_s - paused_s)
                     self.spread.sent(self._payload_bytes, seconds, self._bytes_per_s)
                     self.sent_bytes += snapshot.nbytes
                     self.send_s += seconds
@@ -310,37 +306,16 @@ class Sender:
         return answer
 
     def _send_spread(self, pieces: Sequence[torch.Tensor]) -> None:
-        """Send at the rate that is set, in chunks that keep to a pause and let training go first."""
-        began_s, rate = time.perf_counter(), self._set_rate()
+        """Send at the rate that is set, in chunks that keep to a pause."""
+        rate = self._set_rate()
         usual = self.sent_bytes / self.send_s if self.send_s else math.inf
         least = max(SMALLEST_CHUNK, self._transport.parallel_bytes)
         size = FIRST_CHUNK if math.isinf(usual) else max(least, int(min(rate, usual) * CHUNK_S))
-        self._payload_bytes = nbytes = left = sum(piece.numel() for piece in pieces)
+        self._payload_bytes = sum(piece.numel() for piece in pieces)
         for piece in pieces:
             for chunk in piece.split(size):
                 self._keep_to_pause()
-                self._let_training_go_first(left, nbytes, began_s)
                 self._transport.send(self.peer, TO_PEER, chunk)
-                left -= chunk.numel()
-
-    @property
-    def _idle_s(self) -> float:
-        """Seconds so far in which nothing was sent although something was to be."""
-        return self._paused_s + self._waited_s
-
-    def _let_training_go_first(self, left_bytes: int, nbytes: int, began_s: float) -> None:
-        """Wait while training sends, unless this send or the next one would be late then."""
-        if self._traffic is None:
-            return
-        asked_s = time.perf_counter()
-        while (
-            not self._is_ending()
-            and self._delivered - self._taken <= self.spread.usual_backlog
-            and self.spread.may_wait(left_bytes, nbytes, time.perf_counter() - began_s)
-            and self._traffic.is_leaving
-        ):
-            time.sleep(LOOK_S)
-        self._waited_s += time.perf_counter() - asked_s
 
     def _set_rate(self) -> float:
         """Set the rate of the connection, where it is another one than before, and return it."""

@@ -12,8 +12,6 @@ import math
 
 TIME_SHARE = 0.8
 """Share of the time until more is to be sent that a send may take."""
-WAITING = 0.95
-"""Share of that time until which a send may be put off for training."""
 LINK_SHARE = 0.4
 """Share of the link's rate that a send takes where it has the time for it."""
 LATE = 1.3
@@ -50,31 +48,16 @@ class Spread:
         """
         if self._sends % TRIED_EVERY == TRIED_EVERY - 1:
             return math.inf
-        return self._spread_bytes_per_s * (CATCH_UP if backlog > self.usual_backlog else 1.0)
-
-    @property
-    def _spread_bytes_per_s(self) -> float:
         of_link = LINK_SHARE * self.link_bytes_per_s if math.isfinite(self.link_bytes_per_s) else 0.0
-        return max(self.needed_bytes_per_s / TIME_SHARE, of_link)
-
-    def may_wait(self, left_bytes: int, nbytes: int, seconds: float) -> bool:
-        """Return whether a send that lets training go first can be over in time all the same.
-
-        Args:
-            left_bytes: bytes that are still to be sent.
-            nbytes: bytes of the whole send.
-            seconds: since it began.
-        """
-        if math.isinf(self.needed_bytes_per_s):
-            return False
-        return seconds + left_bytes / self._spread_bytes_per_s < WAITING * nbytes / self.needed_bytes_per_s
+        rate = max(self.needed_bytes_per_s / TIME_SHARE, of_link)
+        return rate * CATCH_UP if backlog > self.usual_backlog else rate
 
     def sent(self, nbytes: int, seconds: float, bytes_per_s: float) -> None:
         """Take in how long a send took.
 
         Args:
             nbytes: bytes that it brought.
-            seconds: until the peer had acknowledged it, without pauses and waits for training.
+            seconds: until the peer had acknowledged it, without pauses.
             bytes_per_s: the rate that it had; infinite: it was sent as fast as it could be.
         """
         self._sends += 1

@@ -80,7 +80,7 @@ class Peers:
         self.senders = [
             Sender(
                 topology.rank, peer, transport, self._acknowledged, self._undelivered, self._report, self._pace,
-                self._pause, topology.channels.traffic,
+                self._pause,
             )
             for peer in topology.peers[topology.rank]
         ]  # fmt: skip

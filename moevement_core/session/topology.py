@@ -29,7 +29,6 @@ from moevement_core.replication.placement import (
     sources_of,
 )
 from moevement_core.replication.protection import Parity
-from moevement_core.replication.training_traffic import TrainingTraffic
 from moevement_core.replication.transport import Transport
 from moevement_core.restart.injection import InjectingTransport
 from moevement_core.session import flips, wind_down
@@ -73,8 +72,6 @@ class Channels:
     """Of their own: senders and receivers go on using theirs."""
     feeds: Transport | None
     """For what a stage that replays alone is fed; nothing where there is one stage."""
-    traffic: TrainingTraffic
-    """What training itself sends from this process, over the interface that copies take."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +185,6 @@ def connect(
         snapshots=_for_snapshots(config, guard, connections),
         fetches=flips.on_the_way("fetches", connections.channel("fetches")) if world > 1 else None,
         feeds=flips.on_the_way("feeds", connections.channel("feeds")) if pipeline.stages > 1 else None,
-        traffic=TrainingTraffic(connections.address.host, connections.descriptors),
     )
     return Topology(
         rank=rank,
@@ -225,7 +221,7 @@ def _agreement(world: int) -> Agreement:
 def _for_snapshots(config: SessionConfig, guard: _Guard, connections: Connections) -> Transport | None:
     if not any(guard.peers):
         return None
-    transport = flips.on_the_way("snapshots", connections.channel("snapshots"))
+    transport = flips.on_the_way("snapshots", connections.channel("snapshots", is_background=True))
     return InjectingTransport(transport) if config.drill.faults else transport
 
 

@@ -25,7 +25,7 @@ import torch
 
 from moevement_core.device import Device, Event
 from moevement_core.gate import Gate
-from moevement_core.overhead.pause import STEP_S, Pause
+from moevement_core.overhead.pause import Pause
 from moevement_core.snapshot.buffer import spread
 from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
 from moevement_core.snapshot.whole import Finish, begin_whole
@@ -247,7 +247,7 @@ class CopyEngine(ABC):
         while True:
             if copied and jobs.empty():
                 if self._pause.is_on:
-                    time.sleep(STEP_S)
+                    time.sleep(self._pause.step_s)
                 else:
                     self._digest_first(copied)
                 continue

@@ -259,11 +259,7 @@ class Connections:
     def open(self, rank: int, addresses: list[Address]) -> None:
         self.rank, self.others = rank, [self.network.connections[one.port] for one in addresses]
 
-    def descriptors(self) -> set[int]:
-        """None of this process: what training sends is not simulated."""
-        return set()
-
-    def channel(self, name: str) -> Channel:
+    def channel(self, name: str, *, is_background: bool = False) -> Channel:
         return Channel(self, name)
 
     def _process_ended(self, is_heard: bool) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from moevement_core.errors import ConfigError
 from moevement_core.rendezvous import token
-from moevement_core.replication.connections import MOST_UNKNOWN, Address, Connections, _token_of
+from moevement_core.replication.connections import BULK, LOWER_EFFORT, MOST_UNKNOWN, Address, Connections, _token_of
 from moevement_core.replication.stripes import STRIPE_BYTES
 from moevement_core.session.address import own_address
 from moevement_core.session.exchange import all_gather_objects
@@ -51,6 +51,20 @@ def test_messages_come_in_order_on_each_channel_and_tag(two: tuple[Connections, 
         second.channel(channel).receive(0, tag, data)
         came.append(data.tolist())
     assert came == [[3, 3], [2, 2], [1, 1], [4, 4]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="classes of traffic are Linux's")
+def test_what_may_wait_is_in_the_class_for_that_and_nothing_else_is(two: tuple[Connections, Connections]) -> None:
+    first, second = two
+    for channel, is_background in (("a", True), ("b", False)):
+        first.channel(channel, is_background=is_background).send(1, 1, _bytes(1))
+        second.channel(channel).receive(0, 1, _bytes(0))
+        its = first.to(channel, 1, 1)
+        classes = (
+            its.getsockopt(socket.IPPROTO_IP, socket.IP_TOS),
+            its.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY),
+        )
+        assert classes == ((LOWER_EFFORT << 2, BULK) if is_background else (0, 0))
 
 
 @pytest.mark.parametrize("streams", [1, 3])

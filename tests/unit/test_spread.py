@@ -12,7 +12,6 @@ from moevement_core.replication.spread import (
     MEASURED_BYTES,
     TIME_SHARE,
     TRIED_EVERY,
-    WAITING,
     Spread,
 )
 
@@ -84,13 +83,3 @@ def test_short_sends_say_nothing() -> None:
     made = spread()
     made.sent(MEASURED_BYTES - 1, 100.0, math.inf)
     assert math.isinf(made.link_bytes_per_s)
-
-
-def test_training_goes_first_until_the_send_would_be_late() -> None:
-    made = spread()
-    assert made.may_wait(NBYTES, NBYTES, 0.0)
-    assert made.may_wait(NBYTES, NBYTES, WAITING - TIME_SHARE - 0.01)
-    assert not made.may_wait(NBYTES, NBYTES, WAITING - TIME_SHARE + 0.01)
-    assert made.may_wait(NBYTES // 10, NBYTES, 0.8)
-    assert not made.may_wait(0, NBYTES, WAITING + 0.01)
-    assert not Spread().may_wait(0, NBYTES, 0.0)

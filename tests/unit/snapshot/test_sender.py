@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import pytest
 import torch
 
 from moevement_core.overhead.pause import Pause
@@ -94,39 +92,3 @@ def test_the_end_of_the_job_waits_for_no_pause() -> None:
     )  # fmt: skip
     sender.deliver(Delivery(snapshot, lambda: snapshot, lambda: None))
     assert sender.close(10.0)
-
-
-class Training:
-    """What training sends: on its way for so many looks."""
-
-    def __init__(self, looks: float) -> None:
-        self.looks = looks
-
-    @property
-    def is_leaving(self) -> bool:
-        self.looks -= 1
-        return self.looks >= 0
-
-
-@pytest.mark.parametrize(
-    ("needed_bytes_per_s", "left"),
-    [
-        pytest.param(1.0, 0, id="there is time"),
-        pytest.param(math.inf, 1000, id="it is not known how much time there is"),
-        pytest.param(1e12, 1000, id="the next snapshot comes soon"),
-    ],
-)
-def test_messages_of_training_go_first_where_there_is_time(needed_bytes_per_s: float, left: int) -> None:
-    transport, training, payload = Taking(), Training(1000), torch.zeros(1 << 20, dtype=torch.uint8)
-    sender = Sender(0, 1, transport, lambda *_: None, lambda _: None, lambda _: None, traffic=cast(Any, training))
-    sender.spread.needed_bytes_per_s = needed_bytes_per_s
-    snapshot: Any = SimpleNamespace(
-        iteration=7, nbytes=payload.numel(),
-        packed=lambda: (SimpleNamespace(encode=lambda: b"header", payload_bytes=payload.numel()), [payload]),
-    )  # fmt: skip
-    sender.deliver(Delivery(snapshot, lambda: snapshot, lambda: None))
-    while not transport.payload_bytes:
-        time.sleep(0.001)
-    assert (training.looks < 0) is (left == 0)
-    assert sender.close(10.0)
-    assert transport.payload_bytes == payload.numel()
