@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from moevement_kernels import fp8_launch, launch
+from moevement_kernels import launch
 from moevement_kernels.backend import Backend, select
 from moevement_kernels.cuda.grouped_product import CudaKernelError, library
+from moevement_kernels.experimental import fp8_launch
 from moevement_kernels.op import saved_bytes
 from moevement_kernels.weights import Weights
 

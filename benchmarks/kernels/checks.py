@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from moevement_kernels import fp8_launch, fp8_reference, launch, reference
+from moevement_kernels import launch, reference
 from moevement_kernels.activations import Activation
 from moevement_kernels.backend import Backend, select
-from moevement_kernels.fp8_reference import Quantiser
+from moevement_kernels.experimental import fp8_launch, fp8_reference
+from moevement_kernels.experimental.fp8_reference import Quantiser
 from moevement_kernels.op import grouped_mlp
 from moevement_kernels.weights import BLOCK, E5M2, Weights
 

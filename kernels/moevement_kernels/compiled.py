@@ -112,8 +112,8 @@ def _fp8_cases() -> Iterator[Case]:
     """Products in FP8, of both gradient formats."""
     from triton import language as tl
 
-    from moevement_kernels import triton_fp8 as kernels
-    from moevement_kernels.fp8_launch import TILES
+    from moevement_kernels.experimental import triton_fp8 as kernels
+    from moevement_kernels.experimental.fp8_launch import TILES
 
     common = {"DTYPE": tl.bfloat16, "GROUP": 8, **_sizes(TILES)}
     pointers = {

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import triton
-from moevement_kernels import fp8_launch, fp8_reference, reference
+from moevement_kernels import reference
 from moevement_kernels.activations import Activation
-from moevement_kernels.fp8_reference import E4M3, E5M2, Codes, Quantiser, by_rows, cast, scale_of
+from moevement_kernels.experimental import fp8_launch, fp8_reference
+from moevement_kernels.experimental.fp8_reference import E4M3, E5M2, Codes, Quantiser, by_rows, cast, scale_of
+from moevement_kernels.experimental.triton_fp8 import _cast
 from moevement_kernels.tiles import Tiles
-from moevement_kernels.triton_fp8 import _cast
 from moevement_kernels.weights import BLOCK, Weights
 from triton import language as tl
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from moevement_kernels import fp8_launch, launch, triton_dispatch, triton_fp8, triton_kernels
+from moevement_kernels import launch, triton_dispatch, triton_kernels
 from moevement_kernels.activations import Activation
-from moevement_kernels.fp8_reference import Codes, Quantiser
+from moevement_kernels.experimental import fp8_launch, triton_fp8
+from moevement_kernels.experimental.fp8_reference import Codes, Quantiser
 from moevement_kernels.weights import Weights
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend

@@ -38,9 +38,9 @@ def _cast(x, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
     """To the nearest FP8 number, ties to even, no larger than the largest; the interpreter gets it rounded."""
     x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
-        KEPT: tl.constexpr = 21 if DTYPE == tl.float8e5 else 20  # bits of FP32 that go
-        SMALLEST: tl.constexpr = 2.0**-14 if DTYPE == tl.float8e5 else 2.0**-6  # normal number
-        STEP: tl.constexpr = 2.0**-16 if DTYPE == tl.float8e5 else 2.0**-9
+        KEPT: tl.constexpr = 21 if tl.float8e5 == DTYPE else 20  # bits of FP32 that go
+        SMALLEST: tl.constexpr = 2.0**-14 if tl.float8e5 == DTYPE else 2.0**-6  # normal number
+        STEP: tl.constexpr = 2.0**-16 if tl.float8e5 == DTYPE else 2.0**-9
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + (1 << (KEPT - 1)) - 1 + ((bits >> KEPT) & 1)) >> KEPT << KEPT
         magic = 1.5 * 2.0**23 * STEP

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from moevement_kernels import fp8_reference as reference
 from moevement_kernels.activations import Activation
 from moevement_kernels.backend import has_kernels
-from moevement_kernels.fp8_reference import E5M2, Codes, FP8InputGradient, Quantiser
+from moevement_kernels.experimental import fp8_reference as reference
+from moevement_kernels.experimental.fp8_reference import E5M2, Codes, FP8InputGradient, Quantiser
 from moevement_kernels.launch import GROUP, activation_constants, run_options
 from moevement_kernels.tiles import RowTiles, Tiles, addresses, row_tiles
 from moevement_kernels.weights import BLOCK, Format, Weights
@@ -26,7 +26,7 @@ def input_gradient(
     dy: Codes, h: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation,
     quantiser: Quantiser, tiles: Tiles | None = None,
 ) -> FP8InputGradient:  # fmt: skip
-    """As :func:`moevement_kernels.fp8_reference.input_gradient`.
+    """As :func:`moevement_kernels.experimental.fp8_reference.input_gradient`.
 
     Raises:
         ValueError: shapes, dtypes or scales do not fit.
@@ -34,7 +34,7 @@ def input_gradient(
     _check(dy, h, p, counts, w1, w2, kind, quantiser)
     if not has_kernels(h):
         return reference.input_gradient(dy, h, p, counts, w1, w2, kind, quantiser)
-    from moevement_kernels import triton_fp8 as kernels
+    from moevement_kernels.experimental import triton_fp8 as kernels
 
     h = h.contiguous()
     size = tiles or TILES
@@ -79,7 +79,7 @@ def _codes(
 
 
 def _product(left: Codes, weights: Weights, out: torch.Tensor, rows: RowTiles, size: Tiles) -> None:
-    from moevement_kernels import triton_fp8 as kernels
+    from moevement_kernels.experimental import triton_fp8 as kernels
 
     kernels.product_kernel[(rows.count * _cdiv(weights.rows, size.columns),)](
         left.data.view(torch.uint8), left.inverse_scales, *_weights_at(weights), out, rows.expert, rows.begin, rows.end,
