@@ -104,18 +104,25 @@ class OverheadEstimate:
         self._all.clear()
 
     def _compare(self, middle: Timed) -> None:
-        """Compare an iteration with those around it that are of the other kind, if they are the greater part."""
+        """Compare an iteration with those around it that are of the other kind, if enough of them are."""
         others = [near for near in self._recent if near.is_quiet != middle.is_quiet]
         usual_s = statistics.median(near.train_s for near in self._recent)
         undisturbed = [near.train_s for near in others if near.train_s <= DISTURBED * usual_s]
         # A saving iteration may well take as long because it saves: it counts, and medians bear with a few that do not.
         is_disturbed = middle.is_quiet and middle.train_s > DISTURBED * usual_s
-        if len(others) <= REACH or not undisturbed or is_disturbed or middle.train_s <= 0:
+        has_enough = len(others) > REACH or self._is_at_edge(middle)
+        if not has_enough or not undisturbed or is_disturbed or middle.train_s <= 0:
             return
         other_s = statistics.median(undisturbed)
         quiet_s, saving_s = (middle.train_s, other_s) if middle.is_quiet else (other_s, middle.train_s)
         self._ratios.append(saving_s / quiet_s - 1)
         self._quiet_s.append(quiet_s)
+
+    def _is_at_edge(self, middle: Timed) -> bool:
+        """Return whether it is the first or the last of some that save one after the other, between quiet ones."""
+        recent = list(self._recent)
+        sides = recent[:REACH], recent[-REACH:]
+        return not middle.is_quiet and any(all(near.is_quiet for near in side) for side in sides)
 
     @property
     def quiet_s(self) -> float | None:

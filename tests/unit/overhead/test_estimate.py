@@ -114,6 +114,18 @@ def test_the_cost_of_rare_snapshots_is_that_of_their_iterations(interval: int, f
     assert measured.quiet_s == pytest.approx(QUIET_S)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 7])
+def test_snapshots_that_take_some_iterations_to_leave_are_compared_where_they_begin_and_end(length: int) -> None:
+    estimate = OverheadEstimate()
+    for iteration in range(1, 121):
+        saves = iteration % 30 < length
+        estimate.add(Timed(iteration, QUIET_S * (1.5 if saves else 1.0), 0.0, 0.0, 0.0, 0.0, 0.01, is_quiet=not saves))
+    measured = estimate.measured()
+    assert measured is not None
+    assert measured.quiet_iterations >= 4 * min(length, 2) - 2
+    assert measured.share == pytest.approx(0.5 * length / 30, rel=0.1)
+
+
 def test_evidence_has_the_error_of_the_newest_comparisons() -> None:
     draws = Random(1)
     estimate = OverheadEstimate()
