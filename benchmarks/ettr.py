@@ -1,6 +1,6 @@
 """What saving costs and what failures leave of each strategy, over links of four rates; writes ettr.md and ettr.png.
 
-    python -m benchmarks.ettr --folder runs/ettr        (two and a half hours; goes on from what is in the folder)
+    python -m benchmarks.ettr --folder runs/ettr        (three hours; goes on from what is in the folder)
 
 All jobs train the laptop preset with a rank on each of four nodes and two spare nodes, network namespaces of one machine
 under Slurm, whose links are limited each way (``tc tbf``). Needs root, slurm-wlm, munge and iproute2.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import measured_on
-from benchmarks.ettr_page import HALVED_AT, PLOT, Halved, Jobs, page
+from benchmarks.ettr_page import HALVED_AT, HALVED_TIMES, PLOT, Halved, Jobs, page
 from moevement_cli.bench_ettr import CONFIG, OTHERS, training
 from moevement_cli.ettr_prediction import predicted
 from moevement_cli.ettr_samples import FREE, NEVER, Sample, plot, sample_of
@@ -70,7 +70,7 @@ def main() -> None:
     """Run the jobs whose results are not in the folder yet, and write the page from all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where results stay; a job that is there is not run")
-    parser.add_argument("--iterations", type=int, default=120, metavar="N", help="of each job (default: 120)")
+    parser.add_argument("--iterations", type=int, default=80, metavar="N", help="of each job (default: 80)")
     parser.add_argument(
         "--mtbf", type=float, default=25.0, metavar="S", help="mean seconds between kills (default: 25)"
     )
@@ -135,15 +135,15 @@ def _halved(rate: float, name: str, measuring: Measuring) -> Halved:
 
             return look
 
-        longer = replace(measuring, iterations=2 * measuring.iterations)
+        longer = replace(measuring, iterations=HALVED_TIMES * measuring.iterations)
         lines = [
             (line["iteration"], line["window"], found)
             for line in _run(rate, name, (), longer, seen=seen).record.metrics()
             if (found := recorded_overhead(line)) is not None
         ]
         earlier = [line for line in lines if line[0] < HALVED_AT]
-        if not earlier:
-            sys.exit(f"{name}: nothing is measured before iteration {HALVED_AT}; needs more iterations")
+        if not earlier or lines[-1][0] < HALVED_AT:
+            sys.exit(f"{name}: nothing is measured before iteration {HALVED_AT}, or after it; needs more iterations")
         before, after = earlier[-1], lines[-1]
         return asdict(
             Halved(
