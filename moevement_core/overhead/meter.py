@@ -46,7 +46,8 @@ class OverheadMeter:
         self._is_quiet = self.is_measuring and is_quiet(iteration, self._began_at)
         if self._is_quiet:
             quiet_s = self._estimate.quiet_s
-            self._pause.begin(FIRST_LIMIT_S if quiet_s is None else max(1.0, PAUSE_LIMIT * quiet_s))
+            limit_s = FIRST_LIMIT_S if quiet_s is None else max(1.0, PAUSE_LIMIT * quiet_s)
+            self._pause.begin(limit_s, quiet_s or 0.0)
 
     def end(
         self, iteration: int, step_s: float, stall_s: float, digest_cpu_s: float, send_cpu_s: float, *,

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 SHORTEST_STEP_S, LONGEST_STEP_S = 0.002, 0.05
 """Seconds between two looks of a thread that pauses."""
-STEP_SHARE = 0.01
-"""The same as a share of the longest that a pause may last: looks of many threads would slow the iteration that is to
-be quiet."""
+STEP_SHARE = 0.02
+"""The same as a share of how long a pause is expected to last: looks of many threads would slow the iteration that is
+to be quiet."""
 
 
 class Pause:
@@ -29,9 +29,14 @@ class Pause:
         """Whether background work pauses."""
         return time.monotonic() < self._until_s
 
-    def begin(self, limit_s: float) -> None:
-        """Begin; the pause ends by itself after ``limit_s`` seconds, so that no copy waits for a rank that hangs."""
-        self.step_s = min(max(SHORTEST_STEP_S, STEP_SHARE * limit_s), LONGEST_STEP_S)
+    def begin(self, limit_s: float, expected_s: float = 0.0) -> None:
+        """Begin.
+
+        Args:
+            limit_s: seconds after which the pause ends by itself, so that no copy waits for a rank that hangs.
+            expected_s: seconds that it will probably last; 0 where that is not known.
+        """
+        self.step_s = min(max(SHORTEST_STEP_S, STEP_SHARE * expected_s), LONGEST_STEP_S)
         self._until_s = time.monotonic() + limit_s
 
     def end(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from moevement_core.device import CpuDevice
 from moevement_core.overhead.meter import OverheadMeter
-from moevement_core.overhead.pause import Pause
+from moevement_core.overhead.pause import LONGEST_STEP_S, SHORTEST_STEP_S, Pause
 from moevement_core.overhead.quiet import WARM_UP
 from moevement_core.snapshot.copies import Capture, copy_engine
 
@@ -97,3 +97,11 @@ def test_a_wait_for_copies_is_a_stall_wherever_it_came_and_counts_once() -> None
     assert measured is not None
     assert measured.quiet_s == pytest.approx(1.0)
     assert (measured.copy, measured.policy, measured.stall) == pytest.approx((0.1, 0.1, 0.5))
+
+
+def test_threads_look_seldom_at_a_pause_that_lasts_and_soon_at_a_short_one() -> None:
+    pause, steps = Pause(), []
+    for expected_s in (0.0, 0.02, 0.6, 60.0):
+        pause.begin(60.0, expected_s)
+        steps.append(pause.step_s)
+    assert steps == [SHORTEST_STEP_S, SHORTEST_STEP_S, pytest.approx(0.012), LONGEST_STEP_S]
