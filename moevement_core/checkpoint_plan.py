@@ -35,6 +35,7 @@ from moevement_core.policy.window import (
     peak_of_window,
 )
 from moevement_core.precision import TABLE_7, Regime
+from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.snapshot.blocks import BLOCK
 from moevement_core.strategies import DenseSchedule, MoEvement, Redo, RedoSchedule, SparseSchedule, Strategy
 from moevement_core.strategies.config import Recovery
@@ -187,9 +188,9 @@ class CheckpointPlan:
             )
             for stage in cut
         ]
-        if given.period is not None and given.period < self.size:
+        if given.period is not None and not self.size <= given.period <= MOST_PERIOD:
             raise WindowError(
-                f"period {given.period}: shorter than a window of {self.size} iterations; needs {self.size} or more"
+                f"period {given.period}: windows have {self.size} iterations; needs {self.size} to {MOST_PERIOD}"
             )
         self.period: int = given.period or max(self.size, *map(self._shortest_period, stages))
         """Iterations from one window of the job to the next: W, and the rest after it."""
@@ -218,9 +219,11 @@ class CheckpointPlan:
         return StagePlan(shape, table, order, ordering, budget, own, own, log_bytes, 0, is_redone, ranks)
 
     def _shortest_period(self, stage: StagePlan) -> int:
-        """Return the fewest iterations from one window to the next in which copies slow training by the cap at most."""
+        """Return the fewest iterations from one window to the next in which copies slow training by the cap at most, or
+        the most that a live job takes.
+        """
         slowed_s = self.contended_s(float(stage.window.slot_bytes[0].sum()))
-        return math.ceil(slowed_s / (self.given.overhead_cap * self._iteration_s))
+        return math.ceil(min(MOST_PERIOD, slowed_s / (self.given.overhead_cap * self._iteration_s)))
 
     def contended_s(self, sent_bytes: float) -> float:
         """Return the seconds by which training takes longer beside copies of so many bytes of a rank to each peer."""

@@ -25,6 +25,7 @@ from moevement_core.operators import OperatorKind
 from moevement_core.policy.window import WindowKind
 from moevement_core.precision import MIXED, TensorShape, parse
 from moevement_core.simulator.scenario import load
+from moevement_core.snapshot.agreement import MOST_PERIOD
 from tests.unit.models import TABLE_2, as_plain
 
 # Two stages: eight experts of 1,000 parameters, and four of them with an embedding. 12 bytes full, 2 compute.
@@ -59,9 +60,14 @@ def test_windows_become_rarer_until_copies_slow_training_by_the_cap_at_most() ->
     assert planned(replicas=1, contention=0.5, period=40).period == 40
 
 
-def test_a_period_that_is_shorter_than_a_window_is_refused() -> None:
-    with pytest.raises(WindowError, match=r"\bperiod 3\b.*\b5\b"):
-        planned(period=3)
+@pytest.mark.parametrize("period", [3, MOST_PERIOD + 1])
+def test_a_period_that_no_live_job_has_is_refused(period: int) -> None:
+    with pytest.raises(WindowError, match=rf"\bperiod {period}\b.*\b5\b.*\b{MOST_PERIOD}\b"):
+        planned(period=period)
+
+
+def test_a_slow_link_makes_windows_no_rarer_than_those_of_a_live_job() -> None:
+    assert planned(contention=1e9).period == MOST_PERIOD
 
 
 def test_the_window_of_the_job_is_that_of_the_stage_that_needs_the_largest() -> None:
