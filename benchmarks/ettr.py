@@ -1,6 +1,7 @@
-"""What saving costs and what failures leave of each strategy, over links of four rates; writes ettr.md and ettr.png.
+"""Benchmark of what saving costs and what failures leave of each strategy, over links of four rates; writes ettr.md and
+ettr.png.
 
-    python -m benchmarks.ettr --folder runs/ettr        (three hours; goes on from what is in the folder)
+    python -m benchmarks.ettr        (three hours; goes on from what ettr.jsonl has: nothing is run where all is there)
 
 All jobs train the laptop preset with a rank on each of four nodes and two spare nodes, network namespaces of one machine
 under Slurm, whose links are limited each way (``tc tbf``). Needs root, slurm-wlm, munge and iproute2.
@@ -13,19 +14,20 @@ under Slurm, whose links are limited each way (``tc tbf``). Needs root, slurm-wl
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import measured_on
 from benchmarks.ettr_page import HALVED_AT, HALVED_TIMES, PLOT, Halved, Jobs, page
+from benchmarks.ettr_results import FILE, Planned, Results
 from moevement_cli.bench_ettr import CONFIG, OTHERS, training
 from moevement_cli.ettr_prediction import predicted
 from moevement_cli.ettr_samples import FREE, NEVER, Sample, plot, sample_of
@@ -45,85 +47,153 @@ STRATEGIES = ("moevement", "moevement-redo", "moevement-auto", "dense", "gemini"
 OURS = STRATEGIES[:3]
 NO_LIMIT = 0.0
 """The rate of links that are not limited."""
+RATES = (NO_LIMIT, 1000.0, 400.0, 100.0)
+"""Rates of links, Mbit/s."""
 RANKS, SPARES = 4, 2
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """The jobs that the command line asks for, and where their results stay."""
+    """The jobs that the command line asks for."""
 
-    folder: Path
     iterations: int
-    """Of each job."""
+    """Iterations of each job."""
     mtbf_s: float
     """Mean seconds between kills."""
     repeats: int
     """Schedules of kills."""
+    rates: Sequence[float]
+    strategies: Sequence[str]
 
-    def schedules(self) -> list[Sequence[Failure]]:
-        """Return the kills of each schedule: ranks, and seconds after the first commit."""
-        until_s = 100.0 * self.iterations
-        return [FailureModel(self.mtbf_s, RANKS).draw(until_s, seed) for seed in range(1, self.repeats + 1)]
+    def planned(self) -> list[Planned]:
+        """Return all jobs, those first without which the others say least."""
+        kill_free = [self._job(rate, name) for rate in self.rates for name in (FREE, *self.strategies)]
+        halved = [
+            self._job(rate, name, is_halved=True)
+            for rate in self.rates
+            if rate != NO_LIMIT
+            for name in self.strategies
+            if name in OURS
+        ]
+        first, *others = [
+            [self._job(rate, name, schedule) for rate in self.rates for name in self.strategies]
+            for schedule in range(1, self.repeats + 1)
+        ] or [[]]
+        return [*kill_free, *first, *halved, *(one for those in others for one in those)]
+
+    def _job(self, rate: float, name: str, schedule: int = 0, *, is_halved: bool = False) -> Planned:
+        iterations = HALVED_TIMES * self.iterations if is_halved else self.iterations
+        return Planned(rate, name, schedule, is_halved, iterations, self.mtbf_s)
 
 
 def main() -> None:
-    """Run the jobs whose results are not in the folder yet, and write the page from all of them."""
+    """Run the jobs that have no result yet, and write the page from all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, required=True, help="where results stay; a job that is there is not run")
     parser.add_argument("--iterations", type=int, default=80, metavar="N", help="of each job (default: 80)")
     parser.add_argument(
         "--mtbf", type=float, default=25.0, metavar="S", help="mean seconds between kills (default: 25)"
     )
     parser.add_argument("--repeats", type=int, default=2, metavar="R", help="schedules of kills (default: 2)")
     parser.add_argument(
-        "--links", type=float, nargs="*", default=[NO_LIMIT, 1000.0, 400.0, 100.0], metavar="MBIT",
+        "--links", type=float, nargs="*", default=list(RATES), metavar="MBIT",
         help="rates of links; 0: no limit (default: 0 1000 400 100)",
     )  # fmt: skip
     parser.add_argument("--strategies", nargs="*", choices=STRATEGIES, default=list(STRATEGIES), help="default: all")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), metavar="M",
+        help="start no job after so long; 0 writes the page from what is there (default: no limit)",
+    )  # fmt: skip
     given = parser.parse_args()
+    measuring = Measuring(given.iterations, given.mtbf, given.repeats, given.links, given.strategies)
+    results, until = Results.read(FILE), time.monotonic() + 60 * given.minutes
+    missing = [one for one in measuring.planned() if one not in results.found]
+    if missing and given.minutes:
+        _prepare()
+        with tempfile.TemporaryDirectory() as folder:
+            runs = Runs(Path(folder), measuring)
+            for done, planned in enumerate(missing):
+                if time.monotonic() >= until:
+                    break
+                print(f"{done} of {len(missing)}: {_words(planned)}", file=sys.stderr, flush=True)
+                results.add(planned, runs.result(planned), measured_on("torch", "megatron-core"))
+    write(measuring, results)
+
+
+def write(measuring: Measuring, results: Results, output: Path = OUTPUT, plotted: Path = PLOT) -> None:
+    """Write the page and its plot from what there is."""
+    planned = measuring.planned()
+    of_rates = {rate: [one for one in planned if one.rate == rate] for rate in measuring.rates}
+    samples = {
+        rate: list(_predicted(rate, list(results.samples(those))))
+        for rate, those in of_rates.items()
+        if any(one in results.found for one in those)
+    }
+    jobs = Jobs(
+        measuring.iterations, measuring.mtbf_s, measuring.repeats, samples,
+        {rate: list(results.halved(of_rates[rate])) for rate in samples},
+        [_words(one) for one in planned if one not in results.found],
+    )  # fmt: skip
+    if NO_LIMIT in samples:
+        plot(samples[NO_LIMIT], plotted)
+    measured = list(dict.fromkeys(results.measured[one] for one in planned if one in results.measured))
+    output.write_text(page(jobs, "; ".join(measured)), encoding="utf-8")
+
+
+def _prepare() -> None:
     if (reason := why_not()) is not None:
         sys.exit(f"no cluster here: {reason}")
     os.environ.setdefault("MOEVEMENT_CACHE", str(Path(tempfile.gettempdir()) / "moevement-cache"))
     os.environ.setdefault("MOEVEMENT_PLATFORM", "cpu")
-    given.folder.mkdir(parents=True, exist_ok=True)
-    measuring = Measuring(given.folder, given.iterations, given.mtbf, given.repeats)
-    jobs = Jobs(measuring.iterations, measuring.mtbf_s, {}, {})
-    for rate in given.links:
-        jobs.samples[rate] = list(_predicted(rate, _samples(rate, given.strategies, measuring)))
-        jobs.halved[rate] = [_halved(rate, name, measuring) for name in OURS if rate and name in given.strategies]
-    plot([one for its in list(jobs.samples.values())[:1] for one in its], PLOT)
-    OUTPUT.write_text(page(jobs, measured_on("torch", "megatron-core")), encoding="utf-8")
 
 
-def _samples(rate: float, strategies: Sequence[str], measuring: Measuring) -> list[Sample]:
-    """Return what came of the jobs over links of one rate, the one that saves nothing first."""
-
-    def free_job() -> KilledJob:
-        """Return the job that saves nothing, which others have their bits compared with; its record stays."""
-        record = RunRecord(measuring.folder / f"free_{rate:g}" / "run")
-        return KilledJob(record) if record.summary_path.exists() else _run(rate, "none", (), measuring, record.folder)
-
-    def sample(name: str, number: int) -> Sample:
-        if name == FREE:
-            shutil.rmtree(measuring.folder / f"free_{rate:g}", ignore_errors=True)
-            job = free_job()
-            return sample_of(job, job, FREE, NEVER, None, 0)
-        if not number:
-            return sample_of(_run(rate, name, (), measuring), free_job(), name, NEVER, None, 0)
-        job = _run(rate, name, measuring.schedules()[number - 1], measuring)
-        return sample_of(job, free_job(), name, f"{measuring.mtbf_s:g} s", measuring.mtbf_s, number)
-
-    def kept(name: str, number: int) -> Sample:
-        path = measuring.folder / f"{rate:g}_{name}_{number}.json"
-        return Sample(**_kept(path, lambda: asdict(sample(name, number))))
-
-    return [kept(FREE, 0), *(kept(name, number) for number in range(measuring.repeats + 1) for name in strategies)]
+def _words(planned: Planned) -> str:
+    link = f"{planned.rate:g} Mbit/s" if planned.rate else "no limit"
+    if planned.is_halved:
+        return f"{planned.strategy} at {link}, halved"
+    return f"{planned.strategy} at {link}, {f'kills {planned.schedule}' if planned.schedule else 'no kills'}"
 
 
-def _halved(rate: float, name: str, measuring: Measuring) -> Halved:
-    """Return what saving costs a job whose links become half as fast early in it, before that and in the end."""
+def _predicted(rate: float, samples: Sequence[Sample]) -> Iterator[Sample]:
+    scenario = load(SCENARIO)
+    if rate != NO_LIMIT:
+        scenario = replace(scenario, cluster=replace(scenario.cluster, network_bytes_per_s=rate * 1e6 / 8))
+    yield from predicted(scenario, samples) if samples else ()
 
-    def measure() -> dict[str, Any]:
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs jobs, each on a cluster of its own."""
+
+    folder: Path
+    """Folder of the jobs' records; those of jobs that save nothing stay, because the bits of others are compared with
+    them.
+    """
+    measuring: Measuring
+    free: dict[float, KilledJob] = field(default_factory=dict)
+    """Job that saves nothing, by the rate of links."""
+
+    def result(self, planned: Planned) -> Sample | Halved:
+        """Run a job; return what it measured."""
+        if planned.is_halved:
+            return self._halved(planned)
+        free = self._free(planned.rate)
+        if planned.strategy == FREE:
+            return sample_of(free, free, FREE, NEVER, None, 0)
+        job = self._run(planned, planned.strategy)
+        if not planned.schedule:
+            return sample_of(job, free, planned.strategy, NEVER, None, 0)
+        return sample_of(job, free, planned.strategy, f"{planned.mtbf_s:g} s", planned.mtbf_s, planned.schedule)
+
+    def _free(self, rate: float) -> KilledJob:
+        """Return the job that saves nothing over links of one rate, which is run once."""
+        if rate not in self.free:
+            planned = Planned(rate, FREE, 0, False, self.measuring.iterations, self.measuring.mtbf_s)
+            self.free[rate] = self._run(planned, "none", self.folder / f"free_{rate:g}" / "run")
+        return self.free[rate]
+
+    def _halved(self, planned: Planned) -> Halved:
+        """Return what saving costs a job whose links become half as fast early in it, before that and in the end."""
+
         def seen(cluster: Cluster) -> Callable[[int], None]:
             is_slower = False
 
@@ -131,44 +201,51 @@ def _halved(rate: float, name: str, measuring: Measuring) -> Halved:
                 nonlocal is_slower
                 if iteration >= HALVED_AT and not is_slower:
                     is_slower = True
-                    _limit(cluster, rate / 2)
+                    _limit(cluster, planned.rate / 2)
 
             return look
 
-        longer = replace(measuring, iterations=HALVED_TIMES * measuring.iterations)
         lines = [
             (line["iteration"], line["window"], found)
-            for line in _run(rate, name, (), longer, seen=seen).record.metrics()
+            for line in self._run(planned, planned.strategy, seen=seen).record.metrics()
             if (found := recorded_overhead(line)) is not None
         ]
         earlier = [line for line in lines if line[0] < HALVED_AT]
         if not earlier or lines[-1][0] < HALVED_AT:
-            sys.exit(f"{name}: nothing is measured before iteration {HALVED_AT}, or after it; needs more iterations")
-        before, after = earlier[-1], lines[-1]
-        return asdict(
-            Halved(
-                name, before[1], before[2].share, before[2].low, before[2].high,
-                after[1], after[2].share, after[2].low, after[2].high,
+            sys.exit(
+                f"{_words(planned)}: nothing is measured before iteration {HALVED_AT}, or after it; "
+                "needs more iterations"
             )
+        before, after = earlier[-1], lines[-1]
+        return Halved(
+            planned.strategy, before[1], before[2].share, before[2].low, before[2].high,
+            after[1], after[2].share, after[2].low, after[2].high,
         )  # fmt: skip
 
-    return Halved(**_kept(measuring.folder / f"{rate:g}_{name}_halved.json", measure))
+    def _run(
+        self,
+        planned: Planned,
+        name: str,
+        run_dir: Path | None = None,
+        seen: Callable[[Cluster], Callable[[int], None]] = lambda cluster: lambda iteration: None,
+    ) -> KilledJob:
+        """Train; the process of a rank that a schedule names is killed, and its node's supervisor starts a spare.
 
-
-def _predicted(rate: float, samples: Sequence[Sample]) -> Iterator[Sample]:
-    scenario = load(SCENARIO)
-    if rate != NO_LIMIT:
-        scenario = replace(scenario, cluster=replace(scenario.cluster, network_bytes_per_s=rate * 1e6 / 8))
-    yield from predicted(scenario, samples)
-
-
-def _kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what is in a file, which is made if it is not there; whole or not at all."""
-    if not path.exists():
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(measure()), encoding="utf-8")
-        part.replace(path)
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+        Args:
+            planned: the job.
+            name: of the strategy.
+            run_dir: whose record is to stay; None: until the next job.
+            seen: makes, of the cluster, what is called with the newest iteration now and then.
+        """
+        failures: Sequence[Failure] = ()
+        if planned.schedule:
+            until_s = 100.0 * planned.iterations
+            failures = FailureModel(planned.mtbf_s, RANKS).draw(until_s, planned.schedule)
+        run_dir = run_dir or self.folder / "running" / "run"
+        shutil.rmtree(run_dir.parent, ignore_errors=True)
+        run_dir.parent.mkdir()
+        with _cluster(planned.rate) as cluster:
+            return _job(cluster, run_dir, name, planned.iterations, failures, seen(cluster))
 
 
 @contextmanager
@@ -182,37 +259,6 @@ def _cluster(rate: float) -> Iterator[Cluster]:
 def _limit(cluster: Cluster, rate: float) -> None:
     for node in cluster.names:
         cluster.slow_link(node, rate)
-
-
-def _nothing(_: Cluster) -> Callable[[int], None]:
-    return lambda iteration: None
-
-
-def _run(
-    rate: float,
-    name: str,
-    failures: Sequence[Failure],
-    measuring: Measuring,
-    run_dir: Path | None = None,
-    seen: Callable[[Cluster], Callable[[int], None]] = _nothing,
-) -> KilledJob:
-    """Train on a cluster of its own; the process of a rank is killed, and its node's supervisor starts a spare.
-
-    Args:
-        rate: of every link, Mbit/s; :data:`NO_LIMIT`.
-        name: of the strategy.
-        failures: kills; none: nobody is.
-        measuring: how long.
-        run_dir: whose record is to stay; None: until the next job.
-        seen: makes, of the cluster, what is called with the newest iteration now and then.
-    """
-    words = f"{name}, {'ranks are killed' if failures else 'nobody is killed'}"
-    print(f"{f'{rate:g} Mbit/s' if rate else 'no limit'}: {words}", file=sys.stderr, flush=True)
-    run_dir = run_dir or measuring.folder / "running" / "run"
-    shutil.rmtree(run_dir.parent, ignore_errors=True)
-    run_dir.parent.mkdir()
-    with _cluster(rate) as cluster:
-        return _job(cluster, run_dir, name, measuring.iterations, failures, seen(cluster))
 
 
 def _job(

@@ -13,20 +13,22 @@ PLOT = Path(__file__).with_name("ettr.png")
 EXACT = ("dense", "gemini", "checkfreq")
 """Other systems than MoEvement that lose no update."""
 OURS = "moevement"
-"""What the names of its ways to recover begin with."""
+"""Prefix of the names of MoEvement's ways to recover."""
 CAP = 0.03
-"""What saving may cost after some thirty iterations: a little more than --moevement-overhead-cap, for the noise."""
+"""Share of training time that saving may cost after some thirty iterations: a little more than
+--moevement-overhead-cap, for the noise.
+"""
 
 
 HALVED_AT = 40
 """The iteration in which links become half as fast: windows are settled then."""
 HALVED_TIMES = 3
-"""How many times as long as others such a job is: windows are rare by then, and each is a measurement."""
+"""Factor by which such a job is longer than others: windows are rare by then, and each is a measurement."""
 
 
 @dataclass(frozen=True)
 class Halved:
-    """What saving cost a job before its links became half as fast, and in the end."""
+    """Cost of saving in a job, before its links became half as fast and in the end."""
 
     strategy: str
     interval: int
@@ -41,13 +43,17 @@ class Halved:
 
 @dataclass
 class Jobs:
-    """All that was measured."""
+    """Results of all jobs."""
 
     iterations: int
     mtbf_s: float
+    schedules: int
+    """Number of schedules of kills."""
     samples: dict[float, list[Sample]]
-    """By the rate of links, Mbit/s, 0 without a limit."""
+    """Samples by the rate of links, Mbit/s, 0 without a limit."""
     halved: dict[float, list[Halved]]
+    missing: Sequence[str]
+    """Jobs that have not been run yet."""
 
 
 def page(jobs: Jobs, measured: str) -> str:
@@ -62,13 +68,13 @@ def page(jobs: Jobs, measured: str) -> str:
     )
     return f"""# What saving costs, and ETTR under the same kills
 
-    python -m benchmarks.ettr --folder runs/ettr        (writes this file; three hours)
+    python -m benchmarks.ettr        (writes this file; three hours; goes on from what ettr.jsonl has)
 
 The laptop preset (pipeline 2 x expert/data 2), a rank on each of four nodes and two nodes of spares, network namespaces of
 one machine under Slurm. Every node's link is limited each way (`tc tbf`), and training sends its activations and gradients
 over the same links. {jobs.iterations} iterations a job; windows and intervals are what each strategy makes them
 (`--moevement-window auto`). Ranks are killed by SIGKILL, a kill every {jobs.mtbf_s:g} s of the wall clock on average, every
-strategy by the same schedules.
+strategy by the same {jobs.schedules} schedules.{_missing(jobs)}
 
 - *interval*: iterations from one window, or checkpoint, to the next in the end; "3 of 26" means three snapshots.
 - *overhead*: what saving costs, as the job measured it itself in the end, with a 95% interval: iterations beside which
@@ -117,6 +123,13 @@ checkpoints to it cost next to nothing, and do not pass the links (checkfreq).
 
 {measured}, gloo.
 """
+
+
+def _missing(jobs: Jobs) -> str:
+    """Return in a sentence which jobs the page does not have yet."""
+    if not jobs.missing:
+        return ""
+    return f"\n\n**Not measured yet**, {len(jobs.missing)} jobs: {'; '.join(jobs.missing)}."
 
 
 def _name(rate: float) -> str:

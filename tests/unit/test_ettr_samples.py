@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.ettr import OUTPUT, RATES, STRATEGIES, Measuring, write
 from benchmarks.ettr_page import CAP, Halved, Jobs, page
+from benchmarks.ettr_results import FILE, Planned, Results
 from moevement_cli.ettr_samples import (
     FREE,
     HEADER,
@@ -89,7 +92,7 @@ def jobs() -> Jobs:
         sample("moevement", 2.0, 2.1), sample("moevement-redo", 1.0, 1.1), sample("dense", 9.0, 9.1),
     ]  # fmt: skip
     halved = Halved("moevement", 26, 0.02, 0.01, 0.03, 52, 0.021, None, None)
-    return Jobs(60, MTBF_S, {0.0: samples, 400.0: samples}, {400.0: [halved]})
+    return Jobs(60, MTBF_S, 2, {0.0: samples, 400.0: samples}, {400.0: [halved]}, [])
 
 
 def test_the_page_says_who_is_ahead_and_whether_that_is_sure(jobs: Jobs) -> None:
@@ -106,3 +109,28 @@ def test_the_page_names_what_costs_more_than_the_cap(jobs: Jobs) -> None:
     after = page(jobs, "measured then")
     assert "moevement at 400 Mbit/s (6.0%)" in after
     assert "moevement at 400 Mbit/s (" not in before
+
+
+def test_the_page_names_the_jobs_that_have_not_been_run(jobs: Jobs) -> None:
+    assert "Not measured yet" not in page(jobs, "measured then")
+    jobs.missing = ["dense at 400 Mbit/s, kills 2"]
+    assert "1 jobs: dense at 400 Mbit/s, kills 2." in page(jobs, "measured then")
+
+
+def test_results_are_read_back_as_they_were_kept(tmp_path: Path) -> None:
+    results = Results.read(tmp_path / "ettr.jsonl")
+    limited = Planned(400.0, "dense", 1, False, 80, MTBF_S)
+    plotted, halved = replace(limited, rate=0.0), replace(limited, schedule=0, is_halved=True)
+    results.add(limited, sample("dense", 5.0), "then")
+    results.add(plotted, sample("dense", 5.0), "then")
+    results.add(halved, Halved("dense", 26, 0.02, 0.01, 0.03, 52, 0.021, None, None), "later")
+    again = Results.read(results.path)
+    assert (again.found, again.measured) == (results.found, results.measured)
+    assert [one.losses for one in again.samples([limited, halved, plotted])] == [[], [[1, 3.0]]]
+    assert [one.strategy for one in again.halved([limited, halved])] == ["dense"]
+
+
+def test_the_page_of_the_repository_is_what_its_results_say(tmp_path: Path) -> None:
+    measuring = Measuring(80, MTBF_S, 2, RATES, STRATEGIES)
+    write(measuring, Results.read(FILE), tmp_path / "ettr.md", tmp_path / "ettr.png")
+    assert (tmp_path / "ettr.md").read_text(encoding="utf-8") == OUTPUT.read_text(encoding="utf-8")
