@@ -1,4 +1,4 @@
-"""What failures cost in accuracy, by strategy; writes accuracy.md and accuracy.png.
+"""Cost of failures in accuracy, by strategy; writes accuracy.md and accuracy.png.
 
     python -m benchmarks.accuracy --text ../shared/data/wikitext-2/test.txt ../shared/data/wikitext-2/valid.txt \\
         --folder runs/accuracy        (an hour and a half on two cores; goes on from what is in the folder)
@@ -63,7 +63,7 @@ DROPPED = (0.01, 0.03, 0.1, 0.2)
 
 @dataclass(frozen=True)
 class Run:
-    """One training."""
+    """Settings of one training."""
 
     name: str
     seed: int
@@ -74,27 +74,27 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Names its folder."""
+        """Name of the training's folder."""
         words = "".join(one if one.isalnum() else "_" for one in self.name)
         return f"{words}_{len(self.wiped_at)}_{1000 * self.dropped:.0f}_{self.seed}"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """Result of one training."""
 
     loss: float
-    """On the validation set, in the end."""
+    """Loss on the validation set, in the end."""
     test_loss: float
     lost: float
     """PLT, of the tokens of the whole training."""
     digest: str
     losses: list[tuple[int, float]]
-    """On the validation set, on the way."""
+    """Losses on the validation set, along the way."""
 
 
 def main() -> None:
-    """Train and write."""
+    """Train, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, nargs="+", required=True, help="WikiText-2, as text")
     parser.add_argument("--folder", type=Path, required=True, help="where runs stay")
@@ -138,7 +138,7 @@ def _outcomes(wanted: Sequence[Run], folder: Path, data: Path, iterations: int) 
 
 
 def _outcome(run: Run, folder: Path, data: Path, iterations: int) -> Outcome:
-    """What is in the folder of a training, which is run if it is not there."""
+    """Return the result in the folder of a training, which is run if it is not there."""
     run_dir, words = folder / run.id, _words(run, data, iterations)
     kept, made_of = run_dir.with_suffix(".json"), _made_of([*words, str(run.dropped)], folder)
     if kept.exists() and (found := json.loads(kept.read_text(encoding="utf-8"))).pop("made_of") == made_of:
@@ -250,7 +250,7 @@ def _named(outcomes: Outcomes, names: Sequence[str]) -> list[list[str]]:
 
 
 def report(outcomes: Outcomes, iterations: int) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     half_way = [f"K = {experts} every {interval}" for experts, interval in HALF_WAY]
     dropped = [
         [f"{share:.0%}", *_row(outcomes, [pair for pair in _dropped(outcomes) if pair[0].dropped == share])[1:-1]]

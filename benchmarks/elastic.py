@@ -31,7 +31,7 @@ from moevement_core.simulator.availability import Change, changes, nodes_over_ti
 from moevement_core.simulator.elastic import ElasticJob, ElasticTraining, System, Trained
 
 NODES, SLOTS, FLOOR = 10, 6, 2
-"""As the paper's testbed and its setting (section 6.1)."""
+"""Nodes, slots and least replicas of the paper's testbed and its setting (section 6.1)."""
 MODELS = {"GPT-S": 8, "GPT-L": 16}
 SEGMENT_S = 4800.0
 _SMALL = ElasticJob(experts=8, slots=6, floor=2, iteration_s=0.45, nodes=10, expert_bytes=63e6, checkpoint_s=5.0)
@@ -57,7 +57,7 @@ class Rebalanced(NamedTuple):
 
 
 def main() -> None:
-    """Compute and write."""
+    """Compute, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("routing", type=Path, metavar="ROUTING.npz")
     parser.add_argument("trace", type=Path, metavar="TRACE.csv")
@@ -76,7 +76,9 @@ def main() -> None:
 
 
 def loads_at(tokens: Tokens, iterations: npt.NDArray[np.int64], step: int, experts: int) -> Tokens:
-    """Of the most loaded experts of every layer at a step, as the paper cuts the record to its models: [layers, E]."""
+    """Return the loads of the most loaded experts of every layer at a step, as the paper cuts the record to its models:
+    [layers, E].
+    """
     at = int(np.searchsorted(iterations, step))
     return -np.sort(-tokens[at], axis=-1)[:, :experts]
 
@@ -123,7 +125,7 @@ def rebalance_row(model: str, tokens: Tokens, iterations: npt.NDArray[np.int64],
 
 
 def _follow(loads: Tokens, replicas: Replicas, hysteresis: Hysteresis | None) -> Rebalanced:
-    """One layer, record by record; a look comes after the record that it looks at."""
+    """Follow one layer, record by record; a check comes after the record that it checks."""
     monitor = LoadMonitor(loads.shape[1], hysteresis or Hysteresis())
     held = dict(enumerate(place(replicas, NODES, SLOTS, FLOOR)))
     shares, times, moved = [], 0, 0
@@ -170,7 +172,7 @@ def spot_rows(model: str, tokens: Tokens, iterations: npt.NDArray[np.int64], tra
 
 
 def report(survived: list[list[str]], followed: list[list[str]], spot: list[list[str]], trace: str) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     third = (
         "model", "system", "iterations", "over restart", "changes", "from a checkpoint", "experts moved", "regrouping, s",
         "migrating, s", "restarting, s", "checkpoints, s", "nodes, mean",

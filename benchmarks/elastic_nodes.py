@@ -58,7 +58,7 @@ WHAT = {
 
 @dataclass
 class Played:
-    """What came of one system."""
+    """Result of one system."""
 
     iterations: int = 0
     """Committed when the segment was over; those of a dense checkpoint that a restart went back to, once."""
@@ -71,7 +71,7 @@ class Played:
     progress: list[tuple[float, int]] = field(default_factory=list)
     """Seconds since the segment began, and the newest iteration."""
     is_unequal: bool = False
-    """Whether any migration ended without equal digests."""
+    """True if any migration ended without equal digests."""
 
 
 def main() -> int:
@@ -106,7 +106,9 @@ def main() -> int:
 
 
 def node_events(first: Sequence[str], recorded: Sequence[Change], speedup: float) -> Iterator[tuple[float, list[str]]]:
-    """When which of the cluster's nodes are lost, seconds; what replaces a node in the trace is the same one here."""
+    """Yield when which of the cluster's nodes are lost, in seconds; a replacement of a node in the trace is the same
+    node here.
+    """
     here = dict(zip(first, [f"n{number}" for number in range(2, NODES + 1)], strict=True))
     for change in recorded:
         lost = [here.pop(node) for node in sorted(change.removed)]
@@ -203,7 +205,7 @@ def _saved(folder: Path) -> int:
 
 
 def report(played: dict[str, Played], events: Sequence[tuple[float, list[str]]], given: argparse.Namespace) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     static = played.get("static")
     rows = []
     for system, its in played.items():
@@ -254,7 +256,7 @@ What fewer nodes cost at the paper's scale is in [elastic.md](elastic.md).
 
 
 def draw(played: dict[str, Played], events: Sequence[tuple[float, list[str]]], path: Path) -> None:
-    """Iterations over time."""
+    """Draw iterations over time."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -26,7 +26,7 @@ NEVER = 1_000_000
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=160, metavar="N", help="default: 160")
     parser.add_argument("--every", type=int, nargs="+", default=[NEVER, 40, 20], metavar="N", help="looks at loads")
@@ -71,7 +71,7 @@ def _row(record: RunRecord, every: int) -> list[str]:
 
 
 def report(rows: list[list[str]], iterations: int) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     header = [
         "looked at every", "slowest rank over an even one, second half", "rebalances", "s each, median", "MB moved each",
         "s an iteration, median", "loss at the end",

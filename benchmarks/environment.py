@@ -1,4 +1,4 @@
-"""What a number was measured on; stands beside every table."""
+"""Description of the machine that a number was measured on; stands beside every table."""
 
 from __future__ import annotations
 

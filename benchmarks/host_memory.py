@@ -1,4 +1,4 @@
-"""What snapshots take of a live job's resident memory, beside what was planned; writes benchmarks/host_memory.md.
+"""Host memory of snapshots in a live job, beside what was planned; writes benchmarks/host_memory.md.
 
 python -m benchmarks.host_memory        (about ten minutes on two cores)
 
@@ -37,7 +37,7 @@ SIZES = ("--hidden-size", "384", "--ffn-hidden-size", "768", "--moe-ffn-hidden-s
 
 @dataclass(frozen=True)
 class Job:
-    """Of the laptop preset, with other sizes."""
+    """Job of the laptop preset, with other sizes."""
 
     name: str
     ranks: int
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Guard:
-    """What snapshots are guarded by."""
+    """Protection of snapshots against losses."""
 
     name: str
     live: tuple[str, ...]
@@ -67,7 +67,7 @@ _ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB", re.MULTILINE)
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host_memory", description=__doc__)
     parser.add_argument("--rounds", type=int, default=1, help="of each job with each protection (default: 1)")
     given = parser.parse_args()
@@ -144,7 +144,7 @@ def plan(job: Job, guard: Guard) -> int:
 
 
 def report(rows: list[list[str]], rounds: int) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     header = ("job", "protection", "planned", "said at the start", "measured", "measured over planned")
     return f"""# Host memory, planned and measured
 

@@ -41,7 +41,7 @@ WAYS = ("replay", "redo", "restart")
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=10, metavar="N")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of who is killed, and when")
@@ -74,12 +74,12 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Kill:
-    """Of one rank."""
+    """Kill of one rank."""
 
     after: int
     """The iteration that was committed last."""
     delay_s: float
-    """From when that was seen."""
+    """Seconds from when that was seen."""
     rank: int
 
 
@@ -156,7 +156,7 @@ def _row_of_restarts(record: RunRecord, kills: list[tuple[float, int]]) -> list[
 
 
 def report(rows: list[list[Any]], kills: int, seed: int) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     header = (
         "way", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "restore", "total",
         "kill to next committed iteration", "of it an iteration", "kills without a repeated iteration",

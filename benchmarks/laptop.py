@@ -28,10 +28,10 @@ MODES = {"forked": [], "fresh": ["--fresh-interpreters"]}
 
 @dataclass(frozen=True)
 class Measured:
-    """One run."""
+    """Measurements of one run."""
 
     first_iteration_s: float
-    """From the command to the end of iteration 1."""
+    """Seconds from the command to the end of iteration 1."""
     iteration_s: float
     """Median over all iterations but the first five."""
     tokens_per_s: float
@@ -100,7 +100,7 @@ class _PeakMemory:
             self._peak = max(self._peak, total)
 
     def stop(self) -> int:
-        """Bytes."""
+        """Stop, and return the highest number of bytes."""
         self._done.set()
         self._thread.join()
         return self._peak

@@ -1,4 +1,4 @@
-"""One job of hours, with kills and losses of nodes in between, and what it holds meanwhile; writes benchmarks/long_run.md.
+"""Growth of one job of hours, with kills and losses of nodes in between; writes benchmarks/long_run.md.
 
     python -m benchmarks.long_run --hours 2 --kills 200
 
@@ -36,7 +36,7 @@ from moevement_core.run_record import RunRecord
 OUTPUT, PLOT = Path(__file__).with_suffix(".md"), Path(__file__).with_suffix(".png")
 PER_NODE = 2
 WARM_UP = 0.3
-"""Of the run: caches fill, arenas come to their size, logs of processes that ended to their bound."""
+"""Share of the run in which caches fill, arenas reach their size, and logs of ended processes their bound."""
 GROWN_UP_S = 120
 """Age from which on a rank is looked at: building and the first windows are behind it."""
 ROLE_CHANGE = 2.0
@@ -47,7 +47,7 @@ GROWS_PER_HOUR = 0.02
 """Growing: by more of its mean in an hour, and by more than four standard errors of the slope."""
 ERRORS = 4.0
 BOUNDED = ("bytes, logs",)
-"""By the launcher, at more than a run of hours writes."""
+"""Figures that the launcher bounds at more than a run of hours writes."""
 UNITS = {"memory": 1e6, "bytes": 1e6}
 FLAGS = [
     "--eval-iters", "1", "--eval-interval", "50", "--moevement-reorder-threshold", "0",
@@ -94,7 +94,7 @@ def main() -> int:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of the job."""
+    """Result of the job."""
 
     samples: list[Sample]
     kills: int
@@ -102,10 +102,10 @@ class Run:
     code: int
     iterations: int
     is_whole: bool
-    """Whether each iteration has exactly one line."""
+    """True if each iteration has exactly one line."""
     events: Counter[str]
     schedules: int
-    """By which windows were made; a reorder makes a new one."""
+    """Number of schedules; a reorder makes a new one."""
     record_bytes: int
 
 
@@ -174,7 +174,7 @@ def strike(record: RunRecord, draw: random.Random) -> bool:
 
 
 def sample(launcher: int, out: Path) -> Sample:
-    """All that is counted, now."""
+    """Return all counts at this moment."""
     processes = {}
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(launcher)
@@ -215,7 +215,7 @@ def _of_folder(folder: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Line:
-    """Of one figure over the run, without the first part of it."""
+    """Line of one figure over the run, without the first part of it."""
 
     name: str
     mean: float
@@ -225,7 +225,7 @@ class Line:
 
     @property
     def grows(self) -> bool:
-        """By more than is said at :data:`GROWS_PER_HOUR`."""
+        """True if the figure grows by more than :data:`GROWS_PER_HOUR`."""
         return (
             self.name not in BOUNDED
             and self.per_hour > GROWS_PER_HOUR * max(self.mean, 1e-9)
@@ -234,7 +234,7 @@ class Line:
 
 
 def lines_of(samples: Sequence[Sample]) -> list[Line]:
-    """Of everything that was counted."""
+    """Return the lines of everything that was counted."""
     late = [one for one in samples if one["at_s"] >= WARM_UP * samples[-1]["at_s"]]
     series: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for one in late:
@@ -297,7 +297,7 @@ def _line(name: str, groups: Sequence[Sequence[tuple[float, float]]]) -> Line:
 
 
 def report(given: argparse.Namespace, run: Run) -> str:
-    """All of it."""
+    """Return the text of the page."""
     found = lines_of(run.samples)
     rows = [
         [

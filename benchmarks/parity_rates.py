@@ -1,4 +1,4 @@
-"""How fast a member's bytes are added to a block of parity, beside galois; writes benchmarks/parity_rates.md.
+"""Rate at which a member's bytes are added to a block of parity, beside galois; writes benchmarks/parity_rates.md.
 
 python -m benchmarks.parity_rates        (a minute on two cores)
 """
@@ -24,7 +24,7 @@ FIELD = galois.GF(2**8, irreducible_poly=0x11D)
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parity_rates", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of each, in turn (default: 5)")
     given = parser.parse_args()
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def report(rows: list[list[str]], rounds: int) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     return f"""# Adding to parity
 
     python -m benchmarks.parity_rates --rounds {rounds}        (writes this file)

@@ -1,4 +1,4 @@
-"""How long deciding takes: ordering and scheduling up to 100,000 operators on one core; writes benchmarks/policy.md.
+"""Time of decisions: ordering and scheduling up to 100,000 operators on one core; writes benchmarks/policy.md.
 
     python -m benchmarks.policy
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(count: int, kind: WindowKind, slots: int, repeats: int) -> str:
-    """One line of the table: a window of about ``slots`` slots over ``count`` operators."""
+    """Measure one line of the table: a window of about ``slots`` slots over ``count`` operators."""
     generator = np.random.default_rng(0)
     began = time.perf_counter()
     table = OperatorTable(
@@ -87,7 +87,7 @@ def _median(call: Callable[[], object], repeats: int) -> float:
 
 
 def report(rows: list[str], repeats: int) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     lines = "\n".join(rows)
     return f"""# Deciding
 

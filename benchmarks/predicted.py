@@ -40,7 +40,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Compared:
-    """One job with kills, and its simulation."""
+    """Job with kills, and its simulation."""
 
     mtbf_s: float
     seed: int
@@ -48,9 +48,9 @@ class Compared:
     wall_s: float
     iterations: int
     iteration_s: float
-    """Of the job itself where nothing disturbed it, median."""
+    """Seconds of an iteration of the job where nothing disturbed it, median."""
     lost_s: float
-    """From each failure to the resumption, measured."""
+    """Seconds from each failure to the resumption, measured."""
     predicted_iterations: int
     predicted_lost_s: float
 
@@ -66,7 +66,7 @@ class Compared:
 
 
 def main() -> None:
-    """Measure, simulate, write."""
+    """Measure, simulate, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=200, help="of each job (default: 200)")
     parser.add_argument("--folder", type=Path, required=True, help="where the jobs leave what they tell")
@@ -88,7 +88,7 @@ def training() -> list[str]:
 
 
 def command(*words: str) -> None:
-    """Run ``moevement``."""
+    """Run a ``moevement`` command."""
     subprocess.run([str(Path(sys.executable).with_name("moevement")), *words], check=True)
 
 
@@ -108,7 +108,7 @@ def failures_of(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def calibrated(scenario: Scenario, run: RunRecord) -> Scenario:
-    """With the seconds that the kills of one job took; replaying is what is predicted.
+    """Return the scenario with the seconds that the kills of one job took; replaying is predicted.
 
     A replay takes something beyond its iterations (fetching, loading, the first pass of a new process), which is a
     constant of the machine like regrouping.
@@ -158,7 +158,7 @@ def compared(run: RunRecord, scenario: Scenario, mtbf_s: float, seed: int) -> Co
 
 
 def failures_in(told: list[dict[str, Any]], metrics: list[dict[str, Any]], began: float) -> Iterator[Failure]:
-    """Of a job, each rank being a node.
+    """Yield the failures of a job, each rank being a node.
 
     A recovery that another failure interrupts leaves no account of its own, only a gap in the count of generations. The
     first such failure is taken to have come half an iteration after the last one that was committed, to the other
@@ -178,7 +178,7 @@ def failures_in(told: list[dict[str, Any]], metrics: list[dict[str, Any]], began
 
 
 def report(rows: list[Compared], scenario: Scenario, profile: Profile, iterations: int) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     table = "\n".join(
         f"| {one.mtbf_s:g} s | {one.seed} | {one.failures} | {one.wall_s:.0f} s | {one.iteration_s:.3f} s | "
         f"{one.lost_s / max(1, one.failures):.2f} s | {one.predicted_lost_s / max(1, one.failures):.2f} s | "

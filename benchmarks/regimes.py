@@ -51,7 +51,7 @@ FLAGS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Row:
-    """One regime."""
+    """Results of one regime."""
 
     regime: str
     expert_bytes: tuple[int, int]
@@ -63,7 +63,7 @@ class Row:
     window: int
     overhead: dict[str, Any]
     recovery_s: float
-    """From a kill to the next iteration that is committed, without that iteration; median."""
+    """Seconds from a kill to the next committed iteration, without that iteration; median."""
     repeated: float
     """Iterations that were run again; median."""
     kills: int
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def measure(job: JobShape, flags: tuple[str, ...], budget: float) -> Row:
-    """One regime: its window at ``budget`` bytes an iteration, then two live runs with that window."""
+    """Measure one regime: its window at ``budget`` bytes an iteration, then two live runs with that window."""
     cluster = Cluster(gpus_per_node=1, d2h_bytes_per_s=budget, network_bytes_per_s=budget)
     plan = CheckpointPlan(PlanInput(job, cluster, job.regime, iteration_s=1.0, replicas=1))
     words = [*MODEL, *flags, "--moevement-window", str(plan.size)]
@@ -129,7 +129,7 @@ def _killed(words: list[str], window: int) -> tuple[float, float, int]:
 
 
 def report(rows: list[Row], budget: float) -> str:
-    """The whole page."""
+    """Return the text of the page."""
     sizes = [
         [row.regime, *(f"{full:,}, {compute:,}" for full, compute in (row.expert_bytes, row.non_expert_bytes)),
          f"{row.rank_bytes[0] / 1e6:.2f}, {row.rank_bytes[1] / 1e6:.2f}"]

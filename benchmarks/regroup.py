@@ -1,4 +1,4 @@
-"""How the parts of a recovery grow with the ranks of a job; writes benchmarks/regroup.md.
+"""Growth of the parts of a recovery with the ranks of a job; writes benchmarks/regroup.md.
 
     python -m benchmarks.regroup
 
@@ -39,7 +39,7 @@ TINY = (
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     platform.install()
     made = [_made(*layout) for layout in LAYOUTS]
@@ -62,7 +62,7 @@ def _row(ranks: int) -> list[str]:
 
 
 def _made(world: int, pipeline: int, expert: int) -> list[str]:
-    """What rank 0 does for all groups of a job."""
+    """Return what rank 0 does for all groups of a job."""
     from megatron.core import parallel_state  # after the platform
 
     print(f"groups of {world} ranks ...", flush=True)
@@ -89,7 +89,7 @@ def _made(world: int, pipeline: int, expert: int) -> list[str]:
 
 
 def report(rows: list[list[str]], made: list[list[str]]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     header = (
         "ranks", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "restore", "total", "kills",
     )  # fmt: skip

@@ -34,7 +34,7 @@ WINDOW = 3
 
 @dataclass
 class Replay:
-    """One ordering, replayed over the record."""
+    """Replay of one ordering over the record."""
 
     label: str
     config: OrderingConfig
@@ -42,7 +42,7 @@ class Replay:
     """Fraction of experts that had changed, at every boundary."""
     reordered: list[bool] = field(default_factory=list)
     frozen: list[float] = field(default_factory=list)
-    """Of the next record's expert tokens, the share that a conversion would process frozen under the order in force."""
+    """Share of the next record's expert tokens that a conversion would process frozen under the order in force."""
 
 
 def main() -> None:
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def table_of(layers: int, experts: int) -> OperatorTable:
-    """All experts of the record; their sizes do not matter to the trigger."""
+    """Return a table of all experts of the record; their sizes do not matter to the trigger."""
     return OperatorTable(
         Operator(expert_name(layer, expert), OperatorKind.EXPERT, StateBytes(2, 4, 8))
         for layer in range(layers)
@@ -95,7 +95,9 @@ def run(replay: Replay, tokens: npt.NDArray[np.float64]) -> None:
 
 
 def frozen_share(table: OperatorTable, order: Order, counts: npt.NDArray[np.float64]) -> float:
-    """Of all tokens that the W - 1 iterations of a conversion route to experts, those that meet a frozen one."""
+    """Return the share of tokens that meet a frozen expert, of all that the W - 1 iterations of a conversion route to
+    experts.
+    """
     ends = impose_window(table, order, WINDOW).ends
     slots = np.searchsorted(ends, np.arange(len(table)), side="right")
     return float((slots * counts[order]).sum() / ((WINDOW - 1) * counts.sum()))
@@ -133,7 +135,7 @@ def draw(replays: Sequence[Replay], iterations: npt.NDArray[np.int64], tokens: n
 
 
 def report(replays: Sequence[Replay], tokens: npt.NDArray[np.float64], iterations: npt.NDArray[np.int64]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     windows, late = len(tokens) - 1, len(tokens) // 2
     best = oracle(tokens)
     rows = "\n".join(

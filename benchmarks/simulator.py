@@ -1,4 +1,4 @@
-"""How long the simulator itself takes, and what it says of the paper's largest cluster; writes benchmarks/simulator.md.
+"""Time of the simulator itself, and its results for the paper's largest cluster; writes benchmarks/simulator.md.
 
 python -m benchmarks.simulator
 """
@@ -43,7 +43,7 @@ def run(words: list[str]) -> tuple[float, dict[str, Any]]:
 
 
 def report(one_s: float, sweep_s: float, told: dict[str, Any]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     rows = "\n".join(
         f"| {one['mtbf_s'] / 60:g} min | {one['strategy']} | {one['interval']} | {one['ettr_formula']:.3f} | "
         f"{one['ettr']:.3f} ± {one['ettr_confidence']:.3f} |"

@@ -1,4 +1,4 @@
-"""What the bits of a result depend on beside the program and its settings: the processor and its libraries.
+"""Processor and libraries, on which the bits of a result depend beside the program and its settings.
 
 Windows on disk outlive the machines that wrote them. Iterations that are replayed on another kind of processor, or with
 another version of a library, come to other last bits than those that were lost, and nothing is wrong with them.

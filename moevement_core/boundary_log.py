@@ -44,18 +44,18 @@ class Logged:
     dtype: str
     shape: tuple[int, ...]
     buffer: torch.Tensor
-    """Its bytes in host memory; they are there when ``copied`` is over."""
+    """Bytes in host memory; they are complete when ``copied`` is over."""
     copied: Event
     digested: Future[str]
 
     @property
     def digest(self) -> str:
-        """Of its bytes as they were copied; waits for it."""
+        """Digest of the bytes as they were copied; waits for it."""
         return self.digested.result()
 
     @property
     def tensor(self) -> torch.Tensor:
-        """As it was sent, on the host; waits for the copy."""
+        """Tensor as it was sent, on the host; waits for the copy."""
         self.copied.synchronize()
         return self.buffer.view(getattr(torch, self.dtype)).view(self.shape)
 
@@ -89,7 +89,7 @@ class _Digests:
 
 
 class BoundaryLog:
-    """What this rank sent over its stage's boundaries. All methods are for the training thread.
+    """Log of what this rank sent over its stage's boundaries. All methods are for the training thread.
 
     Args:
         device: where the tensors live.
@@ -119,7 +119,7 @@ class BoundaryLog:
         return sorted(iteration for iteration in self._logged if iteration != self._iteration)
 
     def begin(self, iteration: int) -> None:
-        """What is sent from now on belongs to ``iteration``; what was sent for it before is dropped."""
+        """Begin an iteration: later sends belong to it, and earlier ones for the same iteration are dropped."""
         self._iteration = iteration  # first: an exception before the rest leaves no iteration that seems whole
         self._drop(iteration)
         self._logged[iteration] = {direction: [] for direction in Direction}
@@ -171,7 +171,9 @@ class BoundaryLog:
         return self._logged[iteration][direction]
 
     def digest(self, iteration: int) -> str | None:
-        """Of everything that ``iteration`` sent, in order; None if it is not all here. Waits for its copies."""
+        """Return the digest of everything that ``iteration`` sent, in order; None if it is not complete. Waits for its
+        copies.
+        """
         if iteration == self._iteration or iteration not in self._logged:
             return None
         sent = self._logged[iteration]
@@ -183,7 +185,7 @@ class BoundaryLog:
         return xxhash.xxh3_128_hexdigest("\n".join(words).encode())
 
     def damaged(self, iterations: Iterable[int]) -> list[int]:
-        """Those of ``iterations`` of which something is not what was copied. Reads all of it."""
+        """Return those of ``iterations`` whose tensors differ from what was copied. Reads all of them."""
         return [
             iteration
             for iteration in iterations

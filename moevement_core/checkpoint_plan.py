@@ -1,4 +1,4 @@
-"""What sparse checkpointing of a job will cost, before it runs: window, slots, traffic, host memory, rollback.
+"""Cost of sparse checkpointing for a job, before it runs: window, slots, traffic, host memory, rollback.
 
 The arithmetic is that of the live run: the same tables, windows and bounds. What only a run knows is assumed: every
 operator is cut evenly over the ranks that share it, experts are equally popular, and copies and sends go at the
@@ -42,9 +42,9 @@ from moevement_core.strategies.config import Recovery
 from moevement_core.strategies.redo import order_of
 
 DEVICE_BYTES_PER_S = 1e12
-"""Of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
+"""Rate of device memory in an update: half of the 2 TB/s in NVIDIA's data sheet of the A100 with 80 GB."""
 _MASTER_BYTES = 4
-"""Of an element of the widest tensor in a snapshot."""
+"""Bytes of an element of the widest tensor in a snapshot."""
 INTERRUPTED = 0.5
 """Iterations of work that a failure takes from the iteration under way, on average; no replay counts them."""
 DENSE_OVERHEAD = 0.03
@@ -67,23 +67,24 @@ class PlanInput:
     period: int | None = None
     """Iterations from one window to the next, imposed; left out as many as the cap on overhead asks for."""
     contention: float = 0.0
-    """Of the seconds in which links could carry nothing but the copies, the share by which those lengthen training; 0
-    hides them wholly."""
+    """Share of the seconds in which links could carry nothing but the copies, by which those lengthen training; 0 hides
+    them wholly.
+    """
     overhead_cap: float = OVERHEAD_CAP
     """Share of an iteration's time that this may be, before windows become rarer."""
     recovery: Recovery = Recovery.REPLAY
-    """By replay or by redo."""
+    """Way to recover: replay or redo."""
     members: int = 0
-    """Of a group of whose snapshots parity is kept; 0: copies are."""
+    """Members of a group of whose snapshots parity is kept; 0: copies are kept."""
     keeps_own: bool = True
-    """Whether ranks keep their own snapshots when all peers have them."""
+    """True if ranks keep their own snapshots when all peers have them."""
     to_disk: bool = False
-    """Whether windows are written to disk, too."""
+    """True if windows are written to disk, too."""
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage, of which one rank stands for all."""
+    """Plan of one stage, of which one rank stands for all."""
 
     shape: StageShape
     table: OperatorTable
@@ -93,15 +94,15 @@ class StagePlan:
     own: Window
     """The smallest window that this stage needs."""
     window: Window
-    """Its slots in the window of the job."""
+    """Slots of the stage in the window of the job."""
     log_bytes: int
     """Boundary log of an iteration."""
     rest: int
     """Iterations between a window of the job and the next one."""
     is_redone: bool
-    """Whether slots hold gradients where they would hold compute weights."""
+    """True if slots hold gradients where they would hold compute weights."""
     ranks: OperatorTable
-    """With a row for each rank, which have whole experts and unequal parts of layers."""
+    """Operators with a row for each rank; ranks have whole experts and unequal parts of layers."""
 
     @property
     def weighed(self) -> OperatorTable:
@@ -110,13 +111,13 @@ class StagePlan:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """What a live rank of it would ask."""
+        """Strategy that a live rank of the stage would use."""
         windows = MoEvement(self.table, self.window.kind, self.window.size)
         return Redo(self.table, windows) if self.is_redone else windows
 
     @cached_property
     def schedule(self) -> SparseSchedule:
-        """What a live rank of it saves."""
+        """Schedule by which a live rank of the stage saves."""
         kind = RedoSchedule if self.is_redone else SparseSchedule
         return kind(self.table, self.order, self.window, rest=self.rest)
 
@@ -132,7 +133,7 @@ class StagePlan:
 
     @cached_property
     def operators(self) -> tuple[OperatorShape, ...]:
-        """Of its shape, in the order of the table."""
+        """Operators of the shape, in the order of the table."""
         by_name = {one.name: one for one in self.shape.operators}
         return tuple(by_name[name] for name in self.table.names)
 
@@ -148,7 +149,7 @@ class StagePlan:
 
 
 def _first_order(table: OperatorTable, ordering: Ordering) -> Order:
-    """Before anybody knows what experts are popular."""
+    """Return the order before any popularity is known."""
     return order_operators(table, np.zeros(len(table)), ordering)
 
 
@@ -285,7 +286,7 @@ class CheckpointPlan:
         return math.ceil(np.mean([most_held(kept, self._slots(stage, lag)) for kept in self._kept(stage)]))
 
     def own_memory(self, stage: StagePlan) -> int:
-        """Of those, host bytes of what a rank keeps itself."""
+        """Return the host bytes of a rank's own snapshots."""
         keeps_own = self.given.keeps_own or self.given.to_disk  # it writes its own to disk
         if keeps_own or self.given.members or not self.given.replicas:
             return self.snapshot_memory(stage)
@@ -301,7 +302,9 @@ class CheckpointPlan:
         return most_held(longest, self._slots(stage, 0)) + AT_ONCE * (BLOCK + tensor)
 
     def _kept(self, stage: StagePlan) -> Sequence[Kept]:
-        """No part of a sum is given back by itself, nor of what is written to disk."""
+        """Return the bytes held of each snapshot. Parts of sums, and of what is written to disk, are not released by
+        themselves.
+        """
         is_whole = self.given.members or self.given.to_disk
         return [kept[:, :1] for kept in stage.kept] if is_whole else stage.kept
 
@@ -319,7 +322,9 @@ class CheckpointPlan:
 
     @property
     def host_memory(self) -> tuple[int, int, int]:
-        """Of a rank of the heaviest stage, bytes: own snapshots, those of others or its share of parity, and logs."""
+        """Host bytes of a rank of the heaviest stage: own snapshots, those of others or its share
+        of parity, and logs.
+        """
         heaviest = max(self.stages, key=self.snapshot_memory)
         if self.given.members:
             groups = -(-self._nodes // self.given.members)  # of one rank of each node
@@ -330,7 +335,7 @@ class CheckpointPlan:
 
     @property
     def host_memory_of_node(self) -> int:
-        """All three for every rank of a node."""
+        """Host bytes of a node: all three for every rank."""
         return sum(self.host_memory) * min(self.given.cluster.gpus_per_node, self.given.job.ranks)
 
     @cached_property
@@ -371,7 +376,7 @@ class CheckpointPlan:
 
     @property
     def is_carried(self) -> bool:
-        """Whether every slot is copied and sent while an iteration runs."""
+        """True if every slot is copied and sent while an iteration runs."""
         return not any(stage.window.over_budget for stage in self.stages)
 
     def dense(self, interval: int | None = None) -> DensePlan:
@@ -402,7 +407,9 @@ class CheckpointPlan:
         return DensePlan(stage.full_bytes, copy_s, send_s, stall_s, interval, lag, host_memory)
 
     def alternatives(self) -> Iterator[tuple[str, int]]:
-        """What would change W, and to what: twice each bandwidth, other window kind, fewer replicas, other regimes."""
+        """Yield changes of W: twice each bandwidth, the other window kind, fewer replicas, other regimes, each with its
+        W.
+        """
         given = replace(self.given, window=None)
         cluster, scaling = given.cluster, given.regime.scaling
         faster_copies = replace(cluster, d2h_bytes_per_s=2 * cluster.d2h_bytes_per_s)
@@ -431,7 +438,7 @@ class DensePlan:
     send_s: float
     """Seconds until every peer has it."""
     stall_s: float
-    """What one checkpoint delays training by: a copy that outlasts the iteration it hides in."""
+    """Seconds by which one checkpoint delays training: a copy that outlasts the iteration it hides in."""
     interval: int
     """The shortest interval, iterations, at which stalls stay within 3% and one checkpoint ends before the next."""
 

@@ -15,14 +15,14 @@ _LINE = re.compile(r"damage found by (?P<by>.+?): (?P<what>.+); (?P<instead>.+)"
 
 @dataclass(frozen=True)
 class Damage:
-    """What was found."""
+    """Report of damage that was found."""
 
     by: str
     """Which check found it."""
     what: str
-    """What is damaged."""
+    """Data that is damaged."""
     instead: str
-    """What is done now."""
+    """Reaction to the damage."""
 
     def __str__(self) -> str:
         return f"damage found by {self.by}: {self.what}; {self.instead}"

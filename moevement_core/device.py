@@ -45,7 +45,7 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether everything before the mark is done; never blocks."""
+        """Return whether everything before the mark is done; never blocks."""
 
     @abstractmethod
     def elapsed_ms(self, end: Event) -> float:
@@ -53,7 +53,7 @@ class Event(ABC):
 
 
 class Device(ABC):
-    """What the copy engine, the boundary log and the benchmarks need to know about the accelerator."""
+    """Accelerator as the copy engine, the boundary log and the benchmarks see it."""
 
     kind: str
     torch_device: torch.device

@@ -38,7 +38,7 @@ class PopularityError(ConfigError):
 
 
 class WindowError(ConfigError):
-    """No window follows from the numbers given: no bandwidth, no iteration time, no operator."""
+    """Error: no window follows from the given numbers, for lack of a bandwidth, an iteration time or an operator."""
 
 
 class ScheduleError(MoEvementError):
@@ -46,7 +46,7 @@ class ScheduleError(MoEvementError):
 
 
 class ExchangeError(MoEvementError):
-    """What another process sent is not what was expected."""
+    """Error: another process sent something unexpected."""
 
 
 class SnapshotError(MoEvementError):
@@ -70,7 +70,7 @@ class RunRecordError(MoEvementError):
 
 
 class ProcessGroupError(MoEvementError):
-    """One of the processes that were started together failed or did not end in time."""
+    """Error: one of the processes that were started together failed or did not end in time."""
 
 
 class JobStopped(MoEvementError):
@@ -92,4 +92,4 @@ class ResultError(MoEvementError):
 
 
 class InjectedFault(MoEvementError):
-    """What a drill asked for."""
+    """Failure that a drill asked for."""

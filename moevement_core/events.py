@@ -1,4 +1,4 @@
-"""What ``events.jsonl`` holds: one record for each event, with its kind, its time, and the fields of its class.
+"""Records of ``events.jsonl``: one for each event, with its kind, its time, and the fields of its class.
 
 ``docs/events.md`` is made from this file and the two accounts of a recovery; ``scripts/events_table.py`` writes it.
 """
@@ -10,17 +10,17 @@ from typing import Any, ClassVar, Protocol
 
 
 class Event(Protocol):
-    """One record; :class:`~moevement_core.recovery.outcome.Recovery` and ``Account`` are events, too."""
+    """Record of an event; :class:`~moevement_core.recovery.outcome.Recovery` and ``Account`` are events, too."""
 
     kind: ClassVar[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """Its fields as JSON can hold them."""
+        """Return the fields in a form that JSON holds."""
 
 
 class _Plain:
     def as_dict(self) -> dict[str, Any]:
-        """Its fields as JSON can hold them."""
+        """Return the fields in a form that JSON holds."""
         return asdict(self)  # type: ignore[call-overload]
 
 
@@ -43,7 +43,7 @@ class Restarted(_Plain):
     iteration: int
     """The one that it restarts from."""
     text: str
-    """From what, in words."""
+    """Source of the job's state, in words."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,12 @@ class Resized(_Plain):
     digests_equal: int
     """Operators whose whole state had the same digest before and after, and on all replicas; 0 without digests."""
     seconds: dict[str, float]
-    """``until_usable``: from the first loss to process groups of now; ``state``: model and optimizer built, state
-    brought; ``until_resumed``; ``total``."""
+    """Seconds by part. ``until_usable``: from the first loss to usable process groups; ``state``: model and optimizer
+    built, state brought; ``until_resumed``; ``total``.
+    """
 
     def sentence(self) -> str:
-        """For the log."""
+        """Return the event as a sentence for the log."""
         size = f"{self.world_size} ranks"
         if self.world_size != self.world_before:
             size += f" instead of {self.world_before}"
@@ -96,7 +97,7 @@ class Evaluated(_Plain):
     set: str
     """``validation`` or ``test``."""
     iteration: int
-    """After which it was made."""
+    """Iteration after which the placement was made."""
     loss: float | str | None
     """The language model's; the name of a number that JSON has no word for."""
 
@@ -107,9 +108,9 @@ class CheckpointSaved(_Plain):
 
     kind: ClassVar[str] = "checkpoint"
     iteration: int
-    """Whose state it is."""
+    """Iteration of the saved state."""
     folder: str
-    """What ``--save`` says."""
+    """Folder that ``--save`` names."""
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,9 @@ class CheckpointFailed(_Plain):
 
     kind: ClassVar[str] = "checkpoint_failed"
     iteration: int | None
-    """Whose state it was to be; None where an asynchronous save shows its failure later."""
+    """Iteration of the state; None where an asynchronous save shows its failure later."""
     reason: str
-    """In words."""
+    """Reason in words."""
 
 
 @dataclass(frozen=True)
@@ -140,19 +141,19 @@ class WindowPersisted(_Plain):
 
 @dataclass(frozen=True)
 class Planned(_Plain):
-    """What checkpoints of the rank that writes the record are to cost, from a start or a change of the window on."""
+    """Planned cost of checkpoints of the rank that writes the record, from a start or a change of the window on."""
 
     kind: ClassVar[str] = "plan"
     iteration: int
-    """From which on."""
+    """Iteration from which the plan holds."""
     window: int
     """Iterations from the first snapshot of a window to that of the next."""
     strategy: str
-    """What ``--moevement-strategy`` says."""
+    """Value of ``--moevement-strategy``."""
     copied_bytes: float
-    """From the device to its host, in an iteration, on average over a window."""
+    """Bytes from the device to its host, in an iteration, as a mean over a window."""
     replicated_bytes: float
-    """To all peers together, likewise."""
+    """Bytes to all peers together, in an iteration, as a mean over a window."""
     memory_bytes: int | None
     """Host memory for its snapshots, for what it keeps for others and for the boundary log; None where there is no cap
     that it had to be compared with."""
@@ -191,9 +192,9 @@ class NothingPersisted(_Plain):
     text: str
     """The warning."""
     iterations: int
-    """In a row."""
+    """Number of iterations in a row."""
     persisted_from: int | None
-    """Where the newest persisted window begins; None if there is none."""
+    """Beginning of the newest persisted window; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ class WindowsNotOnDisk(_Plain):
     text: str
     """The warning."""
     failed: int | None = None
-    """How many so far; None while the folder cannot be used at all."""
+    """Number of failures so far; None while the folder cannot be used at all."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class WindowsOnDiskAgain(_Plain):
 
     kind: ClassVar[str] = "windows_on_disk_again"
     text: str
-    """In words."""
+    """Warning in words."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +225,7 @@ class RecoveredFromDisk(_Plain):
     text: str
     """The warning."""
     window: str
-    """Its name."""
+    """Name of the window."""
     until: int
     """The iteration that was recovered."""
 

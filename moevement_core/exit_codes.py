@@ -1,4 +1,4 @@
-"""How a process of ours ends: what the user did wrong is one line and 2, everything else keeps its traceback."""
+"""Ends of this project's processes: a user's mistake is one line and code 2, everything else keeps its traceback."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BROKEN_DEVICE = 74
 REPLACES_ENV = "MOEVEMENT_REPLACES"
 """The member that ended and in whose place this process was started: it is alone in what it finds wrong."""
 INTERRUPTED = 128 + signal.SIGINT
-"""By Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as shells use it."""
 HUNG_UP = 128 + signal.SIGHUP
 """The terminal that a command wrote to is gone, as shells have it."""
 _SHOWN = 200
@@ -69,7 +69,7 @@ def output_may_end() -> Iterator[None]:
 
 
 def _discard_output() -> None:
-    """What is buffered would be tried again, in vain, when the interpreter ends."""
+    """Discard buffered output, which the interpreter would try to write again, in vain, when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Who may read what a job writes: run directories and windows are its user's alone, unless asked for otherwise.
+"""Permissions of what a job writes: run directories and windows belong to their user alone, unless asked for otherwise.
 
 They hold weights, and names of files and hosts. A stricter umask stays what it is; a laxer one is not followed.
 """
@@ -20,7 +20,7 @@ ENV = "MOEVEMENT_FILE_MODE"
 
 
 class FileMode(StrEnum):
-    """Who may read."""
+    """Groups of users that may read a file."""
 
     PRIVATE = "private"
     GROUP = "group"
@@ -28,12 +28,12 @@ class FileMode(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of a file; a folder has them with those to enter it."""
+        """Mode bits of a file; a folder has those to enter it, too."""
         return {FileMode.PRIVATE: 0o600, FileMode.GROUP: 0o640, FileMode.ALL: 0o644}[self]
 
     @property
     def folder_bits(self) -> int:
-        """Of a folder."""
+        """Mode bits of a folder."""
         return {FileMode.PRIVATE: 0o700, FileMode.GROUP: 0o750, FileMode.ALL: 0o755}[self]
 
 
@@ -73,7 +73,7 @@ def use_file_mode(text: str | None) -> None:
 
 
 def file_mode() -> FileMode:
-    """As this process writes.
+    """Return the mode with which this process writes.
 
     Raises:
         ConfigError: the default in the environment is none.
@@ -97,5 +97,5 @@ def make_folder(folder: Path) -> None:
 
 
 def opener(path: str, flags: int) -> int:
-    """For ``open(..., opener=opener)``."""
+    """Open a file with this process's mode; for ``open(..., opener=opener)``."""
     return os.open(path, flags, file_mode().bits)

@@ -26,7 +26,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Flag:
-    """How a field is given on the command line."""
+    """Declaration of a field on the command line."""
 
     name: str
     help: str
@@ -40,7 +40,7 @@ class Flag:
 
     @property
     def dest(self) -> str:
-        """Its name in the parsed namespace."""
+        """Name in the parsed namespace."""
         return self.name.lstrip("-").replace("-", "_")
 
     def add_to(self, group: Any) -> None:
@@ -122,7 +122,7 @@ def at_least(least: int) -> Check:
 
 
 def each(check: Check, into: Callable[[Any], Any]) -> Check:
-    """Each of several values; without any, ``into`` of nothing."""
+    """Return a check of each of several values; without any, ``into`` of nothing."""
     return lambda name, values: into(check(name, value) for value in values)
 
 
@@ -150,7 +150,7 @@ def within(least: float, most: float = math.inf) -> Check:
 
 
 def gigabytes(name: str, value: float | None) -> float:
-    """In whole bytes, so that a number of gigabytes is not a byte short of itself; infinite without a cap."""
+    """Return a number of gigabytes in whole bytes, so that it is not a byte short of itself; infinite without a cap."""
     given = positive(math.inf)(name, value)
     return round(given * 1e9) if math.isfinite(given) else given
 

@@ -1,4 +1,4 @@
-"""What a training thread may wait in although a restart's exception may reach it there at any moment.
+"""Gate that a training thread may wait in although a restart's exception may reach it there at any moment.
 
 ``threading.Condition`` and ``threading.Event`` enter their lock in Python code: an exception that is posted from
 outside while the main thread waits for that lock is raised when it has it, before any ``with`` block that would give it

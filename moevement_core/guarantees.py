@@ -1,4 +1,4 @@
-"""What a job may rely on after a failure: equal bits, or values that are equal up to the order in which sums are made.
+"""Guarantees of a job after a failure: equal bits, or values that are equal up to the order of sums.
 
 Two questions have two answers. *Is the restored state the one that was lost?* And: *do later iterations have the bits
 of a job to which nothing happened?* The table in ``docs/guarantees.md`` is :func:`table`, a test compares, and a job on
@@ -13,14 +13,14 @@ from enum import StrEnum
 
 
 class Promise(StrEnum):
-    """How equal two states or two runs are."""
+    """Degrees of equality of two states or two runs."""
 
     EQUAL = "equal bits"
     UP_TO_ORDER = "up to the order of sums"
 
 
 class Place(StrEnum):
-    """Where a replacement runs, seen from the rank that it replaces."""
+    """Places of a replacement, seen from the rank that it replaces."""
 
     SAME_DEVICE = "same device"
     SAME_NODE = "same node"
@@ -28,7 +28,7 @@ class Place(StrEnum):
 
 
 class Restored(StrEnum):
-    """How the state of a lost rank comes back."""
+    """Ways in which the state of a failed rank is restored."""
 
     REDO = "redo"
     REPLAY = "replay"
@@ -43,12 +43,12 @@ MOST_GATHERED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the bits of a job depend on."""
+    """Arithmetic that the bits of a job depend on."""
 
     uses_gpus: bool
-    """Whether ranks compute on GPUs and sum by NCCL; else on CPUs, where gloo sums by rank."""
+    """True if ranks compute on GPUs and sum by NCCL; otherwise on CPUs, where gloo sums by rank."""
     is_deterministic: bool = True
-    """Whether kernels add in a fixed order (``--deterministic-mode``); on CPUs they always do."""
+    """True if kernels add in a fixed order (``--deterministic-mode``); on CPUs they always do."""
     widest_sum: int = SAFE_SUM
     """Ranks in the largest group whose sums NCCL makes in an order of its own."""
 

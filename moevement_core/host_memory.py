@@ -1,4 +1,4 @@
-"""What a node has of host memory, and what a rank of it may use by default."""
+"""Host memory of a node, and the part that a rank of it may use by default."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 import psutil
 
 SHARE = 0.5
-"""Of a node's memory, for snapshots and all that belongs to them, where nothing else is said."""
+"""Share of a node's memory for snapshots and all that belongs to them, where no flag sets it."""
 _UNLIMITED = 1 << 60
 """Control groups of version 1 say numbers about as large where there is no limit."""
 
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """Of this node, as far as this process may use it."""
+    """Memory of this node, as far as this process may use it."""
 
     nbytes: int
     is_limited: bool
-    """Whether it is the limit of a control group, and not all that the node has."""
+    """True if it is the limit of a control group, and not all that the node has."""
 
     def __str__(self) -> str:
         what = "limit of its control group" if self.is_limited else "memory of its node"
@@ -38,7 +38,7 @@ def node_memory(root: Path = Path("/")) -> NodeMemory:
 
 
 def _limits(root: Path) -> list[int]:
-    """Of this process's control group and of all around it, of versions 2 and 1."""
+    """Return the limits of this process's control group and of all around it, of versions 2 and 1."""
     limits = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -14,11 +14,11 @@ from moevement_core.numbers import NOT_NEGATIVE
 
 
 class Phase(StrEnum):
-    """Where in an iteration, or beside it."""
+    """Phases of an iteration, or beside it."""
 
     START = "start"
     DECIDE = "decide"
-    """In the middle of what is decided at a window's beginning: other ranks may be through."""
+    """Decision at a window's beginning; other ranks may have completed it."""
     FORWARD = "forward"
     BACKWARD = "backward"
     ACCUMULATE = "accumulate"
@@ -26,57 +26,59 @@ class Phase(StrEnum):
     READY = "ready"
     """Gradients whose reduction overlaps are being counted."""
     FORK = "fork"
-    """On the way out of another random state (attention dropout): it is put back, and its name is not yet."""
+    """Exit of another random state (attention dropout): it is restored, and its name is not yet."""
     REDUCE = "reduce"
     COPY = "copy"
     """The optimizer has its copy of the gradients; nothing has been reduced with it."""
     COMMIT = "commit"
-    """After every reduction, before the update."""
+    """Moment after every reduction and before the update."""
     STEP = "step"
-    """In the update, which then is torn."""
+    """Update, which is then torn."""
     GATHER = "gather"
     SNAPSHOT = "snapshot"
     REPLICATE = "replicate"
-    """While a snapshot is on its way to a peer."""
+    """Sending of a snapshot to a peer."""
     EVAL = "eval"
     SAVE = "save"
     GROUPS = "groups"
-    """After a failure, before the process groups are made: the others wait for this rank. It knows no iteration yet."""
+    """Moment after a failure, before process groups are made: the others wait for this rank. It
+    knows no iteration yet.
+    """
     COMMUNICATORS = "communicators"
-    """After a failure, when the process groups are made and not used yet. It knows no iteration yet."""
+    """Moment after a failure, when process groups are made and not used yet. It knows no iteration yet."""
     RECOVER = "recover"
-    """Where ranks meet after a failure; the iteration is the one that they resume."""
+    """Meeting of the ranks after a failure; the iteration is the one that they resume."""
     REDO = "redo"
-    """While updates are made again."""
+    """Redo of updates."""
     REPLAY = "replay"
     EXIT = "exit"
 
 
 class Signal(StrEnum):
-    """What happens to the rank."""
+    """Effects on the rank."""
 
     KILL = "KILL"
     STOP = "STOP"
-    """It hangs."""
+    """Stop of the process, which then hangs."""
     EXC = "EXC"
-    """It raises an exception."""
+    """Exception raised by the rank."""
     WAIT = "WAIT"
-    """It stays where it is until the failure of another rank interrupts it there."""
+    """Wait of the rank until the failure of another one interrupts it."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, which happens once in a job."""
+    """Fault that happens once in a job."""
 
     rank: int
     phase: Phase
     signal: Signal
     iteration: int | None = None
-    """None: the first time that the rank is in the phase."""
+    """Iteration of the fault; None: the first time that the rank is in the phase."""
 
     @staticmethod
     def parse(text: str) -> Fault:
-        """From ``rank=2,iteration=17,phase=forward,signal=KILL``; ``signal`` is KILL if it is left out.
+        """Parse ``rank=2,iteration=17,phase=forward,signal=KILL``; ``signal`` is KILL if it is left out.
 
         Raises:
             ConfigError: it says something else.
@@ -110,7 +112,7 @@ class FlipKind(StrEnum):
     PARITY = "parity"
     """A block of parity that a recovery reads."""
     LOGS = "logs"
-    """What a rank sent over its stage's boundary, and is to feed again."""
+    """Tensors that a rank sent over its stage's boundary, and is to feed again."""
     GRADIENTS = "gradients"
     """A logged gradient that updates are made again from."""
     WINDOWS = "windows"
@@ -118,7 +120,7 @@ class FlipKind(StrEnum):
     WIRE = "wire"
     """A snapshot on its way to a peer."""
     HEADERS = "headers"
-    """Its header on its way there."""
+    """Header of a snapshot on its way there."""
     MESSAGES = "messages"
     """The message that announces it, on its way there."""
     FETCHES = "fetches"
@@ -133,15 +135,15 @@ class Flip:
 
     kind: FlipKind
     rank: int | None = None
-    """On which rank; None: on the first that has such data in use."""
+    """Rank of the flip; None: the first that has such data in use."""
     iteration: int = 0
-    """Of what is sent on the wire: the first; of other data: the first to be recovered."""
+    """First iteration whose data is flipped: sent on the wire, or, for other data, recovered."""
     seed: int = 0
     """Draws which tensor and which bit."""
 
     @staticmethod
     def parse(text: str) -> Flip:
-        """From ``kind=copies,rank=2,iteration=17,seed=1``.
+        """Parse ``kind=copies,rank=2,iteration=17,seed=1``.
 
         Raises:
             ConfigError: it says something else.
@@ -160,7 +162,8 @@ class Flip:
 
 
 def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) -> Iterator[float]:
-    """When a rank is killed, in seconds after it began, so that the job sees a failure every ``mtbf_s`` on average.
+    """Yield the times at which a rank is killed, in seconds after it began, so that the job sees a failure every
+    ``mtbf_s`` on average.
 
     Args:
         mtbf_s: mean time between failures of the job.
@@ -177,7 +180,7 @@ def poisson_times(mtbf_s: float, ranks: int, rank: int, seed: int, life: int) ->
 
 
 def removals(trace: Path, nodes: int, speedup: float) -> list[tuple[float, int]]:
-    """When nodes of a job fail by a trace: seconds after the trace's beginning, and which.
+    """Return when nodes of a job fail by a trace, in seconds after its beginning, and which nodes.
 
     Args:
         trace: lines of ``milliseconds,add|remove,name``.

@@ -14,7 +14,7 @@ _AGAIN_S = 0.1
 
 
 def is_importing(frame: FrameType | None) -> bool:
-    """Whether ``frame``, or what has called it, imports a module.
+    """Return whether ``frame``, or one of its callers, imports a module.
 
     No exception belongs there: a compiled module aborts the process, or is left half made, and what tries an import and
     goes on without it takes the interruption for a module that is missing.
@@ -97,7 +97,7 @@ def interruptible(*, process_ends: bool) -> Iterator[None]:
 
 
 def _is_of_interrupt(error: BaseException | None) -> bool:
-    """Whether an interruption led to it."""
+    """Return whether an interruption led to an error."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What ``job.json`` of a run directory says: how its newest job was launched, and how that ended."""
+"""Content of ``job.json`` in a run directory: how its newest job was launched, and how it ended."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from moevement_core.versions import versions
 
 @dataclass(frozen=True)
 class JobEntry:
-    """One job, as the process that launched it knows it: the launcher, or the coordinator of several hosts."""
+    """Job as the process that launched it knows it: the launcher, or the coordinator of several hosts."""
 
     command: str
     """The command line, quoted for a shell; empty where the job was launched by a program."""
     began_at: float
-    """When it was launched, in seconds since the epoch."""
+    """Time of the launch, in seconds since the epoch."""
     host: str
     pid: int
     """The id of the process that launched it, which lives as long as the job."""
     machine: str
     """The boot and the process namespace in which ``pid`` means something."""
     started: str
-    """When that process was started, as its kernel counts."""
+    """Start of that process by its kernel's count."""
     hardware: str
     """Cores, processor and GPUs of ``host``, in words."""
     ranks: int
@@ -37,9 +37,9 @@ class JobEntry:
     versions: Mapping[str, str]
     """Version of each package that results depend on."""
     ended_at: float | None = None
-    """When it ended, in seconds since the epoch; None while it runs, and if its launcher was killed."""
+    """Time of the end, in seconds since the epoch; None while it runs, and if its launcher was killed."""
     code: int | None = None
-    """Its exit code."""
+    """Exit code of the job; None while it runs."""
     reason: str = ""
     """Why it ended before its last iteration, in words."""
 
@@ -54,7 +54,9 @@ class JobEntry:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the process that launched it is gone without a word; False where that cannot be known from here."""
+        """Return whether the process that launched it is gone without a report; False where that cannot be known from
+        here.
+        """
         return self.ended_at is None and is_gone(self.machine, self.pid, self.started)
 
 

@@ -18,7 +18,7 @@ FORMAT_ENV = "MOEVEMENT_LOG"
 """``text`` (default) or ``json``."""
 NAME = "moevement"
 PREFIXES = (f"{NAME}: ", f'{{"{NAME}": ')
-"""How lines of this project begin among those of Megatron and of libraries, as text and as JSON."""
+"""Beginnings of this project's lines among those of Megatron and of libraries, as text and as JSON."""
 
 
 class _Text(logging.Formatter):
@@ -40,7 +40,7 @@ class _Json(logging.Formatter):
 
 
 class _Stdout(logging.StreamHandler):
-    """To whatever ``sys.stdout`` is now: ranks are forked, and their output is redirected then."""
+    """Handler that writes to the current ``sys.stdout``: ranks are forked, and their output is redirected then."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)
@@ -76,10 +76,10 @@ def message_of(line: str) -> str:
 
 
 def info(text: str) -> None:
-    """What an operator may want to know."""
+    """Log something that an operator may want to know."""
     get().info(text)
 
 
 def warning(text: str) -> None:
-    """What an operator should know, and may have to do something about."""
+    """Log something that an operator should know, and may have to act on."""
     get().warning(text)

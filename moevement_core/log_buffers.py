@@ -30,13 +30,13 @@ class LogBuffers:
         """Host memory that is set aside, in use or not."""
         self._device = device
         self._pieces: list[tuple[Size, list[torch.Tensor]]] = []
-        """What was allocated in one piece, as buffers."""
+        """Allocations of one piece each, as buffers."""
         self._free: dict[Size, dict[int, torch.Tensor]] = defaultdict(dict)
         """Buffers that nobody has, by address."""
         self._taken = Counter[Size]()
-        """How many buffers the iteration under way has taken."""
+        """Number of buffers that the current iteration has taken, by size."""
         self._taken_by_last = Counter[Size]()
-        """How many buffers the last whole iteration took."""
+        """Number of buffers that the last whole iteration took, by size."""
 
     def begin_iteration(self) -> None:
         """Count from now on what an iteration takes."""

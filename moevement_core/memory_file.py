@@ -23,7 +23,7 @@ class MemoryFile:
     def __init__(self, name: str, content: bytes = b"") -> None:
         self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
         self.path = f"/proc/{os.getpid()}/fd/{self.descriptor}"
-        """Where this process and its descendants open it; valid while this process lives and has it open."""
+        """Path under which this process and its descendants open it; valid while this process lives and has it open."""
         with open(self.descriptor, "wb", closefd=False) as file:
             file.write(content)
 

@@ -25,14 +25,14 @@ class Range:
     or_infinite: bool = False
 
     def holds(self, value: float) -> bool:
-        """Whether ``value`` is one of them."""
+        """Return whether ``value`` is in the range."""
         if value == math.inf:
             return self.or_infinite
         is_above = self.least < value if self.is_open else self.least <= value
         return math.isfinite(value) and is_above and value <= self.most
 
     def __str__(self) -> str:
-        """What is needed, in words."""
+        """Return the range in words."""
         if self.is_open and math.isfinite(self.most):
             text = f"more than {self.least:g} and at most {self.most:g}"
         elif self.is_open:

@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.int64]
 
 
 class OperatorKind(StrEnum):
-    """What an operator is; experts are the ones whose popularity is counted."""
+    """Kinds of operators; experts are the ones whose popularity is counted."""
 
     EXPERT = "expert"
     GATE = "gate"
@@ -37,7 +37,7 @@ class OperatorKind(StrEnum):
 
 
 class SizedTensor(Protocol):
-    """What is asked of a tensor to weigh it; ``torch.Tensor`` has it."""
+    """Tensor of which only the size is needed; ``torch.Tensor`` is one."""
 
     def numel(self) -> int: ...  # noqa: D102
 
@@ -59,13 +59,13 @@ class StateBytes:
     """
 
     compute: int
-    """What forward and backward read."""
+    """Bytes that forward and backward read."""
     master: int
-    """What the optimizer updates. In FP32 training these are the compute weights themselves, counted here too."""
+    """Bytes that the optimizer updates. In FP32 training these are the compute weights themselves, counted here too."""
     optimizer: int
     """Moments, and their scales and step counters."""
     gradient: int = 0
-    """What an update is made from, as it is reduced; 0 for what is not trained."""
+    """Bytes of the reduced gradient that an update is made from; 0 for an operator that is not trained."""
 
     def __post_init__(self) -> None:
         for name in ("compute", "master", "optimizer", "gradient"):
@@ -91,7 +91,7 @@ class StateBytes:
         optimizer: Iterable[SizedTensor],
         gradient: Iterable[SizedTensor] = (),
     ) -> StateBytes:
-        """What live tensors weigh; an operator that is not trained has its compute weights as full state."""
+        """Return the bytes of live tensors; an operator that is not trained has its compute weights as full state."""
         compute_bytes, master_bytes, optimizer_bytes = (tensor_bytes(part) for part in (compute, master, optimizer))
         return cls(
             compute_bytes, max(master_bytes, compute_bytes - optimizer_bytes), optimizer_bytes, tensor_bytes(gradient)
@@ -100,7 +100,7 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One unit of snapshotting."""
+    """Operator: the unit of snapshotting."""
 
     name: str
     kind: OperatorKind
@@ -221,7 +221,7 @@ class OperatorTable:
 
     @cached_property
     def index_of(self) -> Mapping[str, int]:
-        """Where an operator stands in :attr:`names`."""
+        """Position of each operator in :attr:`names`."""
         return {name: index for index, name in enumerate(self.names)}
 
     @cached_property
@@ -236,7 +236,7 @@ class OperatorTable:
 
     @cached_property
     def depth(self) -> npt.NDArray[np.int64]:
-        """How far from the input each operator stands: embedding, layers, head, int64 ``[operators]``."""
+        """Return the distance of each operator from the input: embedding, layers, head, int64 ``[operators]``."""
         head = np.fromiter((kind is OperatorKind.HEAD for kind in self.kinds), dtype=bool, count=len(self))
         return np.where(head, self.layers.max(initial=0) + 1, self.layers)
 

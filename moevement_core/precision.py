@@ -16,12 +16,12 @@ from moevement_core.operators import StateBytes
 
 
 class Scaling(StrEnum):
-    """How FP8 numbers get their scale."""
+    """Kinds of scales of FP8 numbers."""
 
     TENSOR = "tensor"
-    """One FP32 factor for a tensor (delayed or current scaling)."""
+    """Scale of one FP32 factor for a tensor (delayed or current scaling)."""
     BLOCK = "block"
-    """One FP32 factor for 128 x 128 elements of a weight."""
+    """Scale of one FP32 factor for 128 x 128 elements of a weight."""
     MX = "mx"
     """MXFP8: one exponent byte for 32 elements, along rows and along columns."""
 
@@ -38,7 +38,7 @@ class TensorShape(NamedTuple):
 
     elements: int
     rows: int = 0
-    """Of the weight of a linear layer in a transformer layer, which FP8 recipes quantise; 0 for anything else."""
+    """Rows of the weight of a linear layer in a transformer layer, which FP8 recipes quantise; 0 for anything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ class Regime:
     second_moment: str
     scaling: Scaling = Scaling.TENSOR
     gradient: str = "fp32"
-    """As gradients are reduced, in which form redo logs them; Megatron's are FP32 with ``--bf16``."""
+    """Format of reduced gradients, in which redo logs them; Megatron's are FP32 with ``--bf16``."""
     step_bytes: int = 0
-    """Of a step counter for each tensor, which torch's Adam has and others do not."""
+    """Bytes of a step counter for each tensor, which torch's Adam has and others do not."""
 
     def __post_init__(self) -> None:
         for name in (self.compute, self.master, self.first_moment, self.second_moment, self.gradient):
@@ -68,16 +68,16 @@ class Regime:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether an optimizer has to know about the formats of its state (``--use-precision-aware-optimizer``)."""
+        """True if an optimizer has to know about the formats of its state (``--use-precision-aware-optimizer``)."""
         return {self.master, self.first_moment, self.second_moment} != {"fp32"}
 
     @property
     def keeps_fp8(self) -> bool:
-        """Whether weights are kept in FP8, in buffers of their own."""
+        """True if weights are kept in FP8, in buffers of their own."""
         return self.compute == "fp8"
 
     def state_bytes(self, tensors: Sequence[TensorShape], shards: int = 1) -> StateBytes:
-        """What an operator weighs on one of the ``shards`` ranks that it is cut over evenly.
+        """Return the bytes of an operator on one of the ``shards`` ranks that it is cut over evenly.
 
         Args:
             tensors: all of it.
@@ -89,7 +89,7 @@ class Regime:
         return self._weigh(elements, quantised, held, sum(map(self.scale_bytes, tensors)))
 
     def part_bytes(self, parts: Iterable[tuple[TensorShape, int]]) -> StateBytes:
-        """What a rank saves of an operator, to the byte.
+        """Return the bytes that a rank saves of an operator, exactly.
 
         Args:
             parts: its tensors, and how many elements of each the rank owns; of none it has the scales, in both.
@@ -103,14 +103,16 @@ class Regime:
         return self._weigh(elements, quantised, tensors, scales, alone)
 
     def quantises(self, tensor: TensorShape) -> bool:
-        """Whether a tensor is saved as FP8 compute weights.
+        """Return whether a tensor is saved as FP8 compute weights.
 
         Not with MXFP8, whose snapshots save what its two forms are made from: BF16.
         """
         return self.keeps_fp8 and tensor.rows > 0 and self.scaling is not Scaling.MX
 
     def scale_bytes(self, tensor: TensorShape) -> int:
-        """Of the compute weights of a tensor; every rank has all of them, whichever part is its own."""
+        """Return the bytes of the scales of a tensor's compute weights; every rank has all of them, whichever part it
+        owns.
+        """
         if not self.quantises(tensor):
             return 0
         if self.scaling is Scaling.TENSOR:
@@ -118,7 +120,9 @@ class Regime:
         return _FACTOR_BYTES * math.ceil(tensor.rows / _BLOCK) * math.ceil(tensor.elements / tensor.rows / _BLOCK)
 
     def _weigh(self, elements: int, quantised: int, tensors: int, scales: int, alone: int = 0) -> StateBytes:
-        """Of a part of ``elements`` in several ``tensors``; ``alone`` are scales that are full state, too."""
+        """Return the bytes of a part of ``elements`` in several ``tensors``; ``alone`` are scales that are full state,
+        too.
+        """
         plain = "bf16" if self.keeps_fp8 else self.compute
         compute = quantised + (elements - quantised) * _ELEMENT_BYTES[plain] + scales
         master, first, second = (

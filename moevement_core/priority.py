@@ -10,8 +10,9 @@ from contextlib import suppress
 LEAST = 19
 """The lowest priority that Linux has."""
 NICENESS = 5
-"""How much lower such a thread's is: where it wants the same processor as a training thread, it has a quarter of its
-time. With 10, a tenth, the newest gradients came to peers too late on a busy host, and a redo repeated iterations."""
+"""Niceness added to such a thread: where it wants the same processor as a training thread, it gets a quarter of the
+time. With 10, a tenth, the newest gradients came to peers too late on a busy host, and a redo repeated iterations.
+"""
 
 
 def let_training_go_first() -> None:

@@ -1,4 +1,4 @@
-"""What a user sees of a run whose ranks write to files: a live line on a terminal, a line now and then elsewhere."""
+"""Progress of a run whose ranks write to files: a live line on a terminal, a line from time to time elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from moevement_core.run_record import RunRecord
 
 PLAIN_EVERY_S = 10.0
 OURS = "moevement: "
-"""How every line begins that this project prints among Megatron's."""
+"""Beginning of every line that this project prints among Megatron's."""
 
 
 class Progress:
@@ -86,7 +86,7 @@ class Progress:
             self._print_plain()
 
     def _show_our_lines(self) -> None:
-        """What rank 0 has to say to the user: defaults that were filled in, a checkpoint that was not saved."""
+        """Show rank 0's messages to the user: defaults that were filled in, a checkpoint that was not saved."""
         if self._log is None or not self._log.exists():
             return
         if (size := self._log.stat().st_size) < self._log_offset:  # it was rotated
@@ -127,7 +127,7 @@ class Progress:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of a file: which one it is of all that have had its name."""
+    """Return the identity of a file among all that have had its name."""
     try:
         found = path.stat()
     except OSError:

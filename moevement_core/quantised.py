@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class RawBuffer(Protocol):
-    """What is asked of a buffer; ``torch.Tensor`` has it."""
+    """Buffer of which only the size is needed; ``torch.Tensor`` is one."""
 
     def numel(self) -> int: ...  # noqa: D102
 
@@ -17,7 +17,7 @@ class RawBuffer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantisedBuffers[Buffer: RawBuffer]:
-    """What a weight in FP8 consists of.
+    """Buffers of a weight in FP8.
 
     Attributes:
         codes: one byte for each element of the weight, in its order, so that a range of the weight is one of them.
@@ -36,10 +36,10 @@ class QuantisedBuffers[Buffer: RawBuffer]:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.all.values())
 
     @property
     def is_one_form(self) -> bool:
-        """Whether codes and scales are all there is: the weight can be restored from them."""
+        """True if codes and scales are all there is, so that the weight can be restored from them."""
         return not self.others

@@ -1,4 +1,4 @@
-"""What lines, events and the summary of a run must look like to be read: files may be damaged, or of another version.
+"""Checks of the lines, events and summary of a run: files may be damaged, or of another version.
 
 Each function returns what is wrong, in words, or None. Fields that nobody computes with are not looked at.
 """
@@ -20,7 +20,7 @@ from moevement_core.recovery.account import Account
 from moevement_core.recovery.outcome import Recovery
 
 _OF_EVENTS: dict[str, type] = {kind.kind: kind for kind in (Account, Planned, Recovery, Resized)}
-"""Those whose fields are computed with."""
+"""Events whose fields are computed with."""
 _MOST = 1 << 53
 """Beyond it neighbouring whole numbers are one float."""
 _NUMBERS = (
@@ -39,7 +39,7 @@ _COST = (
 
 
 def line_complaint(line: Mapping[str, Any]) -> str | None:
-    """Of a line of ``metrics.jsonl``."""
+    """Return what is wrong with a line of ``metrics.jsonl``; None if nothing is."""
     iteration: Any = line.get("iteration")
     if "iteration" not in line:
         return "no iteration; it was not written by this version"
@@ -51,7 +51,7 @@ def line_complaint(line: Mapping[str, Any]) -> str | None:
 
 
 def event_complaint(event: Mapping[str, Any]) -> str | None:
-    """Of a line of ``events.jsonl``."""
+    """Return what is wrong with a line of ``events.jsonl``; None if nothing is."""
     kind = event.get("event")
     if not isinstance(kind, str):
         return f"event {_shown(kind)}; needs the kind of one"
@@ -72,7 +72,7 @@ def event_complaint(event: Mapping[str, Any]) -> str | None:
 
 
 def summary_complaint(summary: Any) -> str | None:
-    """Of ``summary.json``."""
+    """Return what is wrong with ``summary.json``; None if nothing is."""
     digest = summary.get("state_digest") if isinstance(summary, dict) else None
     if not isinstance(digest, dict) or _missing(digest, ("all", "parts", "ranks")):
         return "holds no state_digest; it was not written by this version"
@@ -92,7 +92,7 @@ def summary_complaint(summary: Any) -> str | None:
 
 
 def processes_complaint(processes: Any) -> str | None:
-    """Of ``ranks.json``."""
+    """Return what is wrong with ``ranks.json``; None if nothing is."""
     if not isinstance(processes, list):
         return f"holds {type(processes).__name__}, not a list; it was damaged after writing"
     for one in processes:
@@ -106,7 +106,7 @@ def processes_complaint(processes: Any) -> str | None:
 
 
 def job_complaint(job: Any) -> str | None:
-    """Of ``job.json``."""
+    """Return what is wrong with ``job.json``; None if nothing is."""
     if complaint := _fields_of(JobEntry, job):
         return complaint
     if job.get("ended_at") is not None and job.get("code") is None:
@@ -115,7 +115,7 @@ def job_complaint(job: Any) -> str | None:
 
 
 def strangers_complaint(strangers: Any) -> str | None:
-    """Of ``strangers.json``."""
+    """Return what is wrong with ``strangers.json``; None if nothing is."""
     values = strangers.get("values") if isinstance(strangers, dict) else None
     if not isinstance(values, int) or not _is_whole(values) or values < 0:
         return f"{_shown(strangers)} is no count; it was damaged after writing"
@@ -143,7 +143,7 @@ def _numbers(fields: Mapping[str, Any]) -> str | None:
 
 
 def _fields_of(kind: type, found: Any) -> str | None:
-    """What is wrong with the fields of an event of a dataclass."""
+    """Return what is wrong with the fields of an event of a dataclass; None if nothing is."""
     if not isinstance(found, Mapping):
         return f"{_shown(found)} has no fields"
     for name, (wanted, is_optional) in _annotated(kind).items():

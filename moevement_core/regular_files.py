@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST_BYTES = 1 << 30
-"""Of a file that is read as a whole."""
+"""Most bytes of a file that is read as a whole."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -30,7 +30,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int = MOST_BYTES) -> bytes:
-    """All of a file.
+    """Return the content of a file.
 
     Raises:
         OSError: as :func:`open_regular`, or it is longer than ``most`` bytes.

@@ -46,7 +46,7 @@ _TAIL_BYTES = 16 << 10
 
 
 class RunRecord:
-    """One run directory. Each file has one writer at a time; readers may come at any moment.
+    """Run directory. Each file has one writer at a time; readers may come at any moment.
 
     Args:
         folder: the directory.
@@ -65,7 +65,7 @@ class RunRecord:
         self.strangers_path = folder / "strangers.json"
         self.summary_path = folder / "summary.json"
         self.figures = RunFigures()
-        """Of what this process has written, and of what was there when it began to."""
+        """Figures of what this process has written, and of what was there when it began."""
         self._failing = set[Path]()
         """Files that could not be written when it was last tried."""
 
@@ -110,11 +110,11 @@ class RunRecord:
             self._try(self.events_path, lambda: _append(self.events_path, fields))
 
     def write_ranks(self, ranks: list[dict[str, Any]]) -> None:
-        """Replace ``ranks.json``."""
+        """Replace the file ``ranks.json``."""
         self._try(self.ranks_path, lambda: _replace(self.ranks_path, json.dumps(ranks, indent=2) + "\n"))
 
     def write_job(self, entry: JobEntry) -> None:
-        """Replace ``job.json``."""
+        """Replace the file ``job.json``."""
         self._try(
             self.job_path, lambda: _replace(self.job_path, json.dumps(dataclasses.asdict(entry), indent=2) + "\n")
         )
@@ -139,7 +139,7 @@ class RunRecord:
         return JobEntry(**{name: found[name] for name in known})
 
     def write_strangers(self, values: int) -> None:
-        """Replace ``strangers.json``."""
+        """Replace the file ``strangers.json``."""
         self._try(self.strangers_path, lambda: _replace(self.strangers_path, json.dumps({"values": values}) + "\n"))
 
     def write_placement(self, iteration: int, placement: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class RunRecord:
         self._try(self.summary_path, lambda: _replace(self.summary_path, json.dumps(summary, indent=2) + "\n"))
 
     def _try(self, path: Path, write: Callable[[], None]) -> None:
-        """No training ends because its record cannot be written: that is said once, and then tried again."""
+        """Write a file. An error ends no training: it is reported once, and writing is tried again later."""
         try:
             write()
         except OSError as error:
@@ -210,7 +210,7 @@ class RunRecord:
         return list(_read_lines(self.events_path, event_complaint))
 
     def config(self) -> dict[str, Any]:
-        """Every resolved flag.
+        """Return every resolved flag.
 
         Raises:
             RunRecordError: there is none, or it is damaged.

@@ -24,11 +24,11 @@ type Endpoint = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Of a connection."""
+    """Ends of a connection."""
 
     local: Endpoint
     remote: Endpoint | None
-    """None while it is being made, and once it is broken."""
+    """Remote end; None while the connection is being made, and once it is broken."""
 
 
 @dataclass(frozen=True, slots=True)

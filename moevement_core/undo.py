@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class UndoStack:
-    """What is to be undone, newest first.
+    """Changes to undo, the newest first.
 
     A context manager is not enough: an exception that is raised into a thread from outside may hit its way out. What
     is on this stack is undone by whoever closes it next, again if need be, so every undo must bear being done twice.

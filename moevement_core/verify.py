@@ -1,4 +1,4 @@
-"""Whether two runs are the same run, bit for bit, and if not, where they first differ."""
+"""Comparison of two runs: whether they are equal bit for bit, and if not, where they first differ."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Verdict:
     first_difference: str | None = None
     """The earliest difference, in words; None if there is none."""
     parts: dict[str, bool] = field(default_factory=dict)
-    """For each part of the state digest, whether both runs agree on it."""
+    """Equality of each part of the state digest."""
     lost_updates: list[str] = field(default_factory=list)
-    """In words, the recoveries of either run that lost updates: no equal bits are to be expected after them."""
+    """Recoveries of either run that lost updates, in words: no equal bits are to be expected after them."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Return the comparison for ``--json``."""
         return asdict(self)
 
 

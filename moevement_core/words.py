@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Numbers with their nouns, for sentences."""
 
 from __future__ import annotations
 

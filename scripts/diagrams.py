@@ -64,7 +64,7 @@ def architecture() -> Figure:
 
 
 def window() -> Figure:
-    """What each snapshot of two aligned windows holds, from the schedule itself."""
+    """Draw what each snapshot of two aligned windows holds, from the schedule itself."""
     schedule = _example_schedule()
     snapshots = schedule.start + np.arange(2 * schedule.size)
     figure, axes = _canvas(WIDTH, 3.9)
@@ -92,7 +92,7 @@ _HELD = {Saved.FULL: (FULL, "all"), Saved.COMPUTE: (COMPUTE, "weights"), Saved.N
 
 
 def recovery() -> Figure:
-    """Where the seconds of a recovery go, for each way, as benchmarks/kills.md has them."""
+    """Draw the seconds of a recovery by part, for each way, from benchmarks/kills.md."""
     rows = _seconds_of_phases()
     figure, axes = _canvas(WIDTH, 2.7)
     longest = max(seconds["total"] for seconds in rows.values())
@@ -113,7 +113,7 @@ def recovery() -> Figure:
 
 
 COLOURS = {phase: COLORS.get(phase, COLORS["replay"]) for phase in PHASES}
-"""By phase, as reports and ``moevement top`` have them."""
+"""Colours by phase, as reports and ``moevement top`` use them."""
 _WORDS = {"restore": "replay or redo"}
 
 
@@ -121,7 +121,7 @@ DIAGRAMS = {"architecture": architecture, "window": window, "recovery": recovery
 
 
 def svg(name: str) -> str:
-    """One diagram as a file has it; the same whenever it is drawn."""
+    """Return one diagram as a file; the same whenever it is drawn."""
     with matplotlib.rc_context(STYLE):
         figure = DIAGRAMS[name]()
         file = io.StringIO()

@@ -15,7 +15,7 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "events.md"
 
 
 def table() -> str:
-    """The whole file."""
+    """Return the text of the page."""
     kinds: tuple[Any, ...] = (*events.PLAIN, Recovery, Account)
     return "\n".join(
         [

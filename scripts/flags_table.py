@@ -9,11 +9,11 @@ from megatron.moevement.arguments import add_arguments
 
 OUTPUT = Path(__file__).parents[1] / "docs" / "flags.md"
 DRILLS = ("--moevement-inject", "--moevement-wipe")
-"""How flags begin that make failures happen."""
+"""Prefixes of flags that make failures happen."""
 
 
 def table() -> str:
-    """The whole file."""
+    """Return the text of the page."""
     parser = add_arguments(argparse.ArgumentParser(add_help=False))
     flags = [action for action in parser._actions if action.option_strings]
     drills = [action for action in flags if action.option_strings[0].startswith(DRILLS)]

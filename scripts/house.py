@@ -1,4 +1,4 @@
-"""How the house looks: the classes with the most public methods and fields, and the longest files.
+"""Sizes of the code: the classes with the most public methods and fields, and the longest files.
 
 ``python scripts/house.py`` prints it; docs/design.md says what is aimed at.
 """
@@ -18,14 +18,14 @@ LIVE = ("engine", "session", "restart", "launching", "replication", "rendezvous"
 
 @dataclass(frozen=True)
 class Class:
-    """One class."""
+    """Size of one class."""
 
     name: str
     file: Path
     methods: int
     """Public ones, properties among them."""
     fields: int
-    """What its ``__init__`` sets, or its dataclass declares."""
+    """Fields that its ``__init__`` sets, or its dataclass declares."""
 
 
 def classes(folder: Path) -> Iterator[Class]:
@@ -58,7 +58,7 @@ def _fields(node: ast.ClassDef, functions: list[ast.FunctionDef]) -> set[str]:
 
 
 def main() -> None:
-    """Print it."""
+    """Print the sizes of the code."""
     found = [one for room in ROOMS for one in classes(ROOT / room)]
     live = [one for one in found if any(part in one.file.parts for part in LIVE)]
     for what in ("methods", "fields"):

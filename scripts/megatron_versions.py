@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 OUTPUT = ROOT / "docs" / "megatron_versions.md"
 PINNED = ROOT / "tests" / "unit" / "replaced_signatures.yaml"
 VERSIONS = ("0.17.1", "0.18.0", "0.18.2", "0.19.0", "0.19.1", "0.19.2")
-"""Of those that the package index has: the newest of each series, and all of the series that is supported."""
+"""Versions from the package index: the newest of each series, and all of the supported series."""
 INTRODUCTION = """\
 # Versions of Megatron-Core
 
@@ -37,11 +37,11 @@ known that it has the same names; only the pinned one is trained with.
 | --- | --- |
 """
 Differences = dict[str, str]
-"""By the name of what is replaced or read, in words."""
+"""Differences in words, by the name of what is replaced or read."""
 
 
 def differences_of(version: str) -> Differences:
-    """What differs in a version that is installed for it.
+    """Return the differences in a version that is installed for it.
 
     Raises:
         subprocess.CalledProcessError: it cannot be installed.
@@ -59,7 +59,7 @@ def differences_of(version: str) -> Differences:
 
 
 def look() -> Differences:
-    """What differs in the version that this process imports."""
+    """Return the differences in the version that this process imports."""
     from megatron.moevement import platform
     from megatron.moevement.patches import LOOKED_UP
 
@@ -88,7 +88,7 @@ def look() -> Differences:
 
 
 def _changed(pinned: str, here: list[str]) -> str:
-    """How parameters differ from pinned ones."""
+    """Return how parameters differ from pinned ones."""
     more = [parameter for parameter in here if parameter not in pinned]
     fewer = [name for name in re.findall(r"(?<![=\w])\w+(?=[=,]|$)", pinned) if not any(name in one for one in here)]
     parts = [f"takes `{', '.join(more)}`"] * bool(more) + [f"does not take `{', '.join(fewer)}`"] * bool(fewer)
@@ -107,7 +107,7 @@ def _resolve(name: str) -> Any:
 
 
 def page(found: dict[str, Differences]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     rows = [f"| {version} | {len(differences) or 'nothing'} |" for version, differences in found.items()]
     details = [
         f"## {version}\n\n" + "\n".join(f"- `{name}` {what}" for name, what in sorted(differences.items())) + "\n"

@@ -44,7 +44,7 @@ the same run directory they go on from what it holds.
 
 
 def table() -> str:
-    """The whole file."""
+    """Return the text of the page."""
     return "\n".join(
         [
             PURPOSE,

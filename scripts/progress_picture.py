@@ -115,7 +115,7 @@ def _ink(axes: Axes) -> None:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Write the picture."""
+    """Draw and write the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("failure_free", metavar="FAILURE_FREE", type=Path, help="run directory without a failure")
     parser.add_argument("killed", metavar="KILLED", type=Path, help="run directory with one recovery")

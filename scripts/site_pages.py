@@ -70,7 +70,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """All pages and what they link to, instead of the files of one folder."""
+    """Return all pages and what they link to, instead of the files of one folder."""
     theirs = [file for file in files if Path(config.docs_dir) not in Path(file.abs_src_path or "/").parents]
     assets = (path.relative_to(ROOT) for path in ASSETS.iterdir())
     ours = {*pages(), *assets, *(file for page in pages() for file in linked_files(page))}

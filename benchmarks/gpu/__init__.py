@@ -1,1 +1,1 @@
-"""What only a GPU can settle, checked in one call: ``python -m benchmarks.gpu``."""
+"""Checks that only a GPU can settle, in one call: ``python -m benchmarks.gpu``."""

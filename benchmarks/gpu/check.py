@@ -1,4 +1,4 @@
-"""What a check is, and how its body reports what it finds."""
+"""Checks, and how the body of a check reports its findings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class NotRun(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """One question that only a GPU answers."""
+    """Question that only a GPU answers."""
 
     number: str
     """``E1`` to ``E20`` on one device, ``M1`` to ``M10`` on several."""
@@ -65,12 +65,12 @@ class Check:
 
 @dataclass
 class Found:
-    """What a body has found so far."""
+    """Findings of a body so far."""
 
     figures: list[list[str]] = field(default_factory=list)
     """Name, value and unit of each measurement."""
     claims: list[list[Any]] = field(default_factory=list)
-    """Each statement that was tested, and whether it held."""
+    """Statements that were tested, each with whether it held."""
     not_run: str = ""
     """Why the body stopped without an answer; empty if it did not."""
     is_complete: bool = False

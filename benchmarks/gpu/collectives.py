@@ -32,7 +32,7 @@ QUEUED_S, BEHIND_WORK = 2.0, 3
 """Seconds of queued work, and in how many of the first generations."""
 COLLECTIVE_S = timedelta(seconds=20)
 LEAVE_S = 2.0
-"""For how long the neighbour of an aborted collective is left to itself."""
+"""Seconds for which the neighbour of an aborted collective is left to itself."""
 SKEW_S = 5.0
 
 

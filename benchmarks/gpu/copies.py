@@ -29,7 +29,7 @@ QUEUES: dict[str, dict[str, str | None]] = {
 }
 CHUNK_BYTES = 8 << 20
 ELEMENTS = 64
-"""Of the small copy: what a dispatcher asks for in every layer."""
+"""Elements of the small copy: what a dispatcher asks for in every layer."""
 WAITS_FOR_COPY = 0.25
 """Share of a snapshot's copying time from which a small copy is said to have waited behind it."""
 CORE_SHARE = 0.5

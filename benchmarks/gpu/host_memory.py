@@ -21,7 +21,7 @@ from moevement_core.snapshot.copies import copy_engine
 LARGEST_SHARE = 0.4
 """Share of the memory of the host that a check may lock."""
 GAP_S = 1.0
-"""For how long another thread may stand still; the lease of a rank is ten times as long."""
+"""Seconds for which another thread may stand still; the lease of a rank is ten times as long."""
 COPY_SHARE = 0.05
 """Share of the memory that a forked process may have for itself."""
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

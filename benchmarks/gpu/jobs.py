@@ -24,7 +24,7 @@ MOMENTS = (
 )  # fmt: skip
 """Fields of the event of a failure, and what lies between two of them."""
 LATE_S = ("0.1", "2.0")
-"""How often the monitoring threads look: the longer, the later a rank learns of a failure."""
+"""Seconds between two checks of the monitoring threads: the longer, the later a rank learns of a failure."""
 REPEATS = 3
 DETERMINISTIC = ("--deterministic-mode",)
 FP8 = (

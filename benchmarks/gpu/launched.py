@@ -28,7 +28,7 @@ SMALL = {
     "moe-ffn-hidden-size": 48, "seq-length": 32, "max-position-embeddings": 32, "micro-batch-size": 2,
     "global-batch-size": 4,
 }  # fmt: skip
-"""Where there is no GPU."""
+"""Sizes of a model for machines without a GPU."""
 LOCAL = ("--transformer-impl", "local", "--attention-backend", "unfused", "--no-persist-layer-norm")
 """Layers of Megatron that need no Transformer Engine."""
 SWITCHES = (

@@ -80,7 +80,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Process identifier."""
+        """Process identifier of the child."""
         return self._popen.pid
 
     def wait(self, limit_s: float) -> int:

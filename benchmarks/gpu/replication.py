@@ -21,7 +21,7 @@ from moevement_core.replication.connections import Address, Connections
 STREAMS = (1, 2, 4)
 ROUNDS = 8
 SLOWER = 1.1
-"""By how much collectives may take longer beside copies."""
+"""Factor by which collectives may take longer beside copies."""
 
 
 def replication(report: Report) -> None:

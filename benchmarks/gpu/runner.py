@@ -21,7 +21,7 @@ from benchmarks.gpu.processes import Process
 
 @dataclass(frozen=True)
 class Result:
-    """What a check has found."""
+    """Result of a check."""
 
     number: str
     name: str

@@ -134,6 +134,6 @@ def _iteration_s(record: RunRecord) -> float:
 
 
 def _median(record: RunRecord, name: str) -> float:
-    """Of the later half: the first iterations compile and allocate."""
+    """Return the median of the later half: the first iterations compile and allocate."""
     values = [line[name] for line in record.metrics()[ITERATIONS // 2 :] if line.get(name) is not None]
     return float(statistics.median(values))

@@ -41,9 +41,9 @@ class Row:
     frozen: float
     frozen_cuda: float | None
     frozen_fp8: float
-    """With FP8 weights that are widened: products in BF16."""
+    """Milliseconds with FP8 weights that are widened: products in BF16."""
     products_fp8: dict[str, float]
-    """With FP8 products, by how they are scaled."""
+    """Milliseconds with FP8 products, by how they are scaled."""
     floor_full: float | None
     floor_frozen: float | None
 
@@ -88,7 +88,7 @@ def _backends() -> list[Backend]:
 
 
 def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
-    """All passes in turns, so that clocks and neighbours touch all alike."""
+    """Time all passes in turns, so that clocks and neighbours affect all alike."""
     counts, kind = counts_of(layer, is_skewed), layer.kind
     rows = layer.inner * (2 if kind.is_gated else 1)
 
@@ -133,7 +133,7 @@ def measure(layer: Layer, is_skewed: bool, rounds: int) -> Row:
 
 
 def _scalings() -> tuple[str, ...]:
-    """Of FP8 products, which need compute capability 9.0."""
+    """Return the scalings of FP8 products, which need compute capability 9.0."""
     return ("delayed", "current", "by block") if torch.cuda.get_device_capability()[0] == 9 else ()
 
 
@@ -172,7 +172,7 @@ def _floor(
 
 
 def _times(passes: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median milliseconds."""
+    """Return the median milliseconds of each pass."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     samples: dict[str, list[float]] = {name: [] for name in passes}
     for number in range(rounds + WARM_UP):
@@ -223,7 +223,7 @@ def _line(row: Row, peak: float) -> str:
 
 
 def report(rows: list[Row], peak: float, failed: list[str], bandwidths: dict[str, float], device: str) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     lines = "\n".join(_line(row, peak) for row in rows)
     memory = "\n".join(
         f"| {layer.model} | {_saved(layer, layer.tokens):.0f} MB | {_saved(layer, 0):.0f} MB |"

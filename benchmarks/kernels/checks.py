@@ -16,11 +16,11 @@ from moevement_kernels.weights import BLOCK, E5M2, Weights
 
 COUNTS = [130, 0, 1, 1517, 64, 300]
 HIDDEN, INNER = 328, 456
-"""No multiples of a tile, and enough for every ring of stages to go round more than twice."""
+"""Sizes that are no multiples of a tile, and large enough for every ring of stages to go round more than once."""
 
 
 def run(backends: list[Backend]) -> Iterator[tuple[str, bool]]:
-    """Each check by name, and whether it held."""
+    """Yield each check by name, and whether it held."""
     for backend in backends:
         select(backend)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -111,7 +111,9 @@ def _is_near_fp8() -> bool:
 
 
 def _fp8_products() -> Iterator[tuple[str, bool]]:
-    """Within what the tensor cores' sums lose beside FP32: of codes next to each other either may be had."""
+    """Check FP8 products within what the tensor cores' sums lose beside FP32: either of two
+    adjacent codes is allowed.
+    """
     hidden, inner = 384, 512
     for dtype in (torch.float8_e5m2, torch.float8_e4m3fn):
         for mode in ("delayed", "current", "by block"):

@@ -15,25 +15,27 @@ MODELS = ("moe_llava", "gpt_moe", "qwen_moe", "deepseek_moe")
 
 @dataclass(frozen=True)
 class Layer:
-    """What one rank has of an expert layer, and what comes to it in a micro-batch."""
+    """Expert layer of one rank, and the tokens that come to it in a micro-batch."""
 
     model: str
     hidden: int
     inner: int
     experts: int
-    """On this rank."""
+    """Experts on this rank."""
     tokens: int
     """Routed to this rank's experts if the routing is even; a token counts as often as it is routed."""
     kind: Activation
 
     @property
     def product_flop(self) -> int:
-        """Of one product of every token with both weights; a full backward pass has two, a frozen one one."""
+        """Operations of one product of every token with both weights; a full backward pass has two,
+        a frozen one one.
+        """
         return 2 * self.tokens * self.hidden * self.inner * (3 if self.kind.is_gated else 2)
 
 
 def layer_of(model: str) -> Layer:
-    """From the preset, with its expert parallelism."""
+    """Return the layer of a preset, with its expert parallelism."""
     flags = yaml.safe_load((CONFIGS / f"{model}.yaml").read_text(encoding="utf-8"))
     return Layer(
         model,

@@ -1,1 +1,1 @@
-"""What the papers publish, made again and set beside it."""
+"""Published results of the papers, computed again and set beside them."""

@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: jobs at stated and at implied bandwidths, trainings, tables."""
+"""Common parts of the scripts of this folder: jobs at stated and at implied bandwidths, trainings, tables."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ def simulated(strategy: Strategy, mtbf_s: float, hours: float = HOURS) -> float:
 
 
 def formula(overhead: float, recovery_s: float, mtbf_s: float) -> float:
-    """MoEvement, section 2.4."""
+    """Return the ETTR by the formula of MoEvement, section 2.4."""
     return 1 / (1 + overhead) / (1 + recovery_s / mtbf_s)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Markdown."""
+    """Return a table in Markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def names() -> tuple[str, ...]:
-    """Of the models of table 3."""
+    """Return the names of the models of table 3."""
     return tuple(model.preset for model in MODELS)

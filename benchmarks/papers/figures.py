@@ -43,7 +43,7 @@ Draw = Callable[[Any], None]
 
 
 def main() -> None:
-    """Compute, draw, write."""
+    """Compute, draw the figure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, help="the GCP trace of figure 10, which is left out without it")
     arguments = parser.parse_args()
@@ -145,7 +145,7 @@ At the implied bandwidth the ratios to CheckFreq and Gemini are nearly the publi
 
 
 def figure_11() -> tuple[str, Draw]:
-    """ETTR over scale."""
+    """Draw ETTR over scale."""
     rows, curves = [], {}
     for preset, known in SCALED.items():
         costs = scenario(preset).costs()
@@ -179,7 +179,7 @@ replaying with all stages or with one.""",
 
 
 def figure_13() -> tuple[str, Draw]:
-    """One technique after the other."""
+    """Draw one technique after the other."""
     steps = {
         "sparse": Techniques(False, False, False), "and skipping": Techniques(True, False, False),
         "and reordering": Techniques(True, True, False), "and upstream logs": Techniques(),
@@ -221,7 +221,7 @@ is short.""",
 
 
 def figure_15(costs: Costs) -> tuple[str, Draw]:
-    """How many of 64 experts get a token in an iteration."""
+    """Draw how many of 64 experts get a token in an iteration."""
     generator = np.random.default_rng(0)
     experts, draws = 64, 400
     job = costs.plan.given.job
@@ -293,7 +293,7 @@ average its round robin is as stale for a popular expert as for any.""",
 
 
 def report(parts: list[str], stated: Costs, bandwidth: float) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     text = "\n\n".join(parts)
     return f"""# MoEvement's figures again
 

@@ -31,7 +31,7 @@ GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration: seconds."""
+    """Seconds of one configuration."""
 
     label: str
     compute_s: float
@@ -41,7 +41,7 @@ class Point:
     """... and with an eighth of the experts."""
     full_bytes: float
     partial_bytes: float
-    """Of all ranks, to storage."""
+    """Bytes of all ranks, to storage."""
 
     @property
     def durations(self) -> tuple[float, float, float]:
@@ -50,7 +50,7 @@ class Point:
 
 
 def main() -> None:
-    """Compute, draw, write."""
+    """Compute, draw the figure, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     made = {name: list(points) for name, points in panels()}
     with figure(OUTPUT.with_suffix(".png"), 3, (18, 9), rows=2) as axes:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def panels() -> Iterator[tuple[str, Iterator[Point]]]:
-    """The figure's."""
+    """Yield the panels of the figure."""
     yield "a. DP and EP, A800", (point(str(gpus), gpus, A800) for gpus in GPUS)
     yield "b. DP, EP and TP 4, A800", (point(str(gpus), gpus, A800, tensor=4) for gpus in GPUS[1:])
     yield "c. DP and EP, H100", (point(str(gpus), gpus, H100) for gpus in GPUS)
@@ -105,7 +105,7 @@ def draw(axis: Any, name: str, points: list[Point]) -> None:
 
 
 def report(made: dict[str, list[Point]]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     parts = []
     for name, points in made.items():
         rows = [

@@ -27,11 +27,11 @@ NODES: Cluster = replace(CLUSTERS["moevement-a100"], gpus_per_node=4, network_by
 
 @dataclass(frozen=True)
 class Model:
-    """One of its models; what the text says of it."""
+    """Model of the paper, by what the text says of it."""
 
     name: str
     parameters: float
-    """Of all experts together."""
+    """Parameters of all experts together."""
     model: Transformer
     layout: Layout
     selected: int
@@ -58,7 +58,7 @@ MODELS = (
 
 
 def main() -> None:
-    """Compute, draw, write."""
+    """Compute, draw the figure, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     made = {model.name: strategies(costs_of(model), model) for model in MODELS}
     with figure(OUTPUT.with_suffix(".png"), 4, (20, 4)) as axes:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def costs_of(model: Model) -> Costs:
-    """On its cluster, two replicas; the iteration follows from what A100 compute."""
+    """Return the costs on its cluster, with two replicas; the iteration follows from what A100 compute."""
     job = describe(model.name, model.model, model.layout)
     time = from_machines(job, NODES)
     plan = CheckpointPlan(PlanInput(job, NODES, job.regime, time.total_s))
@@ -76,7 +76,7 @@ def costs_of(model: Model) -> Costs:
 
 
 def strategies(costs: Costs, model: Model) -> dict[str, Strategy]:
-    """Those of its figures."""
+    """Return the strategies of its figures."""
     every = max(1, costs.iterations(max(costs.copy_s(costs.full_bytes), costs.send_s(costs.full_bytes))))
     return {
         "checkfreq": CheckFreq(costs),
@@ -87,7 +87,7 @@ def strategies(costs: Costs, model: Model) -> dict[str, Strategy]:
 
 
 def checkpoint_s(strategy: Strategy) -> float:
-    """Until one checkpoint is where it has to be."""
+    """Return the seconds until one checkpoint is complete."""
     costs = strategy.costs
     match strategy:
         case CheckFreq():
@@ -99,17 +99,17 @@ def checkpoint_s(strategy: Strategy) -> float:
 
 
 def wasted_s(strategy: Strategy) -> float:
-    """Its formula: a checkpoint, retrieving it, half an interval."""
+    """Return the wasted seconds by its formula: a checkpoint, retrieving it, half an interval."""
     return checkpoint_s(strategy) + strategy.fetch_s + strategy.interval / 2 * strategy.costs.iteration_s
 
 
 def share(strategy: Strategy) -> float:
-    """Of the full state that a checkpoint holds."""
+    """Return the share of the full state that a checkpoint holds."""
     return strategy.copied_bytes * strategy.interval / strategy.costs.full_bytes
 
 
 def draw(axes: Any, made: dict[str, dict[str, Strategy]]) -> None:
-    """One panel for each figure."""
+    """Draw one panel for each figure."""
     panels = (
         ("4: checkpoint, GB", lambda one: share(one) * one.costs.job_bytes / GB),
         ("5: seconds of a checkpoint", checkpoint_s),
@@ -127,7 +127,7 @@ def draw(axes: Any, made: dict[str, dict[str, Strategy]]) -> None:
 
 
 def report(made: dict[str, dict[str, Strategy]]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     rows = []
     for model, own in made.items():
         for name, one in own.items():

@@ -1,4 +1,4 @@
-"""What the papers publish, as far as their text and tables give it as numbers."""
+"""Published numbers of the papers, as far as their text and tables give them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ HOURS = 12
 
 @dataclass(frozen=True)
 class System:
-    """One system on one model in MoEvement's table 3."""
+    """Results of one system on one model in MoEvement's table 3."""
 
     name: str
     interval: int | None
@@ -18,7 +18,7 @@ class System:
     overhead: float
     """Share of an iteration, at a failure every two hours."""
     recovery_s: tuple[float, ...]
-    """In all of twelve hours, by failure rate."""
+    """Seconds of recovery in all of twelve hours, by failure rate."""
     ettr: tuple[float, ...]
 
 
@@ -32,7 +32,7 @@ class Model:
     gemini_gb: float
     """Table 6: host memory of Gemini, of all nodes together ..."""
     sparse_gb: float
-    """... of MoEvement's snapshots ..."""
+    """Size in GB of MoEvement's snapshots ..."""
     logs_gb: float
     """... and of its logs."""
     sparse_only: float
@@ -84,7 +84,7 @@ class Precision:
     checkfreq: tuple[int, float]
     window: int
     ettr: dict[str, tuple[float, float]]
-    """By system: a failure every hour, every ten minutes."""
+    """ETTR by system: a failure every hour, every ten minutes."""
     recovery_s: dict[str, tuple[float, float]]
 
 
@@ -115,7 +115,9 @@ TABLE_7 = (
         {"checkfreq": (1153, 6921), "gemini": (876, 2100), "moc": (40, 162), "moevement": (44, 178)},
     ),
 )  # fmt: skip
-"""In the order of ``moevement_core.precision.TABLE_7``. One column gives the overhead of CheckFreq and of Gemini."""
+"""Rows in the order of ``moevement_core.precision.TABLE_7``. One column gives the overhead of
+CheckFreq and of Gemini.
+"""
 
 TABLE_7_ITERATION_S = tuple(
     round(stall / share, 2)

@@ -27,7 +27,7 @@ HEADER = (
 
 
 def main() -> None:
-    """Compute and write."""
+    """Compute, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     rows = [row for preset in PRESETS for costs in [scenario(preset).costs()] for row in rows_of(preset, costs)]
     OUTPUT.write_text(report(rows), encoding="utf-8")
@@ -53,7 +53,7 @@ def _row(preset: str, strategy: Strategy) -> list[str]:
 
 
 def report(rows: list[list[str]]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     return f"""# Redo beside replay, at the scale of the papers
 
     python -m benchmarks.papers.redo        (writes this file)

@@ -26,7 +26,7 @@ HEADER = (
 
 
 def main() -> None:
-    """Compute and write."""
+    """Compute, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     rows = [row for model in MODELS for row in rows_of(model, scenario(model.preset).costs())]
     OUTPUT.write_text(report(rows), encoding="utf-8")
@@ -50,7 +50,9 @@ def rows_of(model: Model, costs: Costs) -> list[list[str]]:
 
 
 def strategy_of(system: System, costs: Costs, mtbf_s: float) -> Strategy:
-    """At published interval and overhead where there is one interval; lag and load are our strategy's."""
+    """Return a strategy at published interval and overhead where there is one interval; lag and load are this project's
+    strategy's.
+    """
     if system.name != "checkfreq":
         return common.SYSTEMS[system.name](costs, mtbf_s)
     assert system.interval is not None
@@ -67,7 +69,7 @@ def expected(system: System, costs: Costs) -> str:
 
 
 def report(rows: list[list[str]]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     return f"""# Table 3 again
 
     python -m benchmarks.papers.table3        (writes this file)

@@ -24,7 +24,7 @@ GB = 1e9
 
 
 def main() -> None:
-    """Compute and write."""
+    """Compute, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     rows = [each for model in MODELS for each in protected(model)]
     OUTPUT.write_text(report([row(model) for model in MODELS], rows), encoding="utf-8")
@@ -67,7 +67,9 @@ PROTECTIONS: dict[str, dict[str, Any]] = {
 
 
 def protected(model: Model) -> Iterator[list[str]]:
-    """For each way to recover the bytes of each protection, over those of dense ones that survive as many nodes."""
+    """Yield for each way to recover the bytes of each protection, over those of dense ones that
+    survive as many nodes.
+    """
     costs = scenario(model.preset).costs()
     window = next(system.interval for system in model.systems if system.name == "moevement")
     for way, its in WAYS.items():
@@ -81,7 +83,7 @@ def protected(model: Model) -> Iterator[list[str]]:
 
 
 def report(rows: list[list[str]], protected_rows: list[list[str]]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     header = (
         "model", "Gemini, published", "bytes a parameter", "MoEvement, snapshots (X)", "bytes a parameter", "logs (Y)",
         "increase", "ours: full state once", "ours: dense, two buffers, two peers", "ours: sparse, two peers",

@@ -36,7 +36,7 @@ GB = 1e9
 
 
 def main() -> None:
-    """Compute and write."""
+    """Compute, and write the page."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     cases = list(zip(TABLE_7, REGIMES, TABLE_7_ITERATION_S, strict=True))
     found = [implied(costs_of(regime, seconds), one) for one, regime, seconds in cases]
@@ -60,7 +60,8 @@ def costs_of(regime: Regime, iteration_s: float) -> Costs:
 
 
 def implied(costs: Costs, published: Precision) -> list[float]:
-    """Of all ranks together: full state over the seconds that one of Gemini's checkpoints takes.
+    """Return the implied rates of all ranks together: full state over the seconds that one of Gemini's checkpoints
+    takes.
 
     Interval times overhead of an iteration is what one checkpoint delays training by; one iteration hides as much again.
     """
@@ -68,7 +69,7 @@ def implied(costs: Costs, published: Precision) -> list[float]:
 
 
 def bandwidth_row(published: Precision, regime: Regime, stated: Costs, slow: Costs, own: list[float]) -> list[str]:
-    """What one checkpoint costs by what is published, and intervals and windows that follow."""
+    """Return the cost of one checkpoint by what is published, and intervals and windows that follow."""
     delays = ", ".join(f"{interval * late_s:.1f}" for interval, late_s in published.gemini)
     return [
         str(regime), f"{stated.job_bytes / GB:.0f} GB", delays, ", ".join(f"{one / GB:.1f}" for one in own),
@@ -80,7 +81,7 @@ def bandwidth_row(published: Precision, regime: Regime, stated: Costs, slow: Cos
 
 
 def ettr_rows(published: Precision, regime: Regime, stated: Costs, slow: Costs) -> list[list[str]]:
-    """By system and failure rate."""
+    """Return the rows by system and failure rate."""
     rows = []
     for name in SYSTEMS:
         for number, mtbf_s in enumerate(MTBFS_S):
@@ -98,7 +99,7 @@ def ettr_rows(published: Precision, regime: Regime, stated: Costs, slow: Costs) 
 
 
 def report(bandwidths: list[list[str]], ratios: list[list[str]], found: list[float]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     middle = statistics.median(found)
     first = (
         "compute/master/moments", "full state", "a checkpoint of Gemini delays by, s", "implies, GB/s", "W published",

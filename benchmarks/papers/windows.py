@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def row(case: Case, shape: JobShape) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     cluster = CLUSTERS[case.cluster]
     given = PlanInput(shape, cluster, case.regime, case.iteration_s)
     both, copies_only = CheckpointPlan(given), CheckpointPlan(replace(given, replicas=0))
@@ -95,7 +95,7 @@ def row(case: Case, shape: JobShape) -> str:
 
 
 def report(rows: list[str]) -> str:
-    """The whole file."""
+    """Return the text of the page."""
     return f"""# W of the paper's models
 
     python -m benchmarks.papers.windows

@@ -155,7 +155,7 @@ class Trainer(ft.Binding):
                 "exp_avg_sq": torch.zeros_like(parameter),
             }  # fmt: skip
         self.gradients = {one: torch.zeros(one.numel()) for one in self.model.parameters()}
-        """Those of the last update, which are logged where ``--moevement-recovery`` wants it."""
+        """Gradients of the last update, which are logged where ``--moevement-recovery`` wants it."""
         self.parameters = {name: parameters for name, _, parameters in operators_of(self.model)}
         self.sparse = [one for layer in self.model.blocks for one in layer.moe.experts.parameters()]
         experts = {id(one) for one in self.sparse}
@@ -246,7 +246,7 @@ class Trainer(ft.Binding):
     # After a failure
 
     def regroup(self) -> None:
-        """All communication is in the default group, which nothing here refers to."""
+        """Do nothing: all communication is in the default group, which nothing here refers to."""
 
     def build(self, shared: Any) -> bool:
         return True  # it was just made, as at the start of the job

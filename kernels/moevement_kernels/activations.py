@@ -9,23 +9,23 @@ import torch
 
 
 class Activation(StrEnum):
-    """What stands between the weights of an expert; gated ones multiply the activated first half with the second."""
+    """Functions between the weights of an expert; gated ones multiply the activated first half with the second."""
 
     SWIGLU = "swiglu"
     GEGLU = "geglu"
     GELU = "gelu"
-    """With the error function, as torch's."""
+    """GELU with the error function, as torch's."""
     RELU = "relu"
     SQUARED_RELU = "squared_relu"
 
     @property
     def is_gated(self) -> bool:
-        """Whether the first weight has 2F rows."""
+        """True if the first weight has 2F rows."""
         return self in (Activation.SWIGLU, Activation.GEGLU)
 
 
 def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Of FP32 values of any shape; of the gate alone for gated ones."""
+    """Return the activation of FP32 values of any shape; of the gate alone for gated ones."""
     match kind:
         case Activation.SWIGLU:
             return x * torch.sigmoid(x)
@@ -38,7 +38,7 @@ def activate(kind: Activation, x: torch.Tensor) -> torch.Tensor:
 
 
 def derivative(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Of :func:`activate`; zero where ReLU has none."""
+    """Return the derivative of :func:`activate`; zero where ReLU has none."""
     match kind:
         case Activation.SWIGLU:
             sigmoid = torch.sigmoid(x)

@@ -1,4 +1,4 @@
-"""Which implementation runs."""
+"""Choice of the implementation that runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Backend(StrEnum):
-    """Of the grouped MLP."""
+    """Backends of the grouped MLP."""
 
     REFERENCE = "reference"
     TRITON = "triton"
@@ -22,23 +22,25 @@ _selected = Backend.TRITON
 
 
 def select(backend: Backend) -> None:
-    """What runs where tensors are on a GPU, from now on in this process; normal training and replay need the same."""
+    """Select what runs where tensors are on a GPU, from now on in this process; normal training and
+    replay need the same.
+    """
     global _selected
     _selected = backend
 
 
 def selected() -> Backend:
-    """As :func:`select` has it; Triton before."""
+    """Return the selected backend; Triton before any selection."""
     return _selected
 
 
 def is_interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU, as tests do (``TRITON_INTERPRET=1``)."""
+    """Return whether Triton runs kernels on the CPU, as tests do (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def has_kernels(tensor: torch.Tensor) -> bool:
-    """Whether Triton kernels can work on ``tensor`` where it is."""
+    """Return whether Triton kernels can work on ``tensor`` where it is."""
     if _selected is Backend.REFERENCE or find_spec("triton") is None:
         return False
     return tensor.is_cuda or is_interpreted()

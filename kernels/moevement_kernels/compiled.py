@@ -23,7 +23,7 @@ from moevement_kernels.launch import activation_constants
 from moevement_kernels.tiles import Tiles, tiles_of
 
 INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async"}
-"""With which an architecture multiplies matrices."""
+"""Instruction with which an architecture multiplies matrices."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What came out."""
+    """Result of a compilation."""
 
     name: str
     capability: int
     instruction: str | None
-    """Of matrix products, with its shape and dtypes."""
+    """Instruction of matrix products, with its shape and dtypes."""
     narrow_loads: int
     """Loads of single elements: rows and weights should come in 16 bytes at a time."""
     shared_bytes: int
@@ -181,7 +181,7 @@ def compile_case(case: Case, capability: int) -> Compiled:
 
 
 def _largest(pattern: str, log: str) -> int:
-    """Of the kernel and the functions that it calls."""
+    """Return the largest number of the kernel and the functions that it calls."""
     return max(int(number) for number in re.findall(pattern, log))
 
 

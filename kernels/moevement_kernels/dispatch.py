@@ -15,20 +15,20 @@ from moevement_kernels.backend import has_kernels
 
 
 class SlotTable(NamedTuple):
-    """Of a layer; int64, S slots on N ranks, rank by rank."""
+    """Slots of a layer; int64, S slots on N ranks, rank by rank."""
 
     expert: torch.Tensor
-    """In each slot, ``[S]``."""
+    """Expert in each slot, ``[S]``."""
     rank: torch.Tensor
-    """Of each slot, ``[S]``."""
+    """Rank of each slot, ``[S]``."""
     ordinal: torch.Tensor
-    """Of each slot among those of its rank that have its expert, ``[S]``."""
+    """Number of each slot among those of its rank that have its expert, ``[S]``."""
     replicas: torch.Tensor
-    """Of each expert on each rank, ``[E, N]``."""
+    """Replicas of each expert on each rank, ``[E, N]``."""
 
     @staticmethod
     def of(slots: list[list[int]], experts: int, device: torch.device | str = "cpu") -> SlotTable:
-        """From the experts in the slots of each rank.
+        """Make a table from the experts in the slots of each rank.
 
         Args:
             slots: by rank.
@@ -58,7 +58,7 @@ class Shares(NamedTuple):
 
 
 def shares(tokens: torch.Tensor, table: SlotTable, rank: int) -> Shares:
-    """What each slot gets from one rank; all ranks compute theirs from the same numbers.
+    """Return the tokens that each slot gets from one rank; all ranks compute theirs from the same numbers.
 
     Args:
         tokens: routed to each expert on each rank, int64 ``[N, E]``.
@@ -103,6 +103,6 @@ def to_slots(routing_map: torch.Tensor, table: SlotTable, its: Shares) -> torch.
 
 
 def to_slots_reference(routing_map: torch.Tensor, table: SlotTable, its: Shares) -> torch.Tensor:
-    """As :func:`to_slots`, in torch."""
+    """Compute :func:`to_slots` in torch."""
     place = (routing_map.cumsum(0) - 1)[:, table.expert]
     return routing_map[:, table.expert] & (place >= its.begin) & (place < its.end)

@@ -29,7 +29,7 @@ def forward(
     kind: Activation,
     tiles: Tiles | None = None,
 ) -> Forward:
-    """As :func:`reference.forward`."""
+    """Compute :func:`reference.forward` with the chosen backend."""
     _check(x, p, counts, w1, w2, kind)
     if not has_kernels(x):
         return reference.forward(x, p, counts, w1, w2, kind)
@@ -59,7 +59,7 @@ def input_gradient(
     active: Sequence[bool] | None = None,
     tiles: Tiles | None = None,
 ) -> InputGradient:
-    """As :func:`reference.input_gradient`."""
+    """Compute :func:`reference.input_gradient` with the chosen backend."""
     data = dy.data if isinstance(dy, E5M2) else dy
     _check(data, p, counts, w1, w2, kind, is_dy=isinstance(dy, E5M2))
     if not has_kernels(h):
@@ -220,7 +220,7 @@ def _weights_at(weights: Weights, device: torch.device) -> tuple[torch.Tensor, t
 
 
 def activation_constants(kind: Activation) -> dict[str, Any]:
-    """What kernels are specialised by."""
+    """Return the constants that kernels are specialised by."""
     return {"KIND": list(Activation).index(kind), "GATED": kind.is_gated}
 
 
@@ -240,7 +240,7 @@ def _sizes(size: Tiles, weights: Weights) -> dict[str, Any]:
 
 
 def run_options(size: Tiles) -> dict[str, int]:
-    """How a program is laid out on a multiprocessor."""
+    """Return the layout of a program on a multiprocessor."""
     return {"num_warps": size.warps, "num_stages": size.stages}
 
 

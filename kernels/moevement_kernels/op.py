@@ -177,7 +177,7 @@ def grouped_mlp(
 
 
 def saved_bytes(tokens: int, active_tokens: int, hidden: int, inner: int, kind: Activation, element: int) -> int:
-    """Of activations that one call keeps for its backward pass, beside the probabilities.
+    """Return the bytes of activations that one call keeps for its backward pass, beside the probabilities.
 
     Args:
         tokens: T.

@@ -27,7 +27,7 @@ from moevement_kernels.weights import E5M2, Weights
 
 
 class Forward(NamedTuple):
-    """What the forward pass gives."""
+    """Results of the forward pass."""
 
     y: torch.Tensor
     """``[T, H]``."""
@@ -36,7 +36,7 @@ class Forward(NamedTuple):
 
 
 class InputGradient(NamedTuple):
-    """What flows back through frozen and active experts alike."""
+    """Gradients that flow back through frozen and active experts alike."""
 
     dx: torch.Tensor
     """``[T, H]``."""
@@ -51,7 +51,7 @@ class InputGradient(NamedTuple):
 def forward(
     x: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation
 ) -> Forward:
-    """Of tokens sorted by expert.
+    """Return the results for tokens sorted by expert.
 
     Args:
         x: ``[T, H]``.

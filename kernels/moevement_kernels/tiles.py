@@ -49,7 +49,7 @@ def tiles_of(dtype: torch.dtype, *, two_products: bool = False) -> Tiles:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Of all experts, on the device: int32 ``[tiles]`` each."""
+    """Tiles of all experts, on the device: int32 ``[tiles]`` each."""
 
     expert: torch.Tensor
     begin: torch.Tensor
@@ -58,7 +58,7 @@ class RowTiles:
 
     @property
     def count(self) -> int:
-        """Of tiles."""
+        """Number of tiles in all."""
         return self.expert.numel()
 
 

@@ -1,4 +1,4 @@
-"""From FP32 to a narrower dtype, to the nearest and ties to even, also under Triton's interpreter."""
+"""Rounding from FP32 to a narrower dtype, to the nearest and ties to even, also under Triton's interpreter."""
 
 from __future__ import annotations
 

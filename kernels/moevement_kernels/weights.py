@@ -1,4 +1,4 @@
-"""How the weights of experts lie in memory: in the dtype of the tokens, or as FP8 bytes with inverse scales.
+"""Storage of the weights of experts: in the dtype of the tokens, or as FP8 bytes with inverse scales.
 
 FP8 is taken as Transformer Engine stores it: bytes of e4m3 values, and FP32 numbers to multiply them with; one for a
 tensor, or one for each block of 128 x 128, whose rows of scales may be padded.
@@ -16,7 +16,7 @@ BLOCK = 128
 
 
 class Format(IntEnum):
-    """Of one weight; the numbers are what kernels are specialised by."""
+    """Formats of a weight; the numbers are what kernels are specialised by."""
 
     PLAIN = 0
     FP8_PER_TENSOR = 1
@@ -25,7 +25,7 @@ class Format(IntEnum):
 
 @dataclass(frozen=True)
 class Weights:
-    """One weight of every expert.
+    """Weight matrices of all experts for one layer.
 
     Args:
         data: ``[rows, columns]`` each, contiguous; of the tokens' dtype, or uint8 that holds e4m3.
@@ -69,17 +69,17 @@ class Weights:
 
     @property
     def rows(self) -> int:
-        """Output features."""
+        """Number of output features."""
         return int(self.data[0].shape[0])
 
     @property
     def columns(self) -> int:
-        """Input features."""
+        """Number of input features."""
         return int(self.data[0].shape[1])
 
     @property
     def format(self) -> Format:
-        """How it is stored."""
+        """Format in which the weight is stored."""
         if self.inverse_scales is None:
             return Format.PLAIN
         return Format.FP8_PER_TENSOR if self.inverse_scales[0].numel() == 1 else Format.FP8_PER_BLOCK
@@ -90,7 +90,7 @@ class Weights:
         return int(self.inverse_scales[0].shape[1]) if self.format is Format.FP8_PER_BLOCK else 0  # type: ignore[index]
 
     def dense(self, expert: int) -> torch.Tensor:
-        """FP32, ``[rows, columns]``."""
+        """Return the weight of an expert as FP32, ``[rows, columns]``."""
         data = self.data[expert]
         if self.inverse_scales is None:
             return data.float()
@@ -114,5 +114,5 @@ class E5M2:
     inverse_scale: torch.Tensor
 
     def dense(self) -> torch.Tensor:
-        """FP32."""
+        """Return the values as FP32."""
         return self.data.view(torch.float8_e5m2).float() * self.inverse_scale

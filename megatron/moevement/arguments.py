@@ -35,12 +35,12 @@ Parser = argparse.ArgumentParser
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What this project's flags say."""
+    """Configuration from this project's flags."""
 
     run_dir: Path | None = None
-    """Where the run writes its metrics, events and summary; nothing is written without it."""
+    """Folder for metrics, events and summary of the run; nothing is written without it."""
     session: SessionConfig | None = None
-    """How its state is saved every iteration; it is not without ``--moevement-sparse-ckpt``."""
+    """Configuration of saving in every iteration; None without ``--moevement-sparse-ckpt``."""
 
     @staticmethod
     def from_args(args: argparse.Namespace) -> RunConfig:
@@ -128,7 +128,7 @@ RESTART_DEFAULTS = {
     "inprocess_monitor_thread_interval": 0.5,
     "inprocess_soft_timeout": None,  # six lease times
 }
-"""Of Megatron's in-process restart those settings that mean something here, with the defaults that they have here."""
+"""Settings of Megatron's in-process restart that have a meaning here, with their defaults here."""
 
 
 def parse_args_with_ours(original: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
@@ -260,7 +260,7 @@ def _fill_data(args: argparse.Namespace) -> None:
 
 
 def describe_filled_in(args: argparse.Namespace) -> list[str]:
-    """One line for each default that this module has filled in, for rank 0 to print."""
+    """Return one line for each default that this module has filled in, for rank 0 to print."""
     from megatron.moevement.data import embedded
 
     lines = []

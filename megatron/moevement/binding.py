@@ -47,7 +47,7 @@ from moevement_core.session.commit import Vote
 
 
 class MegatronBinding(Binding):
-    """Of one rank.
+    """Binding of one rank of Megatron's trainer.
 
     Args:
         live: Megatron's objects.
@@ -57,19 +57,19 @@ class MegatronBinding(Binding):
     def __init__(self, live: Live, ledger: Ledger) -> None:
         self.live, self.ledger = live, ledger
         self.on_step: Callable[[], Any] = lambda: None
-        """What an optimizer step is in training; the session's."""
+        """Function that executes an optimizer step in training; the session sets it."""
         self.on_build: Callable[[Any], bool] = lambda shared: False
-        """How a replacement builds model and optimizer, given :attr:`parameter_keys`."""
+        """Function with which a replacement builds model and optimizer, given :attr:`parameter_keys`."""
         self.on_resume: Callable[[int], None] = lambda until: None
         """Called when it is known where training goes on, before data is opened."""
         self.on_back: Callable[[int, Mapping[str, Any], bool], None] = lambda until, outcome, is_between: None
         """Called when state is that of the iteration, inside the training loop."""
         self.parameter_keys: list[Any] = []
-        """What ranks exchanged about their parameters when the optimizer was built."""
+        """Keys of parameters that ranks exchanged when the optimizer was built."""
         self.groups: list[Groups] = []
         """The process groups that live objects refer to; of several generations only while they are replaced."""
         self.groups_now: Groups | None = None
-        """Those of this generation, before anything was built on them."""
+        """Process groups of this generation, before anything was built on them."""
         self.job_name = ""
         self._plan: int | None = None
         self._commit: CommittedOptimizer | None = None
@@ -83,12 +83,12 @@ class MegatronBinding(Binding):
 
     @property
     def record(self) -> RunRecord | None:  # type: ignore[override]
-        """Where this rank records events."""
+        """Record that this rank writes events to; None if it writes none."""
         return self.live.record
 
     @property
     def boundary_log(self) -> BoundaryLog | None:
-        """What this rank sends to other stages."""
+        """Log of what this rank sends to other stages."""
         return self.live.boundary_log
 
     @boundary_log.setter
@@ -334,8 +334,8 @@ class MegatronBinding(Binding):
 
 
 def _embedding_ranks() -> tuple[int, ...]:
-    """As Megatron finds them when it finalizes gradients: embeddings are copied where output layers are tied to them,
-    and where tokens are predicted ahead.
+    """Return the embedding ranks as Megatron finds them when it finalizes gradients: embeddings are copied where output
+    layers are tied to them, and where tokens are predicted ahead.
     """
     from megatron.core import parallel_state
     from megatron.training import get_args

@@ -39,13 +39,15 @@ def use(checkout: Path) -> None:
 
 
 def folder() -> Path | None:
-    """Where ``megatron.core`` is, or will be, imported from: the folder with ``megatron/`` in it; None: nowhere."""
+    """Return the folder with ``megatron/`` in it from which ``megatron.core`` is imported, or will be; None if there is
+    none.
+    """
     spec = importlib.util.find_spec(_CORE)
     return Path(spec.origin).resolve().parents[2] if spec is not None and spec.origin is not None else None
 
 
 def passed_over(script: str) -> str | None:
-    """What to say of a script that has a Megatron beside it, and trains with another one; nothing if it has none."""
+    """Return a note on a script that has a Megatron beside it and trains with another one; None if it has none."""
     beside = Path(script).resolve().parent
     if not (beside / "megatron" / "core" / "__init__.py").is_file() or folder() == beside:
         return None

@@ -13,7 +13,7 @@ import torch
 from megatron.moevement.optimizer.views import range_of
 
 _ATTRIBUTES = ("allreduce", "shared_embedding", "is_managed_by_layer_wise_optimizer")
-"""What Megatron's layout asks of a parameter beside its size and dtype."""
+"""Attributes of a parameter that Megatron's layout asks for beside its size and dtype."""
 
 Owned = dict[torch.nn.Parameter, int]
 """Elements of each parameter of which a rank owns any."""
@@ -42,7 +42,7 @@ def _layers(chunk: Any) -> Sequence[Any]:
 
 
 def steps_are_tensors() -> bool:
-    """Whether Megatron's Adam for state in FP32 is torch's here, which counts the steps of each tensor."""
+    """Return whether Megatron's Adam for FP32 state is torch's here, which counts the steps of each tensor."""
     from megatron.core import optimizer
 
     return bool(optimizer.USING_PYTORCH_OPTIMIZER)
@@ -51,7 +51,7 @@ def steps_are_tensors() -> bool:
 def owned_by_ranks(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter]
 ) -> list[Owned]:
-    """What each rank of a pipeline stage owns, in their order.
+    """Return what each rank of a pipeline stage owns, in their order.
 
     Ranks with other experts own as much of theirs as the first of the expert-parallel ranks, whose chunks are given.
 
@@ -93,7 +93,7 @@ def _ranges(
 def _shards(
     args: Namespace, chunks: Sequence[Any], stage: int, in_fp8: Collection[torch.nn.Parameter], counts: dict[bool, int]
 ) -> dict[tuple[bool, int], Owned]:
-    """Of the distributed optimizer: every bucket of a buffer in equal shards."""
+    """Return the shards of the distributed optimizer: every bucket of a buffer in equal parts."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.training.training import get_megatron_ddp_config, resolve_ddp_bucket_size
 

@@ -130,7 +130,7 @@ def replace(owner: Any, name: str, new: Any, reason: str) -> None:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], reason: str) -> None:
-    """Like :func:`replace`, with the new value made from the original one; the original must exist."""
+    """Replace a name by a wrapper of its original value, which must exist; see :func:`replace`."""
     if (_path(owner), name) not in _replaced:
         replace(owner, name, wrapper(getattr(owner, name)), reason)
 
@@ -181,7 +181,7 @@ def _check(owner: Any, name: str, among: Sequence[Declared]) -> None:
 
 
 def replaced() -> list[Replaced]:
-    """All names replaced for the life of the process so far, in order."""
+    """Return all names replaced for the life of the process so far, in order."""
     return list(_replaced.values())
 
 

@@ -72,7 +72,9 @@ def named_tensors(live: Live, kind: str, wanted: Callable[[str], bool]) -> list[
 
 
 def _other_buffers(live: Live) -> list[dict[str, Any]]:
-    """Of each model chunk; scales of FP8, which are no buffers in Transformer Engine's layers, count as such."""
+    """Return the other buffers of each model chunk, with scales of FP8, which are no buffers in Transformer Engine's
+    layers.
+    """
     buffers = named_tensors(live, "named_buffers", lambda name: not _is_router(name))
     return [{**its, **scales} for its, scales in zip(buffers, fp8_scales(live.model or []), strict=True)]
 
@@ -88,7 +90,7 @@ def _groups(member: Any) -> list[dict[str, Any]]:
 
 
 def _master_weights(member: Any) -> list[list[Any]]:
-    """What the inner optimizer steps: FP32 copies, their shards, or the weights themselves in an FP32 run."""
+    """Return what the inner optimizer steps: FP32 copies, their shards, or the weights themselves in an FP32 run."""
     return [[_raw(param) for param in group["params"]] for group in _groups(member)]
 
 
@@ -139,7 +141,7 @@ def _tracker_states(states: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]
 
 
 def progress(live: Live) -> dict[str, int]:
-    """Where the job stands: iteration and consumed samples."""
+    """Return the progress of the job: iteration and consumed samples."""
     from megatron.training import get_args
 
     args = get_args()

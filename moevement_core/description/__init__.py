@@ -1,1 +1,1 @@
-"""What a training job is, without running it: model, parallel layout, cluster."""
+"""Description of a training job that does not run: model, parallel layout, cluster."""

@@ -23,23 +23,23 @@ class Cluster:
     d2h_bytes_per_s: float
     """Copies from one GPU to pinned host memory, while all GPUs of the node copy."""
     network_bytes_per_s: float
-    """What all NICs of a node send together."""
+    """Rate of all NICs of a node together."""
     network_share: float = 1.0
     """Fraction of it that is left for replication beside training's own traffic."""
     copy_bytes_per_s: float | None = None
-    """What copies of a node get, all its ranks sending beside training, if it was measured; instead of the share."""
+    """Measured rate of a node's copies, all its ranks sending beside training; None: the share applies."""
     host_memory_bytes: float | None = None
     """Host memory of a node, if it is to be checked."""
     storage_bytes_per_s: float | None = None
-    """To and from durable storage, all nodes together."""
+    """Rate to and from durable storage, all nodes together."""
     flops: float | None = None
-    """Of a GPU, in the format that is computed in, per second at most ..."""
+    """Highest rate of a GPU in the format that it computes in, floating-point operations per second ..."""
     utilization: float = 0.4
     """... and the fraction of it that matrix products of the model reach."""
     link_bytes_per_s: float | None = None
-    """What a GPU sends to the others of its node (NVLink), one direction."""
+    """Rate of a GPU to the others of its node (NVLink), one direction."""
     memory_bytes_per_s: float | None = None
-    """Of a GPU's own memory."""
+    """Rate of a GPU's own memory."""
     overlap: float = 0.9
     """Fraction of gradient synchronisation and parameter gathering that hides behind computation."""
     speeds: tuple[tuple[float, int], ...] = ()
@@ -64,12 +64,12 @@ class Cluster:
 
     @property
     def replication_bytes_per_s(self) -> float:
-        """What the network carries for the snapshots of one GPU."""
+        """Rate of the network for the snapshots of one GPU."""
         return self.node_copy_bytes_per_s / self.gpus_per_node
 
     @property
     def node_copy_bytes_per_s(self) -> float:
-        """What the network carries for the snapshots of all GPUs of a node."""
+        """Rate of the network for the snapshots of all GPUs of a node."""
         if self.copy_bytes_per_s is not None:
             return self.copy_bytes_per_s
         return self.network_bytes_per_s * self.network_share
@@ -84,7 +84,7 @@ class Cluster:
         return replace(self, network_bytes_per_s=factor * self.network_bytes_per_s, copy_bytes_per_s=measured)
 
     def speed_of(self, node: int) -> float:
-        """Of a node, by its number; those that are not mentioned have the speed 1."""
+        """Return the speed of a node by its number; nodes that are not mentioned have the speed 1."""
         for speed, count in self.speeds:
             if node < count:
                 return speed

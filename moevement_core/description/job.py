@@ -13,12 +13,12 @@ from moevement_core.precision import Regime, TensorShape
 
 @dataclass(frozen=True, slots=True)
 class OperatorShape:
-    """One operator of one rank before it is cut over data parallelism."""
+    """Operator of one rank before it is cut over data parallelism."""
 
     name: str
     kind: OperatorKind
     tensors: tuple[TensorShape, ...]
-    """Its parameters on this rank (after tensor parallelism)."""
+    """Parameters on this rank (after tensor parallelism)."""
     shards: int
     """Ranks with the same parameters, over which its state is cut: data times context parallelism, or expert data
     parallelism."""
@@ -33,22 +33,23 @@ class Part(NamedTuple):
     """Elements of one tensor that are one rank's."""
 
     operator: int
-    """Its place among the operators of the stage."""
+    """Position among the operators of the stage."""
     tensor: int
-    """Its place among the tensors of the operator."""
+    """Position among the tensors of the operator."""
     elements: int
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """One pipeline stage; its ranks differ in which experts they hold and not in how many, so one stands for all."""
+    """Pipeline stage; its ranks differ in which experts they hold and not in how many, so one stands for all."""
 
     operators: tuple[OperatorShape, ...]
     sends_per_micro_batch: int
     """Tensors that a rank sends over a stage boundary for each micro-batch, forward and backward, all chunks."""
     ranks: Mapping[bool, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
-    """What each of its ranks owns, in order, by whether weights are kept in FP8, which have buffers of their own.
-    Empty where only Megatron could say it."""
+    """Parts that each rank owns, in order, by whether weights are kept in FP8, which have buffers of their own. Empty
+    where only Megatron could say it.
+    """
     _tables: dict[tuple[Regime, int], OperatorTable] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -100,7 +101,9 @@ class StageShape:
         return rows
 
     def rank_bytes(self, regime: Regime) -> list[StateBytes]:
-        """What each rank of the stage saves of its state, to the byte; empty where nobody knows what it owns."""
+        """Return the bytes of state that each rank of the stage saves, exactly; empty where it is not known what a rank
+        owns.
+        """
         return [self._sum(parts, regime) for parts in self.ranks.get(regime.keeps_fp8, ())]
 
     def _sum(self, parts: tuple[Part, ...], regime: Regime) -> StateBytes:
@@ -135,7 +138,7 @@ class JobShape:
     chunks: int = 1
     """Virtual stages of a stage."""
     tokens: int = 0
-    """Of a micro-batch on a rank, after context parallelism."""
+    """Tokens of a micro-batch on a rank, after context parallelism."""
     experts_per_token: int = 0
     """Top-k of the routers; 0 without experts."""
     seq_length: int = 0

@@ -1,4 +1,4 @@
-"""What a real run took, measured by ``moevement profile`` and read by the simulator; seconds and bytes."""
+"""Profile of a real run, measured by ``moevement profile`` and read by the simulator, in seconds and bytes."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class StageProfile:
-    """One pipeline stage, the slowest of its ranks."""
+    """Profile of one pipeline stage, the slowest of its ranks."""
 
     forward_s: float
-    """Of a micro-batch, all chunks, with the communication that is inside (all-to-all, tensor parallelism)."""
+    """Forward seconds of a micro-batch, all chunks, with the communication that is inside (all-to-all, tensor
+    parallelism).
+    """
     backward_s: float
     layers: int
     parameters: int
-    """On a rank."""
+    """Number of parameters on a rank."""
     layer_activation_bytes: int
-    """That one layer keeps for its backward pass of a micro-batch, the mean of the stage's layers."""
+    """Bytes that one layer keeps for its backward pass of a micro-batch, as a mean over the stage's layers."""
     layer_output_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeProfile:
-    """All stages at one size of micro-batches."""
+    """Profile of all stages at one size of micro-batches."""
 
     tokens: int
-    """Of a micro-batch on a rank."""
+    """Tokens of a micro-batch on a rank."""
     micro_batches: int
     iteration_s: float
     """Median, without the timers that the other seconds come from."""
     sync_s: float
-    """Of gradient reduction and parameter gathering, what training waits for."""
+    """Seconds of gradient reduction and parameter gathering that training waits for."""
     update_s: float
     send_s: float
-    """Of a boundary tensor to the next stage."""
+    """Seconds to send a boundary tensor to the next stage."""
     stages: tuple[StageProfile, ...]
 
 
@@ -83,7 +85,7 @@ class Affine:
         )  # fmt: skip
 
     def seconds(self, nbytes: float) -> float:
-        """Of a message of ``nbytes`` a rank."""
+        """Return the seconds of a message of ``nbytes`` for each rank."""
         return self.a_s + self.b_s_per_byte * nbytes
 
     def among(self, ranks: int) -> Affine:
@@ -107,16 +109,17 @@ class Profile:
     d2h_bytes_per_s: float
     """Copies of a rank to its host while all copy."""
     network_bytes_per_s: float
-    """What all ranks send together, from the largest messages between two ranks."""
+    """Rate of all ranks together, from the largest messages between two ranks."""
     storage_bytes_per_s: float
-    """All ranks writing at once and waiting until it is durable."""
+    """Rate of all ranks writing at once and waiting until it is durable."""
     contention: float | None = None
-    """Of the seconds in which links could carry nothing but copies to peers, the share by which those lengthened
-    training, from iterations with copies and without; None: not measured."""
+    """Share of the seconds in which links could carry nothing but copies to peers, by which those lengthened training,
+    from iterations with copies and without; None: not measured.
+    """
     cores: int = 0
-    """That ranks share if they compute on the host's processors; 0 if each has its own device."""
+    """Processors that ranks share if they compute on the host; 0 if each has its own device."""
     sizes: tuple[SizeProfile, ...]
-    """By size of micro-batches."""
+    """Profiles by size of micro-batches."""
     collectives: tuple[Affine, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -154,7 +157,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read it.
+        """Read a profile from a file.
 
         Raises:
             ConfigError: it is none, or of another format.
@@ -192,7 +195,7 @@ def _size(values: Mapping[str, Any]) -> SizeProfile:
 
 
 def _plain(value: Any) -> Any:
-    """As YAML writes it without tags."""
+    """Return a value in the form that YAML writes without tags."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, tuple | list):

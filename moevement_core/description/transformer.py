@@ -18,7 +18,7 @@ from moevement_core.operators import EMBEDDING, HEAD, OperatorKind, expert_name,
 from moevement_core.precision import MIXED, Regime, TensorShape
 
 VOCABULARY_MULTIPLE = 128
-"""To which Megatron pads the vocabulary, times tensor parallelism."""
+"""Multiple to which Megatron pads the vocabulary, times tensor parallelism."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class MultiLatentAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transformer:
-    """A model."""
+    """Transformer with experts, by numbers."""
 
     num_layers: int
     hidden_size: int
@@ -42,22 +42,22 @@ class Transformer:
     vocab_size: int
     seq_length: int
     ffn_hidden_size: int = 0
-    """Of dense layers."""
+    """Hidden size of the feed-forward part of dense layers."""
     num_experts: int = 0
-    """Of a layer; 0 is a dense model."""
+    """Experts of a layer; 0 is a dense model."""
     moe_router_topk: int = 1
     moe_ffn_hidden_size: int = 0
-    """Of an expert."""
+    """Hidden size of an expert."""
     moe_shared_expert_intermediate_size: int = 0
-    """Of all shared experts of a layer together."""
+    """Hidden size of all shared experts of a layer together."""
     moe_layer_freq: int = 1
     """Every how many-th layer has experts, from the first on ..."""
     dense_layers: int = 0
     """... and how many layers at the beginning have none."""
     num_query_groups: int = 0
-    """0 is one for each head."""
+    """Number of query groups; 0 is one for each head."""
     kv_channels: int = 0
-    """Of a head; 0 is the hidden size over the heads."""
+    """Channels of a head; 0 is the hidden size over the heads."""
     swiglu: bool = True
     normalization: str = "RMSNorm"
     untie_embeddings_and_output_weights: bool = True
@@ -78,7 +78,7 @@ class Transformer:
             raise ConfigError("layers without experts and no ffn_hidden_size; needs their width")
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, from 0, is a mixture of experts."""
+        """Return whether a layer, counted from 0, is a mixture of experts."""
         return bool(self.num_experts) and layer >= self.dense_layers and layer % self.moe_layer_freq == 0
 
     @property
@@ -116,7 +116,7 @@ class Transformer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model is spread over ranks, and its batch."""
+    """Layout of a model over ranks, and its batch."""
 
     ranks: int
     global_batch_size: int
@@ -126,11 +126,11 @@ class Layout:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 0
-    """0 is as the rest."""
+    """Tensor parallelism of experts; 0 is that of the rest."""
     chunks: int = 1
     """Virtual stages of a stage."""
     layers: tuple[int, ...] = ()
-    """Of each stage, or of each chunk in the order of the model; left out they are spread evenly."""
+    """Layers of each stage, or of each chunk in the order of the model; left out they are spread evenly."""
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
@@ -172,12 +172,12 @@ class Layout:
 
     @property
     def micro_batches(self) -> int:
-        """Of an iteration on a data-parallel rank."""
+        """Micro-batches of an iteration on a data-parallel rank."""
         return self.global_batch_size // (self.micro_batch_size * self.data)
 
 
 def describe(name: str, model: Transformer, layout: Layout, regime: Regime = MIXED) -> JobShape:
-    """The job's shape.
+    """Return the shape of the job.
 
     Raises:
         ConfigError: a layout that the model does not take.
@@ -230,14 +230,16 @@ def _stages(model: Transformer, layout: Layout) -> Iterator[StageShape]:
 
 
 def _evenly(layers: int, parts: int) -> tuple[int, ...]:
-    """As even as can be; what is left goes to the parts in the middle, since embedding and head are at the ends."""
+    """Cut layers as evenly as possible; the rest goes to the parts in the middle, since embedding and head are at the
+    ends.
+    """
     each, left = divmod(layers, parts)
     first = (parts - left) // 2
     return tuple(each + (first <= part < first + left) for part in range(parts))
 
 
 def _operators(model: Transformer, layout: Layout, stage: int, layers: list[int]) -> Iterator[OperatorShape]:
-    """Of the first rank of a stage, as Megatron orders them."""
+    """Yield the operators of the first rank of a stage, in Megatron's order."""
     dense, tensor = layout.data * layout.context, layout.tensor
     multiple = VOCABULARY_MULTIPLE * tensor
     words = math.ceil(model.vocab_size / multiple) * multiple * model.hidden_size // tensor

@@ -1,5 +1,5 @@
-"""Experts with unequal replicas, and jobs whose number of ranks changes.
+"""Elastic jobs: experts with unequal numbers of replicas, and jobs whose number of ranks changes.
 
-Lazarus's computations (its section 4 and appendix A), and state from one cut over ranks to another.
-``megatron/moevement/elastic`` trains with them, and the simulator costs them.
+The package has Lazarus's computations (section 4 and appendix A of that paper), and moves state to other ranks after
+a resize. ``megatron/moevement/elastic`` trains with them, and the simulator computes their cost.
 """

@@ -1,4 +1,4 @@
-"""How many replicas each expert gets: by its share of tokens, and never fewer than a floor (Lazarus, equation 1)."""
+"""Allocation of replicas to experts by their share of tokens, never fewer than a floor (Lazarus, equation 1)."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ Replicas = npt.NDArray[np.int64]
 
 
 def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor: int) -> Replicas:
-    """Replicas of each expert, int64 ``[E]``; together as many as there are slots.
+    """Return the number of replicas of each expert, int64 ``[E]``; their sum is ``slots``.
 
-    In ascending order of load, each expert gets its share, rounded down, of the slots that are left for it and those
-    after it, and the floor if that is more. So the order of loads is that of replicas, and what rounding leaves goes
-    to the experts with the most tokens. With ``floor`` replicas on nodes of their own, any ``floor - 1`` nodes may be
-    lost.
+    In ascending order of load, each expert gets its share, rounded down, of the remaining slots, and at least the
+    floor. So an expert with more load never has fewer replicas, and slots left by rounding go to the experts with the
+    most tokens. If ``floor`` replicas of each expert are on different nodes, any ``floor - 1`` nodes may fail.
 
     Args:
-        tokens: routed to each expert of a layer, ``[E]``; of equal loads the lower number comes first.
-        slots: that all nodes have together, N * c.
-        floor: f, replicas that each expert has at least. Where slots are too few it is as large as they allow.
+        tokens: tokens routed to each expert of a layer, ``[E]``. Among equal loads the lower number comes first.
+        slots: slots of all nodes together, N * c.
+        floor: least number of replicas of each expert, f. With too few slots it is as large as they allow.
 
     Raises:
-        ConfigError: fewer slots than experts.
+        ConfigError: there are fewer slots than experts, or an argument is out of range.
     """
     loads = np.asarray(tokens, dtype=np.int64)
     if loads.ndim != 1 or not loads.size or loads.min() < 0:
@@ -49,7 +48,7 @@ def allocate(tokens: Sequence[int] | npt.NDArray[np.integer], slots: int, floor:
 
 
 def slowest_share(tokens: Sequence[int] | npt.NDArray[np.integer], replicas: Replicas) -> float:
-    """Tokens of a replica of the most loaded expert over those of a replica if all were equal; 1.0 is perfect."""
+    """Return the tokens of the most loaded replica, relative to the mean over all replicas; 1.0 is perfect balance."""
     loads = np.asarray(tokens, dtype=np.float64)
     mean = loads.sum() / replicas.sum()
     return float((loads / replicas).max() / mean) if mean else 1.0

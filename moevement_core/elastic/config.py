@@ -1,4 +1,4 @@
-"""The flags of elastic jobs."""
+"""Command-line flags of elastic jobs, which may change their number of ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _seconds(name: str, value: float) -> float:
 
 @dataclass(frozen=True)
 class ElasticConfig:
-    """How a job changes its size."""
+    """Configuration of a job that may change its number of ranks."""
 
     is_elastic: bool = flag(
         SWITCH, action="store_true", default=False,

@@ -1,7 +1,8 @@
-"""A digest of state that does not depend on how it is cut over ranks: equal before and after a migration.
+"""Digest of state that does not depend on the distribution over ranks, so it is equal before and after a migration.
 
-Each element counts with a number that its tensor and its place in it draw; all of it is a sum modulo 2^64, so digests
-of ranges add up to that of the whole. Not against an adversary: against lost, doubled, moved and changed elements.
+Each element is mixed with a number derived from the name of its tensor and its index, and the digest is the sum modulo
+2^64. So digests of disjoint ranges add up to the digest of the whole. The digest detects lost, doubled, moved and
+changed elements. It gives no protection against an attacker.
 """
 
 from __future__ import annotations
@@ -17,26 +18,26 @@ _CHUNK = 1 << 20
 
 
 def of_range(name: str, begin: int, elements: npt.NDArray[np.generic]) -> int:
-    """Returns the digest of a range of a state tensor, from 0 to 2^64 - 1.
+    """Return the digest of a range of a state tensor, from 0 to 2^64 - 1.
 
     Args:
-        name: of the tensor, in any layout the same.
-        begin: place of the first element in the flat tensor.
-        elements: flat, contiguous, of 1, 2, 4 or 8 bytes each; their bits count, so -0.0 and 0.0 differ.
+        name: name of the tensor, the same in any layout.
+        begin: index of the first element in the flat tensor.
+        elements: flat and contiguous, 1, 2, 4 or 8 bytes each. Their bits are digested, so -0.0 and 0.0 differ.
     """
     bits = elements.reshape(-1).view(f"u{elements.dtype.itemsize}")
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     total = 0
-    for start in range(0, bits.size, _CHUNK):  # what is drawn takes eight bytes for each element
+    for start in range(0, bits.size, _CHUNK):  # the derived numbers take eight bytes for each element
         part = bits[start : start + _CHUNK].astype(np.uint64)
         drawn = _drawn(seed, np.arange(begin + start, begin + start + part.size, dtype=np.uint64))
-        # An element that is zero counts, too: its place has been there.
+        # The index is mixed in, so a zero element changes the digest, too.
         total += int((_mixed(part ^ drawn)).sum(dtype=np.uint64))
     return total & _MASK
 
 
 def together(digests: Iterable[int]) -> int:
-    """Of ranges that do not overlap, all of them."""
+    """Return the digest of disjoint ranges together, from the digest of each."""
     return sum(digests) & _MASK
 
 
@@ -46,7 +47,7 @@ def _drawn(seed: int, places: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA '14)."""
+    """Mix 64-bit values by SplitMix64's finalizer (Steele, Lea and Flood, OOPSLA '14)."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""State from one cut over ranks to another, in one exchange, with digests that say that it is the same.
+"""Exchange of state among ranks after a resize, with digests that prove that the state is unchanged.
 
-Every rank says which pieces of which tensors it has, and which it is to have. All compute the same moves from it
-(:func:`~moevement_core.elastic.ranges.reshard`); what is between two ranks travels in one message a round.
+Every rank reports the ranges of tensors that it holds and those that it needs. All ranks compute the same moves from
+the reports (:func:`~moevement_core.elastic.ranges.reshard`). A rank sends another one message a round.
 """
 
 from __future__ import annotations
@@ -22,43 +22,44 @@ from moevement_core.replication.transport import Transport
 from moevement_core.session.exchange import all_gather_objects
 
 ROUND_BYTES = 512 << 20
-"""What a rank sends to all others, and has in buffers for them, at a time; as much again for what it receives."""
+"""Bytes that a rank packs into buffers and sends to all others in a round; it receives as many."""
 TAG = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """A range of a tensor of state on this rank."""
+    """Range of a state tensor, with its elements on this rank."""
 
     operator: str
     name: str
-    """Of the whole tensor, the same on every rank and for any number of ranks."""
+    """Name of the whole tensor, the same on every rank and for any number of ranks."""
     begin: int
-    """Place of the first element in the flat tensor."""
+    """Index of the first element in the flat tensor."""
     tensor: torch.Tensor
-    """Flat."""
+    """Elements of the range, flat."""
 
     @property
     def range(self) -> Range:
-        """Which it is."""
+        """Range of the whole tensor that this piece holds."""
         return Range(self.name, self.begin, self.begin + self.tensor.numel())
 
 
 def once(pieces: Iterable[Piece]) -> list[Piece]:
-    """Returns the pieces without overlaps: an element that several pieces hold is kept in the first of them only."""
+    """Return the pieces without overlaps: an element of several pieces stays in the first of them only."""
     by_name: dict[str, list[Piece]] = defaultdict(list)
-    for one in pieces:
-        rest = [(one.begin, one.range.end)]
-        for other in by_name[one.name]:
+    for piece in pieces:
+        rest = [(piece.begin, piece.range.end)]
+        for other in by_name[piece.name]:
             rest = [part for begin, end in rest for part in _outside(begin, end, other.begin, other.range.end)]
-        by_name[one.name] += [
-            Piece(one.operator, one.name, begin, one.tensor[begin - one.begin : end - one.begin]) for begin, end in rest
+        by_name[piece.name] += [
+            Piece(piece.operator, piece.name, begin, piece.tensor[begin - piece.begin : end - piece.begin])
+            for begin, end in rest
         ]
-    return [one for its in by_name.values() for one in its]
+    return [piece for kept in by_name.values() for piece in kept]
 
 
 def _outside(begin: int, end: int, other_begin: int, other_end: int) -> Iterator[tuple[int, int]]:
-    """What of a range another one leaves."""
+    """Yield the parts of a range that are outside another range."""
     if begin < min(end, other_begin):
         yield begin, min(end, other_begin)
     if max(begin, other_end) < end:
@@ -66,44 +67,48 @@ def _outside(begin: int, end: int, other_begin: int, other_end: int) -> Iterator
 
 
 class StateMissing(RecoveryError):
-    """No rank has a part of the state. On every rank alike."""
+    """Error that no rank has a part of the state; every rank raises it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """What an exchange did, the same on every rank."""
+    """Result of an exchange, the same on every rank."""
 
     moved_bytes: int
-    """Between ranks, all together."""
+    """Bytes sent between ranks, the sum over all ranks."""
     digests: Mapping[str, int]
-    """Of each operator's whole state, before and after."""
+    """Digest of each operator's whole state, equal before and after; empty without verification."""
 
 
 def exchange(
     held: Sequence[Piece], wanted: Sequence[Piece], transport: Transport, *, is_verified: bool = True
 ) -> Exchanged:
-    """Bring state to where it is wanted; every rank of the job calls it.
+    """Send state to the ranks that need it; every rank of the job calls this function.
 
     Args:
-        held: by this rank, not changed; where several ranks have the same it has the same bits.
-        wanted: pieces into whose tensors it is written.
-        transport: between ranks.
-        is_verified: whether digests are compared, of each operator before and after, and of all replicas.
+        held: pieces on this rank, which are not changed. Ranks that hold the same range hold the same bits.
+        wanted: pieces that this rank needs; the state is written into their tensors.
+        transport: connection between ranks.
+        is_verified: True to compare digests of each operator before and after, and of all replicas.
 
     Raises:
-        StateMissing: nobody has a part of what is wanted. Nothing has been written then.
-        RecoveryError: replicas differ, or state is another after it. On every rank alike.
+        StateMissing: no rank holds a part of the wanted state; nothing has been written.
+        RecoveryError: replicas differ, or the state differs afterwards; every rank raises it.
     """
-    everyones: list[tuple[list[Range], list[Range], dict[str, str]]] = all_gather_objects(
-        ([one.range for one in held], [one.range for one in wanted], {one.name: one.operator for one in wanted}),
+    reports: list[tuple[list[Range], list[Range], dict[str, str]]] = all_gather_objects(
+        (
+            [piece.range for piece in held],
+            [piece.range for piece in wanted],
+            {piece.name: piece.operator for piece in wanted},
+        ),
         tuple[list[Range], list[Range], dict[str, str]],
     )
-    before = {rank: its[0] for rank, its in enumerate(everyones)}
-    after = {rank: its[1] for rank, its in enumerate(everyones)}
-    operators = {name: operator for its in everyones for name, operator in its[2].items()}
+    before = {rank: report[0] for rank, report in enumerate(reports)}
+    after = {rank: report[1] for rank, report in enumerate(reports)}
+    operators = {name: operator for report in reports for name, operator in report[2].items()}
     plan = reshard(before, after)
     if plan.missing:
-        lost = sorted({operators[one.name] for ranges in plan.missing.values() for one in ranges})
+        lost = sorted({operators[missing.name] for ranges in plan.missing.values() for missing in ranges})
         names = ", ".join(lost[:5]) + (f" and {len(lost) - 5} more" if len(lost) > 5 else "")
         raise StateMissing(f"nobody is left who has the state of {names}")
     was = _digests(held, before, operators) if is_verified else {}
@@ -114,19 +119,19 @@ def exchange(
 
 
 def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece], transport: Transport) -> int:
-    """Returns bytes that travelled, of all ranks.
+    """Carry out the moves; return the bytes that all ranks sent.
 
-    Not over gloo: a receive of which a part has come never ends there when its sender dies (torch 2.13).
+    The transport is not gloo, because a gloo receive that is partly done never ends if its sender dies (torch 2.13).
     """
-    mine, sources, targets = dist.get_rank(), _by_name(held), _by_name(wanted)
+    rank, sources, targets = dist.get_rank(), _by_name(held), _by_name(wanted)
     outgoing: dict[int, list[torch.Tensor]] = defaultdict(list)
     incoming: dict[int, list[torch.Tensor]] = defaultdict(list)
     for move in moves:
-        if move.source == move.target == mine:
+        if move.source == move.target == rank:
             _unpack(_packed(list(_find(sources, move.range))), list(_find(targets, move.range)))
-        elif move.source == mine:
+        elif move.source == rank:
             outgoing[move.target] += _find(sources, move.range)
-        elif move.target == mine:
+        elif move.target == rank:
             incoming[move.source] += _find(targets, move.range)
     world = dist.get_world_size()
     room = max(ROUND_BYTES // world, 1 << 16)  # for each pair of ranks, the same on both
@@ -136,10 +141,10 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
     for sends, receives in _rounds(outgoing, incoming, rounds, room):
         moved += sum(map(_bytes, sends.values()))
         with ThreadPoolExecutor(1, "moevement-state") as beside:
-            # In step k a rank sends to the k-th after it and receives from the k-th before it: no circle of waiting.
-            sent = beside.submit(_send, sends, mine, world, transport)
+            # In step k a rank sends to the k-th rank after it and receives from the k-th before it: no deadlock.
+            sent = beside.submit(_send, sends, rank, world, transport)
             for step in range(1, world):
-                source = (mine - step) % world
+                source = (rank - step) % world
                 if parts := receives.get(source):
                     buffer = torch.empty(_bytes(parts), dtype=torch.uint8)
                     transport.receive(source, TAG, buffer)
@@ -148,9 +153,9 @@ def _move(moves: Sequence[Move], held: Sequence[Piece], wanted: Sequence[Piece],
     return int(sum(all_gather_objects(moved, int)))
 
 
-def _send(sends: Mapping[int, list[torch.Tensor]], mine: int, world: int, transport: Transport) -> None:
+def _send(sends: Mapping[int, list[torch.Tensor]], rank: int, world: int, transport: Transport) -> None:
     for step in range(1, world):
-        target = (mine + step) % world
+        target = (rank + step) % world
         if parts := sends.get(target):
             transport.send(target, TAG, _packed(parts))
 
@@ -161,7 +166,7 @@ Parts = dict[int, list[torch.Tensor]]
 def _rounds(
     outgoing: Mapping[int, list[torch.Tensor]], incoming: Mapping[int, list[torch.Tensor]], rounds: int, room: int
 ) -> Iterator[tuple[Parts, Parts]]:
-    """Of each pair of ranks, both cut the same bytes at the same places."""
+    """Yield what to send and to receive in each round; both ranks of a pair cut the same bytes at the same offsets."""
     sends = {rank: list(_cut(parts, room)) for rank, parts in outgoing.items()}
     receives = {rank: list(_cut(parts, room)) for rank, parts in incoming.items()}
     for number in range(rounds):
@@ -201,88 +206,97 @@ def _unpack(buffer: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     begin = 0
     for part in parts:
         end = begin + part.numel() * part.element_size()
-        # A view of another element size begins at a multiple of it.
+        # The clone is aligned, as a view of a larger element size requires.
         part.copy_(buffer[begin:end].clone().view(part.dtype))
         begin = end
 
 
 def _by_name(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    found: dict[str, list[Piece]] = defaultdict(list)
-    for one in pieces:
-        found[one.name].append(one)
-    return found
+    by_name: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_name[piece.name].append(piece)
+    return by_name
 
 
 def _find(pieces: Mapping[str, Sequence[Piece]], wanted: Range) -> Iterator[torch.Tensor]:
-    """A range that is here, in the one piece or the several ones that it is in."""
-    for one in sorted(pieces[wanted.name], key=lambda its: its.begin):
-        begin, end = max(one.begin, wanted.begin), min(one.range.end, wanted.end)
+    """Yield the tensors that together hold the range ``wanted`` on this rank, in order."""
+    for piece in sorted(pieces[wanted.name], key=lambda piece: piece.begin):
+        begin, end = max(piece.begin, wanted.begin), min(piece.range.end, wanted.end)
         if begin < end:
-            yield one.tensor.detach()[begin - one.begin : end - one.begin]
+            yield piece.tensor.detach()[begin - piece.begin : end - piece.begin]
 
 
 # Digests
 
 
 def _digests(
-    mine: Sequence[Piece], everyones: Mapping[int, Sequence[Range]], operators: Mapping[str, str]
+    held: Sequence[Piece], ranges: Mapping[int, Sequence[Range]], operators: Mapping[str, str]
 ) -> dict[str, int]:
-    """Of each operator, each element counted once; every rank calls it.
+    """Return the digest of each operator with each element counted once; every rank calls this function.
+
+    Args:
+        held: pieces on this rank.
+        ranges: ranges on each rank.
+        operators: operator of each tensor, by its name.
 
     Raises:
         RecoveryError: replicas of a range differ.
     """
-    first = _first_holders(everyones)
+    first = _first_holders(ranges)
     rank = dist.get_rank()
-    own = {one.range: digest.of_range(one.name, one.begin, _plain(one.tensor)) for one in mine if one.name in operators}
+    own = {
+        piece.range: digest.of_range(piece.name, piece.begin, _plain(piece.tensor))
+        for piece in held
+        if piece.name in operators
+    }
     counted: dict[str, int] = defaultdict(int)
-    pieces = _by_name(mine)
-    for one in first.get(rank, ()):
-        if one.name in operators:
-            whole = own.get(one)
-            part = whole if whole is not None else _digest(one, pieces)
-            counted[operators[one.name]] = digest.together((counted[operators[one.name]], part))
+    pieces = _by_name(held)
+    for first_range in first.get(rank, ()):
+        if first_range.name in operators:
+            whole = own.get(first_range)
+            part = whole if whole is not None else _digest(first_range, pieces)
+            counted[operators[first_range.name]] = digest.together((counted[operators[first_range.name]], part))
     gathered = all_gather_objects((own, dict(counted)), tuple[dict[Range, int], dict[str, int]])
-    _compare_replicas([its for its, _ in gathered], operators)
+    _compare_replicas([digests for digests, _ in gathered], operators)
     every: dict[str, int] = defaultdict(int)
-    for _, its in gathered:
-        for operator, part in its.items():
+    for _, parts in gathered:
+        for operator, part in parts.items():
             every[operator] = digest.together((every[operator], part))
     return dict(every)
 
 
-def _digest(of: Range, pieces: Mapping[str, Sequence[Piece]]) -> int:
-    parts, begin = [], of.begin
-    for tensor in _find(pieces, of):
-        parts.append(digest.of_range(of.name, begin, _plain(tensor)))
+def _digest(whole: Range, pieces: Mapping[str, Sequence[Piece]]) -> int:
+    parts, begin = [], whole.begin
+    for tensor in _find(pieces, whole):
+        parts.append(digest.of_range(whole.name, begin, _plain(tensor)))
         begin += tensor.numel()
     return digest.together(parts)
 
 
-def _first_holders(everyones: Mapping[int, Sequence[Range]]) -> dict[int, list[Range]]:
-    """Every element, once, where a rank has it."""
+def _first_holders(held: Mapping[int, Sequence[Range]]) -> dict[int, list[Range]]:
+    """Return ranges by rank that together contain each element once, on a rank that holds it."""
     ends: dict[str, tuple[int, int]] = {}
-    for ranges in everyones.values():
-        for one in ranges:
-            begin, end = ends.get(one.name, (one.begin, one.end))
-            ends[one.name] = min(begin, one.begin), max(end, one.end)
+    for ranges in held.values():
+        for held_range in ranges:
+            begin, end = ends.get(held_range.name, (held_range.begin, held_range.end))
+            ends[held_range.name] = min(begin, held_range.begin), max(end, held_range.end)
     nobody = -1
     whole = [Range(name, begin, end) for name, (begin, end) in sorted(ends.items())]
-    found: dict[int, list[Range]] = defaultdict(list)
-    for move in reshard(everyones, {nobody: whole}).moves:
-        found[move.source].append(move.range)
-    return found
+    holders: dict[int, list[Range]] = defaultdict(list)
+    for move in reshard(held, {nobody: whole}).moves:
+        holders[move.source].append(move.range)
+    return holders
 
 
-def _compare_replicas(everyones: Sequence[Mapping[Range, int]], operators: Mapping[str, str]) -> None:
+def _compare_replicas(digests_by_rank: Sequence[Mapping[Range, int]], operators: Mapping[str, str]) -> None:
     known: dict[Range, tuple[int, int]] = {}
-    for rank, its in enumerate(everyones):
-        for one, value in its.items():
-            first, expected = known.setdefault(one, (rank, value))
+    for rank, digests in enumerate(digests_by_rank):
+        for part, value in digests.items():
+            first, expected = known.setdefault(part, (rank, value))
             if value != expected:
                 raise RecoveryError(
-                    f"ranks {first} and {rank} differ in elements {one.begin} to {one.end} of {one.name} of "
-                    f"{operators[one.name]}; they are replicas, and the job cannot go on from either"
+                    f"ranks {first} and {rank} differ in elements {part.begin} to {part.end} of {part.name} of "
+                    f"{operators[part.name]}; they are replicas, and the job cannot go on from either"
                 )
 
 
@@ -295,6 +309,6 @@ def _compare(before: Mapping[str, int], after: Mapping[str, int]) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> Any:
-    """As whole numbers of the same size, which NumPy has for every type."""
+    """Return the tensor as integers of its element size, because NumPy lacks some floating types."""
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().cpu().contiguous().view(kinds[tensor.element_size()]).numpy()

@@ -1,4 +1,4 @@
-"""From one placement to another: which node takes which place, and who sends what (Lazarus, section 4.3)."""
+"""Migration to a new placement: the node that takes each place, and the source of each expert (Lazarus, 4.3)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moevement_core.elastic.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The state of an expert, from a node that has it to one that is to have it."""
+    """Transfer of one expert's state from a node that holds it to a node that needs it."""
 
     expert: int
     source: int
@@ -20,12 +20,12 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """What takes a cluster to a new placement.
+    """Migration of a cluster to a new placement.
 
     Attributes:
-        experts: that each node has afterwards, in its slots.
-        transfers: between nodes that live.
-        missing: experts that nobody who lives has, and the nodes that are to have them: from copies.
+        experts: experts in the slots of each node afterwards.
+        transfers: transfers between live nodes.
+        missing: experts that no live node holds, and the nodes that need them; their state comes from copies.
     """
 
     experts: Mapping[int, tuple[int, ...]]
@@ -34,16 +34,17 @@ class Migration:
 
 
 def migrate(held: Mapping[int, Sequence[int]], wanted: Placement) -> Migration:
-    """Give the places of ``wanted`` to nodes greedily, and what a node lacks comes from the owner that sends least.
+    """Return the migration that assigns the places of ``wanted`` to nodes greedily.
 
-    Never more transfers than when nodes take places in the order of their names.
+    The source of a missing expert is the holder that sends the fewest experts. The migration never has more transfers
+    than one that assigns places in the order of node numbers.
 
     Args:
-        held: experts that each node has that is to take part; none, where it is new.
+        held: experts on each node that takes part; empty for a new node.
         wanted: one place for each of these nodes.
 
     Raises:
-        ValueError: other numbers of nodes and of places.
+        ValueError: the numbers of nodes and of places differ.
     """
     nodes = sorted(held)
     if len(nodes) != len(wanted):
@@ -58,7 +59,8 @@ def migrate(held: Mapping[int, Sequence[int]], wanted: Placement) -> Migration:
     sends: Counter[int] = Counter()
     transfers, missing = [], {}
     needed = _needed(held, experts)
-    for expert in sorted(needed, key=lambda one: (len(owners.get(one, ())), one)):  # those without a choice first
+    # Experts with the fewest holders come first, because they leave the least choice of a source.
+    for expert in sorted(needed, key=lambda item: (len(owners.get(item, ())), item)):
         if expert not in owners:
             missing[expert] = tuple(needed[expert])
             continue
@@ -70,7 +72,7 @@ def migrate(held: Mapping[int, Sequence[int]], wanted: Placement) -> Migration:
 
 
 def _greedy(held: Mapping[int, Sequence[int]], wanted: Placement) -> dict[int, tuple[int, ...]]:
-    """Again and again the pair of a node and a place that needs the fewest experts."""
+    """Return the experts of each node: the pair of node and place with the fewest missing experts is assigned first."""
     pairs = sorted(
         (len(set(place) - set(held[node])), node, number) for node in held for number, place in enumerate(wanted)
     )
@@ -88,7 +90,7 @@ def _fetched(held: Mapping[int, Sequence[int]], mapping: Mapping[int, Sequence[i
 
 
 def _needed(held: Mapping[int, Sequence[int]], mapping: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
-    """By expert, the nodes that do not have it and are to."""
+    """Return the nodes that need each expert and do not hold it, by expert."""
     needed: dict[int, list[int]] = {}
     for node in sorted(mapping):
         for expert in sorted(set(mapping[node]) - set(held[node])):

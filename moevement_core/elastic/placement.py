@@ -1,12 +1,12 @@
-"""On which nodes replicas of experts are: maximum rank overlap, which survives lost nodes best (Lazarus, theorem 1).
+"""Placement of expert replicas on nodes: maximum rank overlap, which survives most node failures (Lazarus, theorem 1).
 
-Experts are sorted by replicas and cut into groups of as many as a node has slots; each group has nodes of its own, as
-many as its scarcest expert has replicas, and every one of those nodes has all of the group. So a group is lost only
-with all of its nodes, and nothing else counts. What is left of replicas fills the vacant slots.
+Experts are sorted by replicas and cut into groups with as many experts as a node has slots. Each group gets nodes of
+its own, as many as its scarcest expert has replicas, and each of these nodes has all experts of the group. So a group
+is lost only if all of its nodes fail. The remaining replicas fill the vacant slots.
 
-The theorem says that no placement survives more. It holds where the last group gets as many nodes as its scarcest
-expert has replicas. Where fewer are left, replicas of that expert share nodes, and another placement may survive more,
-even the loss of fewer nodes than the floor: tests have small cases. :func:`place` looks.
+The theorem says that no placement survives more failures. It holds if the last group gets as many nodes as its scarcest
+expert has replicas. If fewer nodes remain, replicas of that expert share nodes, and another placement may survive more:
+this one may not even survive the loss of fewer nodes than the floor. Tests have small cases, and :func:`place` checks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from moevement_core.elastic.allocation import Replicas
 from moevement_core.errors import ConfigError
 
 Placement = tuple[tuple[int, ...], ...]
-"""The experts in the slots of each node, ascending; an expert may be there more than once."""
+"""Experts in the slots of each node, ascending; an expert may be in several slots of a node."""
 
 
 def maximum_rank_overlap(replicas: Replicas, nodes: int, slots: int) -> Placement:
-    """Lazarus's placement.
+    """Return the placement by maximum rank overlap, as Lazarus defines it.
 
     Args:
-        replicas: of each expert; together ``nodes * slots``.
-        nodes: N.
-        slots: c, of each node.
+        replicas: replicas of each expert, int64 ``[E]``; their sum is ``nodes * slots``.
+        nodes: number of nodes, N.
+        slots: slots of each node, c.
 
     Raises:
-        ConfigError: replicas do not fill the slots, or an expert has none.
+        ConfigError: replicas do not fill the slots, or an expert has no replica.
     """
     _check(replicas, nodes, slots)
     left = replicas.copy()
@@ -50,16 +50,17 @@ def maximum_rank_overlap(replicas: Replicas, nodes: int, slots: int) -> Placemen
 
 
 def place(replicas: Replicas, nodes: int, slots: int, floor: int) -> Placement:
-    """Lazarus's placement where it survives the loss of any ``floor - 1`` nodes; round robin, which does, where not.
+    """Return Lazarus's placement if it survives the loss of any ``floor - 1`` nodes, else round robin, which does.
 
     Args:
-        replicas: of each expert, ``floor`` or more where there are slots for it; together ``nodes * slots``.
-        nodes: N.
-        slots: c, of each node.
-        floor: f.
+        replicas: replicas of each expert, int64 ``[E]``, at least ``floor`` if slots allow; their sum is
+            ``nodes * slots``.
+        nodes: number of nodes, N.
+        slots: slots of each node, c.
+        floor: least number of replicas of each expert, f.
 
     Raises:
-        ConfigError: replicas do not fill the slots, or an expert has none.
+        ConfigError: replicas do not fill the slots, or an expert has no replica.
     """
     _check(replicas, nodes, slots)
     lost = min(floor, int(replicas.min()), nodes) - 1
@@ -67,27 +68,29 @@ def place(replicas: Replicas, nodes: int, slots: int, floor: int) -> Placement:
 
 
 def spread(replicas: Replicas, nodes: int, slots: int) -> Placement:
-    """Round robin: each expert's replicas on nodes in a row, so on as many as it has replicas, or on all."""
+    """Return the placement by round robin: replicas of an expert on consecutive nodes, as many as possible."""
     _check(replicas, nodes, slots)
     every = np.repeat(np.arange(replicas.size), replicas)
     return tuple(tuple(every[node::nodes].tolist()) for node in range(nodes))
 
 
 def compact(replicas: Replicas, nodes: int, slots: int) -> Placement:
-    """Node after node filled, expert after expert; to compare with."""
+    """Return the placement that fills one node after the other in order of experts, for comparisons."""
     _check(replicas, nodes, slots)
     every = np.repeat(np.arange(replicas.size), replicas)
     return tuple(tuple(every[node * slots : (node + 1) * slots].tolist()) for node in range(nodes))
 
 
 def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
-    """The share of all sets of ``lost`` nodes after whose loss every expert has a replica, with
-    :func:`maximum_rank_overlap`: that of the sets that leave a node of each group.
+    """Return the probability that every expert keeps a replica if ``lost`` random nodes fail.
+
+    It is for :func:`maximum_rank_overlap`: the share of the sets of ``lost`` nodes that leave a node of each group.
     """
     if not 0 <= lost <= nodes:
         return Fraction(0)
     sizes = [count for _, count in _groups(replicas, nodes, slots)]
-    alive = [comb(nodes - sum(sizes), kept) for kept in range(nodes - sum(sizes) + 1)]  # by how many nodes are
+    # ``alive[k]`` counts sets of k surviving nodes that leave a node of each group so far.
+    alive = [comb(nodes - sum(sizes), kept) for kept in range(nodes - sum(sizes) + 1)]
     for size in sizes:
         group = [0, *(comb(size, kept) for kept in range(1, size + 1))]
         alive = np.convolve(np.array(alive, dtype=object), np.array(group, dtype=object)).tolist()
@@ -95,7 +98,7 @@ def survival(replicas: Replicas, nodes: int, slots: int, lost: int) -> Fraction:
 
 
 def slowest_node(tokens: npt.NDArray[np.integer], placement: Sequence[Sequence[int]]) -> float:
-    """Tokens of the most loaded node over those of an even one, where replicas of an expert share its tokens evenly."""
+    """Return the tokens of the most loaded node, relative to the mean; replicas share an expert's tokens evenly."""
     replicas = np.bincount([expert for node in placement for expert in node], minlength=tokens.size)
     each = tokens / np.maximum(replicas, 1)
     total = float(tokens.sum())
@@ -103,14 +106,14 @@ def slowest_node(tokens: npt.NDArray[np.integer], placement: Sequence[Sequence[i
 
 
 def experts_lost(placement: Sequence[Sequence[int]], lost: Sequence[int]) -> list[int]:
-    """Experts of which no replica is left without the nodes ``lost``."""
-    gone = set(lost)
-    left = {expert for node, its in enumerate(placement) if node not in gone for expert in its}
-    return sorted({expert for its in placement for expert in its} - left)
+    """Return the experts that have no replica outside the nodes ``lost``."""
+    failed = set(lost)
+    left = {expert for node, experts in enumerate(placement) if node not in failed for expert in experts}
+    return sorted({expert for experts in placement for expert in experts} - left)
 
 
 def _groups(replicas: Replicas, nodes: int, slots: int) -> Iterator[tuple[list[int], int]]:
-    """Experts of each group, and how many nodes are its own."""
+    """Yield the experts of each group, and the number of its nodes."""
     ascending = np.argsort(replicas, kind="stable")
     free = nodes
     for start in range(0, replicas.size, slots):
@@ -121,7 +124,10 @@ def _groups(replicas: Replicas, nodes: int, slots: int) -> Iterator[tuple[list[i
 
 
 def _fill(placed: list[list[int]], left: Replicas, slots: int) -> None:
-    """Vacant slots, one of each node at a time: the expert with the most replicas left that is not there yet."""
+    """Fill the vacant slots in ``placed`` with the replicas in ``left``, both changed in place.
+
+    Each node in turn gets the expert with the most replicas left, preferably one that it does not have yet.
+    """
     while left.any():
         for node in placed:
             if len(node) < slots and left.any():

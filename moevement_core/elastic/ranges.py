@@ -1,7 +1,7 @@
-"""From one cut of flat state over ranks to another: who sends which range to whom, when a job's world has changed.
+"""Plan of the ranges of state that ranks send to each other when the number of ranks of a job changes.
 
 A tensor of state is a flat row of elements with a name that does not depend on the layout. Ranks own ranges of it
-before and after: shards of a distributed optimizer, which fall elsewhere on fewer ranks, or whole replicas.
+before and after the change: shards of a distributed optimizer, with other bounds on fewer ranks, or whole replicas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Range(NamedTuple):
-    """Elements of a tensor of state."""
+    """Range of elements of a state tensor, from ``begin`` to before ``end``."""
 
     name: str
     begin: int
@@ -22,12 +22,12 @@ class Range(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements in the range."""
         return self.end - self.begin
 
 
 class Move(NamedTuple):
-    """A range that a rank has and one, which may be itself, is to have."""
+    """Move of a range from the rank that holds it to a rank that needs it, possibly the same."""
 
     source: int
     target: int
@@ -35,11 +35,11 @@ class Move(NamedTuple):
 
 
 class Resharding(NamedTuple):
-    """What brings state from one cut to another.
+    """Plan that brings state from one distribution over ranks to another.
 
     Attributes:
-        moves: in the order of targets, then of what they want; each wanted element comes once.
-        missing: by target, what nobody has.
+        moves: moves in the order of targets, then of their wanted ranges; each wanted element arrives once.
+        missing: ranges that no rank holds, by the target that needs them.
     """
 
     moves: tuple[Move, ...]
@@ -47,13 +47,15 @@ class Resharding(NamedTuple):
 
 
 def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[Range]]) -> Resharding:
-    """Every wanted range, from the target itself where it holds it, else from the holder that has sent least so far.
+    """Return the moves that bring every wanted range to its target.
 
-    The same on every rank that calls it with the same arguments.
+    The source of a range is the target itself if it holds it, else the holder that sends the fewest elements so far.
+    The result is the same on every rank that passes the same arguments.
 
     Args:
-        held: by rank, before; of one rank, ranges of a tensor do not overlap. Several ranks may hold the same.
-        wanted: by rank, afterwards.
+        held: ranges of each rank before. Ranges of one tensor on one rank do not overlap; several ranks may hold the
+            same range.
+        wanted: ranges of each rank afterwards.
 
     Raises:
         ValueError: a range is empty or backward, or a rank holds an element twice.
@@ -64,14 +66,14 @@ def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[R
     missing: dict[int, tuple[Range, ...]] = {}
     for target in sorted(wanted):
         gaps: list[Range] = []
-        for one in wanted[target]:
-            _check(one)
-            here = holders.get(one.name, {})
-            if _holds(here.get(target, []), one):  # most are, and nobody else need be looked at
-                moves.append(Move(target, target, one))
+        for needed in wanted[target]:
+            _check(needed)
+            here = holders.get(needed.name, {})
+            if _holds(here.get(target, []), needed):  # the usual case, which needs no other holder
+                moves.append(Move(target, target, needed))
                 continue
-            for piece in _cut(one, here):
-                sources = [rank for rank, its in here.items() if _holds(its, piece)]
+            for piece in _cut(needed, here):
+                sources = [rank for rank, cuts in here.items() if _holds(cuts, piece)]
                 if not sources:
                     gaps.append(piece)
                     continue
@@ -84,38 +86,38 @@ def reshard(held: Mapping[int, Sequence[Range]], wanted: Mapping[int, Sequence[R
 
 
 Cuts = list[tuple[int, int]]
-"""Of one tensor on one rank: begins and ends, ascending."""
+"""Ranges of one tensor on one rank, as pairs of begin and end, ascending."""
 
 
 def _by_tensor(held: Mapping[int, Sequence[Range]]) -> dict[str, dict[int, Cuts]]:
-    found: dict[str, dict[int, Cuts]] = {}
+    by_tensor: dict[str, dict[int, Cuts]] = {}
     for rank in sorted(held):
-        for one in held[rank]:
-            _check(one)
-            found.setdefault(one.name, {}).setdefault(rank, []).append((one.begin, one.end))
-    for name, of_ranks in found.items():
+        for held_range in held[rank]:
+            _check(held_range)
+            by_tensor.setdefault(held_range.name, {}).setdefault(rank, []).append((held_range.begin, held_range.end))
+    for name, of_ranks in by_tensor.items():
         for rank, cuts in of_ranks.items():
             cuts.sort()
             if any(later[0] < earlier[1] for earlier, later in itertools.pairwise(cuts)):
                 raise ValueError(
                     f"rank {rank} holds elements of {name} twice: {cuts}; needs ranges that do not overlap"
                 )
-    return found
+    return by_tensor
 
 
-def _check(one: Range) -> None:
-    if not 0 <= one.begin < one.end:
-        raise ValueError(f"{one} is no range; needs 0 or more, and an end after its beginning")
+def _check(checked: Range) -> None:
+    if not 0 <= checked.begin < checked.end:
+        raise ValueError(f"{checked} is no range; needs 0 or more, and an end after its beginning")
 
 
-def _cut(one: Range, holders: Mapping[int, Cuts]) -> Iterator[Range]:
-    """Where any holder's range begins or ends."""
-    edges = {one.begin, one.end}
+def _cut(whole: Range, holders: Mapping[int, Cuts]) -> Iterator[Range]:
+    """Yield the pieces of a range, cut at each begin and end of a holder's range."""
+    edges = {whole.begin, whole.end}
     for cuts in holders.values():
-        edges.update(edge for cut in cuts for edge in cut if one.begin < edge < one.end)
+        edges.update(edge for cut in cuts for edge in cut if whole.begin < edge < whole.end)
     ordered = sorted(edges)
     for begin, end in itertools.pairwise(ordered):
-        yield Range(one.name, begin, end)
+        yield Range(whole.name, begin, end)
 
 
 def _holds(cuts: Cuts, piece: Range) -> bool:
@@ -124,7 +126,7 @@ def _holds(cuts: Cuts, piece: Range) -> bool:
 
 
 def _joined(moves: Sequence[Move]) -> Iterator[Move]:
-    """Pieces that follow each other and go the same way are one."""
+    """Yield the moves, with adjacent ranges of the same source and target joined."""
     last: Move | None = None
     for move in moves:
         if last is not None and move[:2] == last[:2] and move.range[:2] == (last.range.name, last.range.end):

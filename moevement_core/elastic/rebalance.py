@@ -1,4 +1,4 @@
-"""When replicas are allocated anew: by recent loads, and only where it is worth a migration (Lazarus, section 4.1)."""
+"""Decision to allocate replicas anew, from recent loads and only if it is worth a migration (Lazarus, section 4.1)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Loads = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Hysteresis:
-    """What keeps a job from migrating for every wave of its routing.
+    """Thresholds that keep a job from migrating at every fluctuation of its routing.
 
     Attributes:
-        interval: iterations between two looks.
-        gain: part of the slowest replica's tokens that a new allocation has to save.
-        memory: how much of the loads known so far an iteration leaves of them.
+        interval: iterations between two decisions.
+        gain: share of the slowest replica's tokens that a new allocation must save, from 0 to below 1.
+        memory: weight of earlier loads in the moving average of each iteration, from 0 to below 1.
     """
 
     interval: int = 200
@@ -33,27 +33,34 @@ class Hysteresis:
 
 
 class LoadMonitor:
-    """The loads of a layer's experts, smoothed, and whether they ask for another allocation.
+    """Moving average of the loads of a layer's experts, which proposes new allocations.
 
     Args:
-        experts: E.
-        hysteresis: see there.
+        experts: number of experts, E.
+        hysteresis: thresholds of a new allocation.
     """
 
     def __init__(self, experts: int, hysteresis: Hysteresis) -> None:
         self._hysteresis = hysteresis
         self._seen = 0
         self.loads: Loads = np.zeros(experts)
-        """Tokens of each expert in an iteration, float64 ``[E]``, as of late."""
+        """Moving average of the tokens of each expert in an iteration, float64 ``[E]``."""
 
     def count(self, tokens: npt.NDArray[np.integer]) -> None:
-        """Another iteration's ``[E]``, of all ranks together."""
+        """Add the loads of one more iteration: tokens of each expert on all ranks together, ``[E]``."""
         memory = self._hysteresis.memory if self._seen else 0.0
         self.loads = memory * self.loads + (1.0 - memory) * tokens
         self._seen += 1
 
     def proposed(self, replicas: Replicas, floor: int) -> Replicas | None:
-        """Another allocation of as many replicas, where it is time to look and one is worth it."""
+        """Return a better allocation of as many replicas, int64 ``[E]``, or None.
+
+        None means that the interval has not elapsed, or that the gain is too small.
+
+        Args:
+            replicas: present replicas of each expert, int64 ``[E]``.
+            floor: replicas that each expert has at least.
+        """
         if not self._seen or self._seen % self._hysteresis.interval:
             return None
         whole = np.round(self.loads * 1024).astype(np.int64)

@@ -1,1 +1,1 @@
-"""One rank's sparse checkpoints: what is captured, how long it lives, where copies of it go. Threads, no policy."""
+"""Sparse checkpoints of one rank: capture, lifetime and memory of snapshots, and their copies on peers; no policy."""

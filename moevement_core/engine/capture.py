@@ -1,4 +1,4 @@
-"""Copies of live state into host memory, beside training: room for whatever a schedule holds, and what it cost."""
+"""Captures of live state into host memory while training runs: the buffer of each snapshot, and what copies cost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from moevement_core.snapshot.whole import begin_whole
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Logged:
-    """Gradients of an update, in the buffer of the snapshot that the iteration after it takes."""
+    """Gradients of one update, copied into the buffer of the snapshot that will hold them."""
 
     iteration: int
     schedule: str
@@ -46,16 +46,16 @@ class Logged:
 
 
 class Capturer:
-    """Of one rank; every method is for the training thread.
+    """Capture of one rank's snapshots. Every method is for the training thread.
 
     Args:
-        rank: this one.
+        rank: this rank.
         states: live tensors of the operators that this rank holds; views that stay valid.
-        own: where snapshots go.
-        device: where the state lives.
-        memory: what its snapshots take.
-        done: called with each snapshot that is captured, on the capture thread.
-        pause: while it is on no digest is made.
+        own: receives the snapshots.
+        device: device of the live tensors.
+        memory: bytes that snapshots of this rank need.
+        done: called on the capture thread with each captured snapshot.
+        pause: while it is on, the capture thread computes no digests.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Capturer:
         pause: Pause | None = None,
     ) -> None:
         self.last: Capture | None = None
-        """Of the iteration that runs now; nothing if none is taken."""
+        """Copies of the snapshot of the current iteration; None if it takes none."""
         self.last_logged: Capture | None = None
-        """The copies of gradients in it."""
+        """Copies of the gradients in that snapshot; None if it holds none."""
         self.arena = own.arena
         self.memory = memory
         self._rank, self._states, self._own, self._device, self._done = rank, states, own, device, done
@@ -81,18 +81,21 @@ class Capturer:
         self._copied_bytes, self._copy_s = 0, 0.0
 
     def logs_gradients(self, iteration: int, schedule: Schedule) -> bool:
-        """Whether ``SS_iteration`` holds gradients of this rank's operators."""
+        """Return True if ``SS_iteration`` holds gradients of this rank's operators."""
         return bool(self._layouts.of(schedule, schedule.slot(iteration)).gradients)
 
     def log(self, iteration: int, schedule: Schedule, ready: Event | None = None) -> bool:
-        """Begin to copy the gradients of ``iteration``'s update, which ``SS_iteration`` is to hold.
+        """Begin to copy the gradients of ``iteration``'s update into the buffer of ``SS_iteration``.
 
-        They may not change before :meth:`let_gradients_change`. Returns whether a buffer was free.
+        The gradients must not change before :meth:`let_gradients_change`.
 
         Args:
-            iteration: whose update.
-            schedule: what its slot holds.
-            ready: a mark after which the live tensors hold them; None: the present end of the current stream.
+            iteration: iteration of the update.
+            schedule: schedule of the snapshot.
+            ready: event after which the live tensors hold the gradients; None: the present end of the current stream.
+
+        Returns:
+            True if a buffer was free.
         """
         if self.has_logged(iteration, schedule):
             return True
@@ -106,30 +109,30 @@ class Capturer:
         return True
 
     def has_logged(self, iteration: int, schedule: Schedule) -> bool:
-        """Whether gradients of ``iteration``'s update are in a buffer as ``schedule`` wants them, or on their way."""
+        """Return True if the gradients that ``SS_iteration`` holds under ``schedule`` are copied or being copied."""
         logged = self._logged
         return logged is not None and (logged.iteration, logged.schedule) == (iteration, schedule.id)
 
     def mark_gradients(self) -> Event:
-        """Return a mark in the current stream, after which the live tensors hold the gradients of an update."""
+        """Return an event in the current stream, after which the live tensors hold the gradients of an update."""
         mark = self._device.event()
         mark.record()
         return mark
 
     def let_gradients_change(self) -> float:
-        """Order later work of the current stream behind the copies of gradients; returns seconds of stall.
+        """Order later work of the current stream after the copies of gradients; return the seconds of stall.
 
-        On a GPU the host goes on when the copies are issued; see :meth:`Capture.let_change`.
+        On a GPU the host waits only until the copies are issued; see :meth:`Capture.let_change`.
         """
         copies = self._logged.copies if self._logged is not None else self.last_logged
         return copies.let_change() if copies is not None else 0.0
 
     def buffers(self) -> list[Buffer]:
-        """That hold gradients of a snapshot that is still to be taken."""
+        """Return the buffers with gradients of a snapshot that is still to be taken."""
         return [self._logged.buffer] if self._logged is not None else []
 
     def drop_logged(self) -> None:
-        """The snapshot that was to hold them will not be taken."""
+        """Release the logged gradients, because their snapshot will not be taken."""
         logged, self._logged = self._logged, None
         if logged is not None:
             self._engine.go_on()
@@ -137,7 +140,7 @@ class Capturer:
             self.arena.release(logged.buffer)
 
     def has_room(self, iteration: int, schedule: Schedule) -> bool:
-        """Whether there is host memory for ``SS_iteration``."""
+        """Return True if host memory for ``SS_iteration`` is free."""
         layout = self._layouts.of(schedule, schedule.slot(iteration))
         return self.arena.available >= in_pages(layout.nbytes + self.memory.record_bytes)
 
@@ -145,12 +148,12 @@ class Capturer:
         return self.arena.acquire(layout.nbytes + self.memory.record_bytes)
 
     def take(self, iteration: int, schedule: Schedule, record: Any, *, state: int, whole: Collection[str]) -> bool:
-        """Begin ``SS_iteration``; whether a buffer was free. See :meth:`Checkpointer.capture`.
+        """Begin ``SS_iteration``; return True if a buffer was free. See :meth:`Checkpointer.capture`.
 
-        Without an update before it (:meth:`log`) it holds no gradients: nothing was made from any.
+        The snapshot holds gradients only if :meth:`log` copied those of its iteration.
 
         Raises:
-            SnapshotError: the record is larger than was said, or an earlier copy failed.
+            SnapshotError: the record is larger than the memory set aside for it, or an earlier copy failed.
         """
         slot = schedule.slot(iteration)
         layout = self._layouts.of(schedule, slot)
@@ -163,7 +166,7 @@ class Capturer:
         placed = [*layout.placed, *((t, at, as_bytes(t.tensor)) for t, at in offsets(boundary, layout.nbytes))]
         everything = self._everything(whole)
         logged = self._logged if self.has_logged(iteration, schedule) else None
-        # One right after the other: what interrupts between them leaves a buffer that nobody has.
+        # Acquired right before it is registered: an interruption in between leaves a buffer without an owner.
         buffer = logged.buffer if logged is not None else self._buffer(layout)
         if buffer is None:
             return False
@@ -174,7 +177,7 @@ class Capturer:
         places = schedule.table.index_of
 
         def captured(done: Capture) -> None:
-            # One thread makes all copies in turn, so gradients are there when the rest is.
+            # One thread copies in order, so the gradients are complete when the rest is.
             parts = [(placed, done.digests)]
             if logged is not None:
                 if logged.copies.error is not None:
@@ -201,7 +204,7 @@ class Capturer:
         return True
 
     def adopt(self, snapshot: Snapshot) -> bool:
-        """Keep a copy of ``snapshot``, which this rank's number took in another process; whether a buffer was free."""
+        """Keep a copy of a snapshot that an earlier process of this rank captured; return True if a buffer was free."""
         header, pieces = snapshot.packed()
         if (buffer := self.arena.acquire(header.payload_bytes)) is None:
             return False
@@ -215,7 +218,7 @@ class Capturer:
         return True
 
     def wait(self) -> float:
-        """Block until the snapshot has left the live tensors; returns seconds of stall."""
+        """Block until the snapshot is copied out of the live tensors; return the seconds of stall."""
         if self.last is None:
             return 0.0
         stall_s = self.last.wait_copied()
@@ -226,33 +229,33 @@ class Capturer:
 
     @property
     def parts(self) -> list[Capture]:
-        """The copies that the snapshot of the iteration that runs now was made by."""
+        """Copies that make up the snapshot of the current iteration, gradients first."""
         return [copies for copies in (self.last_logged, self.last) if copies is not None]
 
     def copy_rate(self) -> float:
-        """Bytes per second that copies have reached so far; infinite before the first."""
+        """Return the bytes per second that copies have reached so far; infinite before the first."""
         return self._copied_bytes / self._copy_s if self._copy_s else float("inf")
 
     def settle(self) -> None:
-        """Block until what is being captured is."""
+        """Block until every capture that was begun is complete or has failed."""
         self._engine.settle()
 
     def begin_again(self) -> None:
-        """Finish what is being captured and forget what failed; called between two generations."""
+        """Finish the captures that were begun, and forget errors; called between two generations."""
         self._engine.settle()
         self._engine.forget_error()
         self.last = None
 
     def close(self) -> None:
-        """Finish copies; nothing may be captured afterwards."""
+        """Finish all captures and end the capture thread."""
         self._engine.close()
 
     def whole_now(self) -> dict[str, str]:
-        """The digest of every operator's whole live state, as a snapshot has it that was asked for it."""
+        """Return a digest of every operator's whole live state, as :attr:`Header.whole` records it."""
         return begin_whole(self._everything(self._states))()
 
     def _everything(self, names: Collection[str]) -> dict[str, list[Any]]:
-        """All live tensors of those of the operators that have some here."""
+        """Return all live tensors of the operators in ``names`` that have tensors on this rank."""
         every = {
             name: [t.tensor for t in (*state.compute, *state.full)]
             for name, state in self._states.items()

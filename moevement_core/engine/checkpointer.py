@@ -1,8 +1,8 @@
-"""Sparse checkpointing of one rank: a snapshot every iteration, from its capture to the end of its life.
+"""Sparse checkpointing of one rank: a snapshot every iteration, from its capture until its memory is freed.
 
-The parts know little of each other: what is copied (``capture.py``), whose memory is in use (``own.py``), what has to
-be kept (``lifetime.py``), where copies go (``replicator.py``), windows on disk (``persistence/writer.py``). Here they
-are put together, once an iteration, in the order that makes them safe.
+The parts are nearly independent: ``capture.py`` copies state, ``own.py`` counts the users of buffers, ``lifetime.py``
+decides what is kept, ``replicator.py`` sends copies, and ``persistence/writer.py`` writes windows to disk.
+:class:`Checkpointer` calls them once an iteration, in the order that makes them safe.
 """
 
 from __future__ import annotations
@@ -36,30 +36,33 @@ from moevement_core.strategies.strategy import Strategy
 
 Report = Callable[[str], None]
 PATIENCE_S = 30.0
-"""How long the first snapshots of a run, or those taken again in a recovery, wait for peers."""
+"""Seconds that a snapshot waits for peers to free a buffer, at the start of a job or in a recovery."""
 STEP_S = 0.005
+"""Seconds between two looks at the free memory during that wait."""
 
 
 class Checkpointer:
-    """Every method is for the training thread; each rank of the job calls :meth:`capture` once an iteration.
+    """Sparse checkpoints of one rank: capture, replication and release of its snapshots.
+
+    Every method is for the training thread. Each rank of the job calls :meth:`capture` once an iteration.
 
     Args:
         rank: this rank.
         states: live tensors of the operators that this rank holds; views that stay valid.
-        strategy: what the run can be restored from.
-        history: the schedules that it has made; the newest one decides on buffers.
-        device: where the state lives.
-        senders: one for each peer.
-        receivers: one for each rank whose snapshots are kept here.
-        agreement: how ranks learn what all of them have.
-        memory: what snapshots of this rank take.
-        allowance: what this rank may use.
-        report: called, in words, with what an operator should know.
-        has: by peer, the snapshots of this rank that it has from before, taken by another process: the id of the
-            schedule by iteration. One of another schedule holds other operators, and is sent again.
-        needed: first and last snapshot of the run that is persisted on every rank, where the job has one already: peers
-            keep their copies of it until there is a newer one.
-        pause: while it is on no digest is made of what was copied.
+        strategy: finds the runs that the job can be restored from.
+        history: schedules of the job; the newest one decides the size of buffers.
+        device: device of the live tensors.
+        senders: one sender for each peer.
+        receivers: one receiver for each rank whose snapshots this rank keeps.
+        agreement: reduction by which all ranks agree on persisted runs.
+        memory: bytes that snapshots of this rank need.
+        allowance: host memory that this rank may use.
+        report: called with a text for the operator of the job.
+        has: snapshots of this rank that peers hold already, captured by an earlier process: the id of the schedule, by
+            peer and iteration. A snapshot of another schedule holds other operators, and is sent again.
+        needed: first and last snapshot of the run that is persisted on every rank, if the job has one. Peers keep their
+            copies of it until a newer run is persisted.
+        pause: while it is on, the capture thread computes no digests.
     """
 
     def __init__(
@@ -90,30 +93,32 @@ class Checkpointer:
         self._agreement, self._allowance = agreement, allowance
         self._report = report
         self.may_give_up_own = False
-        """Whether own snapshots that peers have may go where host memory is used up."""
+        """True if own snapshots that all peers hold may be dropped when host memory is used up."""
         self.give_up_log: Callable[[int], object] = lambda nbytes: None
-        """Makes the boundary log give up so many bytes, where there is one."""
+        """Function that makes the boundary log free so many bytes; without a log it does nothing."""
         self._writer: WindowWriter | None = None
         self._written_from = NONE
         self.asked_bytes = 0
-        """That each peer was asked for."""
+        """Bytes of host memory that each peer was asked to set aside."""
         self._fitted: Schedule | None = history.newest
-        """A schedule of the windows that memory was made for; None: for other ones, too, that are over or will be."""
+        """Schedule of the windows that memory was set aside for; None if windows of another size needed memory, too."""
         self._fitting: Schedule | None = None
-        """A schedule of the windows that memory is brought down to."""
+        """Schedule of the windows that memory is being reduced to; None if it is not being reduced."""
         self._paused = False
-        """No snapshot is taken until there is room for a whole window."""
+        """True if no snapshot is taken until memory for a whole window is free."""
         self._waited_s = 0.0
-        """For the gradients that are live, until now."""
+        """Seconds that training has waited so far for copies of the live gradients."""
         self._live = self._gone = NONE
-        """The iteration whose gradients are in the live tensors; the last one whose gradients no longer are."""
+        """Iteration whose gradients are in the live tensors, and the last iteration whose gradients are overwritten."""
         self._final: Event | None = None
-        """Where the gradients of the newest update were final, until they are logged or gone."""
+        """Event after which the gradients of the newest update are final; None once they are logged or overwritten."""
         self.make_room_for_kept()
 
     def _is_whole(self, run: RecoverableRun) -> bool:
-        """Ranks agree on runs by where they begin. A stage with fewer operators than slots can be restored to earlier
-        iterations than the others from there, and that is of no use to the job.
+        """Return True if ``run`` is as long as runs of other stages with the same first snapshot.
+
+        Ranks agree on runs by their first snapshot. A stage with fewer operators than slots has shorter runs than the
+        others, which restore an earlier iteration than the job needs.
         """
         if not run.is_redone or run.first < self.history.oldest.start:
             return True
@@ -131,27 +136,27 @@ class Checkpointer:
         is_updated: bool = True,
         may_wait: bool = False,
     ) -> None:
-        """Begin ``SS_iteration``, if there is to be one, while ``state@iteration`` is live; frees what no plan needs.
+        """Begin ``SS_iteration`` while ``state@iteration`` is live, if one is due, and free what no plan needs.
 
         Args:
-            iteration: the last one committed.
-            record: boundary state and iteration record, plain data with tensors; copied before this returns (or, on a
-                GPU, in the order of the current stream).
-            state: the iteration whose state is live, where that is another; see :class:`Header`.
-            whole: operators of whose whole state a digest is made, too.
-            is_updated: whether ``state@iteration`` came by an update; not where a run starts, or an iteration was left
-                out. Of an update gradients have to be there where they are logged.
-            may_wait: whether to wait for room that peers will make by having what came before.
+            iteration: the last committed iteration.
+            record: boundary state and iteration record, plain data with tensors. They are copied before this call
+                returns or, on a GPU, in the order of the current stream.
+            state: iteration whose state is live, if it is not ``iteration``; see :class:`Header`.
+            whole: operators whose whole state gets a digest, too.
+            is_updated: True if an update led to ``state@iteration``; False at the start of a run and after an iteration
+                that was left out. After an update a snapshot is abandoned if gradients that it holds are overwritten.
+            may_wait: True to wait for memory that is freed when peers acknowledge earlier snapshots.
 
         Raises:
-            SnapshotError: the record is larger than was said, or an earlier copy failed.
+            SnapshotError: the record is larger than the memory set aside for it, or an earlier copy failed.
         """
         self._learn(iteration)
         self._measure()
         self.capturer.last = self.capturer.last_logged = None
         if iteration in self.own:
             self.capturer.drop_logged()
-            return  # taken before a failure that the job has recovered from
+            return  # captured before a failure from which the job has recovered
         if not self.takes(iteration) or not self._may_take(iteration):
             return
         if not self.take(iteration, record, state=state, whole=whole, is_updated=is_updated, may_wait=may_wait):
@@ -160,20 +165,20 @@ class Checkpointer:
     # Gradients of the newest update
 
     def mark_gradients(self) -> None:
-        """Note that the gradients of the update that is about to be made are final; waits for nothing.
+        """Note that the gradients of the coming update are final. This call waits for nothing.
 
-        On a GPU their copies then run beside the update, and not after it.
+        On a GPU the copies of gradients then run beside the update instead of after it.
         """
         self._final = self.capturer.mark_gradients()
 
     def log_gradients(self, iteration: int, *, is_replayed: bool = False) -> None:
-        """Begin to copy the gradients that the update to ``state@iteration`` was made from, where they are logged.
+        """Begin to copy the gradients of ``iteration``'s update, if the schedule logs them.
 
-        After the update, and before anything overwrites them, which :meth:`let_gradients_go` comes before.
+        Call it after the update and before :meth:`let_gradients_go`, after which the trainer overwrites them.
 
         Args:
-            iteration: whose gradients are in the live tensors.
-            is_replayed: whether it was run again, so that they are there again.
+            iteration: iteration whose gradients are in the live tensors.
+            is_replayed: True if a recovery executed the iteration again, so that its gradients are live again.
         """
         final, self._final = self._final, None
         if iteration <= self._gone and not is_replayed:
@@ -186,9 +191,9 @@ class Checkpointer:
             self._log(iteration, schedule, None if is_replayed else final)
 
     def let_gradients_go(self, iteration: int) -> float:
-        """Block until gradients of ``iteration`` may be overwritten in the current stream; returns seconds of stall.
+        """Block until the current stream may overwrite the gradients of ``iteration``; return the seconds of stall.
 
-        They will be. On a GPU the host does not wait for copies that are under way, but that stream does.
+        The trainer overwrites them next. On a GPU the stream waits for copies under way, and the host does not.
         """
         self.end_gradients()
         stall_s, self._waited_s = self._waited_s, 0.0
@@ -197,8 +202,10 @@ class Checkpointer:
         return stall_s
 
     def end_gradients(self) -> None:
-        """Block until the gradients that are logged may be overwritten in the current stream, which will happen before
-        :meth:`let_gradients_go`, which counts it. What has not been logged by now cannot be any more.
+        """Block until the current stream may overwrite the logged gradients.
+
+        It is for a trainer that overwrites them before :meth:`let_gradients_go`, which returns the stall of both.
+        Gradients that are not logged by now cannot be logged any more.
         """
         self._final = None
         self._waited_s += self.capturer.let_gradients_change()
@@ -211,11 +218,11 @@ class Checkpointer:
         return self.capturer.log(iteration, schedule, ready)
 
     def _may_take(self, iteration: int) -> bool:
-        """Whether a snapshot is taken, or none before a whole window has room again."""
+        """Return True unless snapshots are paused until memory for a whole window is free."""
         if self._paused:
-            self._make_more_room(self.history.at(iteration))  # a new run beside the persisted one
+            self._make_more_room(self.history.at(iteration))  # for a new run beside the persisted one
             if not self._has_room(iteration):
-                if self.replicator.are_full:  # which may not have been known when the window was abandoned
+                if self.replicator.are_full:  # perhaps not known yet when the window was abandoned
                     self._let_go_of_what_is_under_way()
                 return False
         self._paused = False
@@ -224,13 +231,13 @@ class Checkpointer:
     def _make_more_room(self, schedule: Schedule) -> None:
         memory, beside = self.memory, self.memory.beside(self._persisted_bytes(), schedule)
 
-        def here() -> int:  # asked again when own snapshots are no longer kept
+        def here() -> int:  # called again when own snapshots are no longer kept
             return max(memory.here_after_gap(schedule), beside if memory.keeps_own else 0)
 
         self._grow(here, max(memory.at_peer_after_gap(schedule), beside))
 
     def _persisted_bytes(self) -> int:
-        """Return the bytes of the run that is persisted, as peers keep it."""
+        """Return the bytes of the persisted run, as peers keep it."""
         first, last = self.needed
         if first < self.history.oldest.start:
             return 0
@@ -241,7 +248,7 @@ class Checkpointer:
         )
 
     def takes(self, iteration: int) -> bool:
-        """Whether there is to be an ``SS_iteration``."""
+        """Return True if the schedule takes ``SS_iteration``."""
         return iteration >= self.history.oldest.start and self.history.contents(iteration) is not None
 
     def take(
@@ -254,17 +261,21 @@ class Checkpointer:
         is_updated: bool = True,
         may_wait: bool = True,
     ) -> bool:
-        """Begin ``SS_iteration``, which there is to be, and say nothing to other ranks; whether there was room, and,
-        where they are logged, the gradients were at hand.
+        """Begin ``SS_iteration``, which the schedule takes, and exchange nothing with other ranks.
+
+        Arguments and errors are those of :meth:`capture`.
+
+        Returns:
+            True if a buffer was free and, where the snapshot holds gradients, they were still live or logged.
         """
         schedule = self.history.at(iteration)
         state = iteration if state is None else state
         if is_updated and self.capturer.logs_gradients(iteration, schedule):
             is_logged = self.capturer.has_logged(iteration, schedule)
             if not is_logged and not (self._live == iteration and self._log(iteration, schedule)):
-                return False  # they are gone, or had no room
+                return False  # the gradients are overwritten, or no buffer was free
         else:
-            self.capturer.drop_logged()  # of an earlier schedule
+            self.capturer.drop_logged()  # gradients of an earlier schedule
         if self.capturer.take(iteration, schedule, record, state=state, whole=whole):
             return True
         self._make_more_room(schedule)
@@ -273,20 +284,23 @@ class Checkpointer:
         return self.capturer.take(iteration, schedule, record, state=state, whole=whole)
 
     def _wait_for_room(self, iteration: int, schedule: Schedule) -> None:
-        """Several in a row, where what peers have is not kept here: they go as peers have them."""
+        """Wait until memory for a snapshot is free, for at most :data:`PATIENCE_S`.
+
+        Where this rank keeps no own copies, its buffers are freed as peers acknowledge earlier snapshots.
+        """
         deadline_s = time.monotonic() + PATIENCE_S
         while not self.capturer.has_room(iteration, schedule) and time.monotonic() < deadline_s:
             time.sleep(STEP_S)
 
     def pause(self, iteration: int) -> None:
-        """Take no ``SS_iteration``; only for measuring what snapshots cost. Replaces :meth:`capture`, on all ranks."""
+        """Leave ``SS_iteration`` out, to measure what snapshots cost; all ranks call it in place of :meth:`capture`."""
         self._learn(iteration)
         self._measure()
         self.capturer.drop_logged()
         self.capturer.last = self.capturer.last_logged = None
 
     def wait(self) -> float:
-        """Before the optimizer step: block until the snapshot has left the live tensors; returns seconds of stall."""
+        """Block before the optimizer step until the live tensors are copied; return the seconds of stall."""
         progress = self.progress
         progress.stall_s = self.capturer.wait()
         parts = self.capturer.parts
@@ -295,7 +309,7 @@ class Checkpointer:
         progress.copy_cpu_s = sum(copies.copy_cpu_s for copies in parts)
         return progress.stall_s
 
-    # What is kept, here and everywhere
+    # Kept snapshots and their memory
 
     @property
     def needed(self) -> tuple[int, int]:
@@ -304,16 +318,16 @@ class Checkpointer:
 
     @property
     def oldest_needed(self) -> int:
-        """Where the run begins that the job falls back to; before there is one, this rank's oldest snapshot."""
+        """First snapshot of the persisted run; before there is one, the oldest snapshot of this rank."""
         return self.lifetime.persisted if self.lifetime.persisted != NONE else min(self.own, default=NONE)
 
     def persisted(self) -> dict[int, Any]:
-        """What the snapshots hold that all peers have (with no peers: that are captured)."""
+        """Return the contents of snapshots that all peers have, by iteration; with no peers, of captured ones."""
         return self.own.had_by(self.replicator.peers)
 
     @property
     def is_saving(self) -> bool:
-        """Whether the last snapshot is still on its way somewhere, or was when the iteration began."""
+        """True if a snapshot is being captured, sent or written to disk, or was when the iteration began."""
         return (
             self.capturer.last is not None
             or bool(self.own.deliverable().keys() - self.persisted().keys())
@@ -321,13 +335,14 @@ class Checkpointer:
         )
 
     def disk_rate(self) -> float:
-        """Bytes per second at which snapshots were written to disk; infinite where none were."""
+        """Return the bytes per second at which snapshots were written to disk; infinite if none were."""
         writer = self._writer
         return writer.written_bytes / writer.write_s if writer is not None and writer.write_s else float("inf")
 
     def make_room(self, *schedules: Schedule) -> None:
-        """Set host memory aside for one of ``schedules`` after the other, where there is not enough; peers are asked
-        for the same. What was given back of it is allocated when it is needed.
+        """Set host memory aside, here and at peers, for ``schedules`` that follow each other.
+
+        Memory that this rank has set aside before and given back since is allocated when a snapshot needs it.
         """
         at_peer = self.memory.at_peer(schedules)
         if self.memory.here(schedules) > self._allowance.of(OWN):
@@ -336,9 +351,9 @@ class Checkpointer:
             self._ask_peers(at_peer)
 
     def make_room_for_kept(self) -> None:
-        """Set host memory aside for every schedule that a snapshot may still be kept of, or be taken of again.
+        """Set host memory aside for every schedule whose snapshots may still be kept or recaptured.
 
-        Not for windows that were over before a failure: what was given back of them would come again.
+        Windows that were over before a failure do not count: memory given back after them would be allocated again.
         """
         kept = self.history.since(self.lifetime.persisted)
         if any(is_other_window(schedule, self.history.newest) for schedule in kept):
@@ -346,7 +361,14 @@ class Checkpointer:
         self.make_room(*kept)
 
     def _grow(self, here: Callable[[], int], at_peer: int) -> None:
-        """Have room on this rank, as much as is kept here, and at each peer."""
+        """Set host memory aside on this rank and at each peer.
+
+        If this rank has too little, own copies are dropped first, then the oldest iterations of the boundary log.
+
+        Args:
+            here: returns the bytes needed on this rank; it is called again after each of these steps.
+            at_peer: bytes needed at each peer.
+        """
         if not self._set_aside(here()):
             self._give_up_own()
         if not self._set_aside(here()):
@@ -360,10 +382,10 @@ class Checkpointer:
             self.replicator.open(nbytes)
 
     def _fit(self) -> None:
-        """Give back what only windows of another size needed that are over, a little in each iteration.
+        """Give back some of the memory that only earlier windows, of another size, needed; called every iteration.
 
-        Peers do the same. What is set aside for lag goes too where none came, here and there; it is allowed as before.
-        Not after every reorder: what the next would need again is page-locked slowly.
+        Peers do the same. Memory for lag is given back, too, where no lag occurred, and stays within the allowance.
+        A reorder alone gives nothing back, because the next reorder would have to page-lock that memory again.
         """
         kept = self.history.since(self.lifetime.persisted)
         newest = self.history.newest
@@ -371,7 +393,7 @@ class Checkpointer:
             return
         if any(is_other_window(newest, schedule) for schedule in kept):
             return
-        # Each alone, as they were asked for: what a gap between two needs is made room for where there is one.
+        # Each schedule alone, as it was requested; memory for a gap between two is set aside when a gap occurs.
         here = max(self.memory.here([schedule]) for schedule in kept)
         at_peer = max(self.memory.at_peer([schedule]) for schedule in kept)
         arena = self.own.arena
@@ -387,34 +409,39 @@ class Checkpointer:
             self._fitted, self._fitting = newest, None
 
     def write_to(self, writer: WindowWriter | None, first: int) -> None:
-        """Write windows that begin with ``SS_first`` or later to disk, once they are persisted on every rank.
+        """Write windows to disk that begin with ``SS_first`` or later, once they are persisted on every rank.
 
-        Every rank calls it at the same point. Without a writer nothing is written from now on.
+        Every rank calls it at the same point. With None as the writer nothing is written from now on.
         """
         self._writer, self._written_from = writer, first
 
     def lease(self, first: int, last: int, stores: Sequence[PeerStore]) -> list[SnapshotLease] | None:
-        """Snapshots ``first`` to ``last`` of this rank and those that ``stores`` have.
+        """Return leases of snapshots ``first`` to ``last``, of this rank and of ``stores``.
 
-        Nothing if one is gone, or if they are not enough: right after a reorder a run of this stage may be longer.
+        Returns:
+            None if a snapshot is missing, or if the persisted run of this stage is longer, as right after a reorder.
         """
         if self.lifetime.last_needed > last:
             return None
         taken = [iteration for iteration in range(first, last + 1) if self.takes(iteration)]
         leased: list[SnapshotLease | None] = [self.own.lease(iteration) for iteration in taken]
         leased += [store.lease(iteration) for store in stores for iteration in taken]
-        whole = [one for one in leased if one is not None]
+        whole = [lease for lease in leased if lease is not None]
         if len(whole) == len(leased):
             return whole
-        for one in whole:
-            one.release()
+        for lease in whole:
+            lease.release()
         return None
 
     # After a failure
 
     def adopt(self, snapshot: Snapshot) -> bool:
-        """Keep a copy of ``snapshot``, which this rank's number took in another process, or know of it where all peers
-        have it and that is enough; whether there was room.
+        """Keep a copy of a snapshot that an earlier process of this rank captured.
+
+        If this rank keeps no own copies and all peers hold the snapshot, only its header is kept.
+
+        Returns:
+            False if no buffer was free.
         """
         if snapshot.iteration in self.own:
             return True
@@ -425,17 +452,17 @@ class Checkpointer:
         return self.capturer.adopt(snapshot)
 
     def forget_after(self, iteration: int) -> None:
-        """Later snapshots, here and at peers, are of iterations that the job runs again and with another outcome."""
-        if self.lifetime.last_needed > iteration:  # what it goes back to came from disk
+        """Drop snapshots after ``iteration``, here and at peers, because the job re-executes with another outcome."""
+        if self.lifetime.last_needed > iteration:  # the job went back to a window from disk
             self.lifetime.nothing_is_persisted()
             self.progress.persisted = self.lifetime.persisted
             for store in self.replicator.stores:
                 store.lower_floor(iteration + 1)
-        gone = [one for one in self.own if one > iteration]
-        self.own.free(gone)
-        if gone:
-            self.replicator.drop(min(gone), max(gone))
-        # A rank that is new never had what is kept here of the one before it.
+        dropped = [later for later in self.own if later > iteration]
+        self.own.free(dropped)
+        if dropped:
+            self.replicator.drop(min(dropped), max(dropped))
+        # A replacement does not know which snapshots of its predecessor are kept here.
         for store in self.replicator.stores:
             store.drop(iteration + 1, HORIZON)
 
@@ -447,21 +474,21 @@ class Checkpointer:
         has: Copies,
         former: Collection[PeerStore] = (),
     ) -> None:
-        """Go on with other peers, or the same ones over new connections; every snapshot that is whole stays.
+        """Replace the connections to peers, after a failure, and keep every complete snapshot.
 
         Args:
-            senders: one for each peer; they are given what their peer does not have.
-            receivers: one for each rank whose snapshots are kept here; their stores may have some already.
-            agreement: how ranks learn what all of them have, from now on.
-            has: by peer, the snapshots of this rank that it has: the id of the schedule by iteration.
-            former: stores of ranks that have other peers now; they go when the next window is persisted.
+            senders: one sender for each peer; each sends the snapshots that its peer does not have.
+            receivers: one receiver for each rank whose snapshots this rank keeps; their stores may hold some already.
+            agreement: reduction by which ranks agree from now on.
+            has: snapshots of this rank that each peer holds: the id of the schedule, by peer and iteration.
+            former: stores of ranks that have other peers now; they are freed when the next window is persisted.
         """
         self.capturer.begin_again()
         self._keep_where_said([sender.peer for sender in senders])
         kept = self.own.forget_peers(has)
         self.own.arena.reclaim([*self.own.buffers(), *self.capturer.buffers()])
         self._agreement, self._paused = agreement, False
-        self.progress.is_winding_down = False  # what was agreed on before a failure a new rank does not know
+        self.progress.is_winding_down = False  # a replacement does not know of an earlier agreement
         self.replicator.rewire(senders, receivers, has, former)
         self.replicator.open(self.asked_bytes)
         for held in kept:
@@ -469,7 +496,7 @@ class Checkpointer:
                 self.replicator.replicate(held)
 
     def _set_aside(self, nbytes: int) -> bool:
-        """Host memory for own snapshots; whether there is so much."""
+        """Allocate ``nbytes`` of host memory for own snapshots; return False if the budget or the host has less."""
         arena = self.own.arena
         if nbytes <= arena.nbytes:
             return True
@@ -484,7 +511,7 @@ class Checkpointer:
         return True
 
     def _give_up_own(self) -> None:
-        """Where host memory is used up, and that is allowed: own copies of what all peers have go first."""
+        """Drop own copies that all peers hold, and keep none from now on, if :attr:`may_give_up_own` allows it."""
         has_copies = len(self.replicator.peers) >= FEWEST_COPIES
         if not self.may_give_up_own or not self.memory.keeps_own or not has_copies:
             return
@@ -500,43 +527,43 @@ class Checkpointer:
         self.own.keepers = frozenset(peers) if peers and not self.memory.keeps_own else None
 
     def close(self, timeout_s: float = 30.0) -> bool:
-        """Finish copies and sends; whether all peers were done in time. Nothing may be captured afterwards."""
+        """Finish captures and sends, and return True if all sends were done in time; capture nothing afterwards."""
         self._take_in()
         self.capturer.close()
         return self.replicator.close(timeout_s)
 
-    # Its parts
+    # Steps of the methods above
 
     def _captured(self, held: Held, snapshot: Snapshot) -> None:
-        """On the capture thread: hand the snapshot to the senders."""
+        """Pass a captured snapshot to the senders; called on the capture thread."""
         self.own.captured(held, snapshot, self.replicator.had_by(snapshot))
         self.replicator.replicate(held)
         self.own.end_use(held)
 
     def agree_at_end(self, iteration: int) -> None:
-        """Agree once more on what is persisted, have the newest run written; every rank calls it after :meth:`close`.
+        """Agree once more on persisted runs, and write the newest to disk; every rank calls it after :meth:`close`.
 
-        Training agrees an iteration later on what peers acknowledged. After the last iteration there is none.
+        In training, ranks agree on acknowledgements an iteration later. No iteration follows the last one.
         """
         self._learn(iteration)
         self._take_in()
 
     def _learn(self, iteration: int) -> None:
-        """Take in where the job's runs stood an iteration ago, free what none of them needs, say where ours stand."""
+        """Apply the agreement of the last iteration, then propose the statuses of this rank's runs."""
         self._take_in()
         statuses = self.lifetime.statuses(iteration, self.own.deliverable(), self.persisted())
         self._agreement.propose(iteration, statuses, self._writer.writing if self._writer else Writing.NOTHING)
 
     def _take_in(self) -> None:
-        """Take in what all ranks agreed on last, and free what no run needs."""
+        """Apply what all ranks agreed on last: free what no run needs, and write the newest window to disk."""
         if agreed := self._agreement.agreed():
             self.progress.is_winding_down = agreed.is_winding_down
             unneeded = self.lifetime.learn(agreed, self.own)
             self.progress.persisted = self.lifetime.persisted
             self.own.free({*unneeded.old, *unneeded.lost})
-            if self.own.keepers is not None:  # that a recovery read when peers had them
+            if self.own.keepers is not None:  # snapshots that a recovery was reading when peers acknowledged them
                 self.own.drop_kept_elsewhere(self.own.keepers)
-            if self.lifetime.persisted != NONE:  # each time: a failure may have interrupted the last
+            if self.lifetime.persisted != NONE:  # repeated, because a failure may have interrupted the last call
                 last = self._ends_at()
                 if self.replicator.free(self.lifetime.persisted, last):
                     self._allowance.forget_sources(but={store.key for store in self.replicator.stores})
@@ -552,14 +579,14 @@ class Checkpointer:
                     self._writer.begin(first, self.history.at(first).last_of_run(first))
 
     def _ends_at(self) -> int | None:
-        """Where the run ends that is persisted, on every rank alike; None: parts of it are not given back."""
+        """Return the last snapshot of the persisted run, the same on every rank; None if parts are not freed early."""
         first = self.lifetime.persisted
         if not self.memory.gives_back:
             return None
         return self.history.at(first).last_of_run(first) if first >= self.history.oldest.start else None
 
     def _has_room(self, iteration: int) -> bool:
-        """Whether a window that begins now could be captured whole."""
+        """Return True if a window may begin at ``iteration`` and memory for all of it is free."""
         schedule = self.history.at(iteration)
         return schedule.may_begin_at(iteration) and self.own.arena.available >= self.memory.window_here(schedule)
 
@@ -571,12 +598,12 @@ class Checkpointer:
         return under_way
 
     def _abandon(self, iteration: int) -> None:
-        """Give up the window under way, and take no snapshot before a whole one has room again."""
+        """Abandon the unfinished window, and pause snapshots until memory for a whole window is free."""
         is_room_left = self.capturer.has_room(iteration, self.history.at(iteration))
         under_way = self._let_go_of_what_is_under_way()
         self._paused = True
         self.progress.abandoned += 1
-        if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... is reported
+        if self.progress.abandoned & (self.progress.abandoned - 1):  # the 1st, 2nd, 4th, 8th ... time is reported
             return
         why = "its gradients were not logged" if is_room_left else "no host memory is free"
         lost = f"snapshots {under_way[0]} to {under_way[-1]}" if under_way else "no snapshot yet"

@@ -1,4 +1,4 @@
-"""The flags of what checkpointing may use of a rank, and of how it is verified."""
+"""Flags that limit the memory and bandwidth of checkpointing, and that choose how a recovery is verified."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from moevement_core.flags import AUTO, bandwidth, flag, gigabytes
 
 
 class Verify(StrEnum):
-    """How often a digest of the whole state is made, for a replayed state to be compared with."""
+    """Interval between digests of the whole state, with which a recovery compares the state that it rebuilt."""
 
     NOTHING = "nothing"
     WINDOW = "window"
@@ -17,21 +17,24 @@ class Verify(StrEnum):
 
 
 class KeepOwn(StrEnum):
-    """Whether a rank keeps its own snapshots when all its peers have them."""
+    """Choice that says if a rank keeps its own snapshots after all its peers have received them."""
 
     ALWAYS = "always"
     NEVER = "never"
     AUTO = "auto"
-    """While host memory allows it."""
+    """Own snapshots stay until host memory is used up."""
 
 
 FEWEST_COPIES = 2
-"""Of a snapshot that its rank does not keep: with one, who loses that peer has no state left to roll back to."""
+"""Copies on peers that a snapshot needs before its own rank may drop it.
+
+With a single copy, the failure of that peer would leave the rank no state to roll back to.
+"""
 
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """What checkpointing may use: host memory and bandwidth of a rank."""
+    """Limits on the host memory and bandwidth that checkpointing uses on one rank."""
 
     host_memory_bytes: float | None = flag(
         "--moevement-host-memory-gb", type=float, metavar="GB",
@@ -62,7 +65,7 @@ class BudgetConfig:
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """What a recovery is compared with."""
+    """Choice of the digests that a recovery is compared with."""
 
     verify: Verify = flag(
         "--moevement-verify", choices=[str(verify) for verify in Verify], default=str(Verify.WINDOW),

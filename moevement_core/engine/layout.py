@@ -1,4 +1,4 @@
-"""Where the tensors of a snapshot stand in its buffer, and how large that has to be."""
+"""Layout of a snapshot's tensors in its buffer, and the size of that buffer."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from moevement_core.snapshot.snapshot import StateTensor, aligned_bytes, as_byte
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperatorState:
-    """The live tensors of one operator on this rank."""
+    """Live tensors of one operator on this rank."""
 
     compute: tuple[StateTensor, ...]
     full: tuple[StateTensor, ...]
     gradient: tuple[StateTensor, ...] = ()
-    """What the update is made from, as it is reduced; needed only where gradients are logged."""
+    """Reduced gradients that the optimizer consumes; empty unless gradients are logged."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotLayout:
-    """What a slot of a schedule holds on this rank, and where in a buffer."""
+    """Contents of a schedule's slot on this rank, with the offset of each tensor in a buffer."""
 
     contents: Contents
     placed: list[tuple[StateTensor, int, Any]]
-    """Tensor, offset, and its bytes as a view."""
+    """Tensor, offset in bytes, and a view of the tensor's bytes."""
     gradients: list[tuple[StateTensor, int, Any]]
-    """Likewise; they are copied before, when the update is made."""
+    """Gradients in the same form; they are copied earlier, when the optimizer step runs."""
     nbytes: int
 
 
 class Layouts:
-    """The layouts of the newest schedule's slots, each worked out once.
+    """Layouts of the newest schedule's slots, each computed once.
 
     Args:
         states: live tensors by operator; views that stay valid.
@@ -50,7 +50,7 @@ class Layouts:
         self._layouts: dict[int, SlotLayout] = {}
 
     def of(self, schedule: Schedule, slot: int) -> SlotLayout:
-        """The layout of a slot in which a snapshot is taken."""
+        """Return the layout of ``slot``, in which ``schedule`` takes a snapshot."""
         if self._schedule != schedule.id:
             self._layouts.clear()
             self._schedule = schedule.id
@@ -59,14 +59,14 @@ class Layouts:
             assert contents is not None
             tensors = [tensor for tensor in tensors_of(schedule, contents, self._states) if tensor.nbytes]
             placed = [(tensor, at, as_bytes(tensor.tensor)) for tensor, at in offsets(tensors)]
-            gradients = [one for one in placed if one[0].saved is Saved.GRADIENT]
-            others = [one for one in placed if one[0].saved is not Saved.GRADIENT]
+            gradients = [place for place in placed if place[0].saved is Saved.GRADIENT]
+            others = [place for place in placed if place[0].saved is not Saved.GRADIENT]
             self._layouts[slot] = SlotLayout(contents, others, gradients, aligned_bytes(tensors))
         return self._layouts[slot]
 
 
 def tensors_of(schedule: Schedule, contents: Contents, states: Mapping[str, OperatorState]) -> list[StateTensor]:
-    """The live tensors that a snapshot with ``contents`` holds of ``states``."""
+    """Return the live tensors of ``states`` that a snapshot with ``contents`` holds."""
     tensors: list[StateTensor] = []
     for name, saved in zip(schedule.table.names, contents, strict=True):
         if state := states.get(name):
@@ -84,11 +84,16 @@ _SAVED: Mapping[Saved, Callable[[OperatorState], tuple[StateTensor, ...]]] = {
 
 
 def kept_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_bytes: int) -> Kept:
-    """Host memory of each snapshot of a window of ``states``, with a boundary record, as parts of it are given back.
+    """Return the host memory of each snapshot of a window, as superseded parts of it are freed.
+
+    Args:
+        schedule: the schedule of the window.
+        states: live tensors of this rank's operators.
+        record_bytes: bytes of a boundary record.
 
     Returns:
-        Bytes, int64 ``[snapshots, 1 or slots]``: of each slot in which a snapshot is taken, when what the next so many
-        slots have superseded is given back.
+        Bytes, int64 ``[snapshots, 1 or slots]``: a row for each slot in which a snapshot is taken. Column k counts what
+        is left when the parts that the next k slots supersede are freed.
     """
     slots = schedule.slots()
     steps = schedule.size if schedule.supersedes else 1
@@ -99,15 +104,15 @@ def kept_bytes(schedule: Schedule, states: Mapping[str, OperatorState], record_b
         starts, ends = _places(schedule, contents, states)
         whole = in_pages(int(ends[-1]) + record_bytes)
         for step in range(steps):
-            gone = schedule.superseded(slot, step) if step else np.zeros(len(contents), dtype=bool)
-            kept[row, step] = whole - _pages_within(starts, ends, gone)
+            freed = schedule.superseded(slot, step) if step else np.zeros(len(contents), dtype=bool)
+            kept[row, step] = whole - _pages_within(starts, ends, freed)
     return kept
 
 
 def _places(
     schedule: Schedule, contents: Contents, states: Mapping[str, OperatorState]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where each operator's tensors begin and end in a buffer, int64 ``[operators]``."""
+    """Return where each operator's tensors begin and end in a buffer, in bytes, both int64 ``[operators]``."""
     nbytes = [
         aligned_bytes(_SAVED[Saved(int(saved))](states[name])) if name in states else 0
         for name, saved in zip(schedule.table.names, contents, strict=True)
@@ -116,8 +121,8 @@ def _places(
     return ends - nbytes, ends
 
 
-def _pages_within(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], gone: npt.NDArray[np.bool_]) -> int:
-    """Bytes of the pages that hold nothing but operators that are ``gone``."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], gone, [False])).astype(np.int8)))
+def _pages_within(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], freed: npt.NDArray[np.bool_]) -> int:
+    """Return the bytes of the pages that hold only operators marked in ``freed``, bool ``[operators]``."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], freed, [False])).astype(np.int8)))
     first, last = starts[edges[::2]], ends[edges[1::2] - 1]
     return int(np.maximum(last // PAGE - -(-first // PAGE), 0).sum()) * PAGE

@@ -1,8 +1,8 @@
-"""Which snapshots a rank has to keep. Pure: given what all ranks have, it answers with what may go.
+"""Lifetime of snapshots: the pure decision which of its snapshots a rank keeps, from what all ranks have reported.
 
-A snapshot is *persisted* when every peer has acknowledged it. A run of snapshots that is persisted on every rank of the
-job is the state to fall back to; only when a newer one is, the older may go. What no run can use that may still be
-persisted goes at once, and the window under way is given up before the persisted one is.
+A snapshot is *persisted* when every peer has acknowledged it. The job falls back to the newest run of snapshots that is
+persisted on every rank, and frees an older run only then. A snapshot is freed at once if no run that may still be
+persisted can use it. The unfinished window is abandoned before the persisted one.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from moevement_core.strategies.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Unneeded:
-    """What may go now."""
+    """Snapshots that a rank may free now."""
 
     old: list[int]
-    """Snapshots from before the run to fall back to."""
+    """Iterations of snapshots older than the run that the job falls back to."""
     lost: list[int]
-    """Those that some rank will never have, so that no recovery can use them; peers are to drop them, too."""
+    """Iterations of snapshots that no recovery can use, because a rank will never have its own; peers drop them too."""
     is_newer: bool
-    """Whether there is a newer run to fall back to."""
+    """True if the job has a newer run to fall back to."""
 
 
 class Lifetime:
-    """Of the snapshots of one rank.
+    """Decision which snapshots of one rank are kept.
 
     Args:
-        strategy: which runs there are.
+        strategy: finds the runs that snapshots form.
         needed: first and last snapshot of the run that is persisted on every rank; ``NONE`` if there is none.
-        is_whole: whether a run is as long as those of other stages that begin where it does.
+        is_whole: returns True if a run is as long as the runs of other stages with the same first snapshot.
     """
 
     def __init__(
@@ -45,42 +45,42 @@ class Lifetime:
     ) -> None:
         self._strategy, self._is_whole = strategy, is_whole
         self.persisted, self.last_needed = needed
-        """Where the newest run begins, and ends, that is persisted on every rank."""
+        """First and last snapshot of the newest run that is persisted on every rank."""
         self._runs: dict[int, int] = {}
-        """Runs of this rank that were said to be persisted: last snapshot by first. They may become the job's."""
+        """Runs that this rank last reported as persisted: last snapshot by first. The job may choose one of them."""
 
     def learn(self, agreed: Agreed, held: Iterable[int]) -> Unneeded:
-        """Take in where the job's runs stood an iteration ago.
+        """Note the runs that all ranks agreed on an iteration ago, and return the snapshots to free.
 
         Args:
-            agreed: by all ranks.
+            agreed: statuses of the job's runs.
             held: iterations of this rank's snapshots.
         """
         is_newer = agreed.newest_persisted > self.persisted
         if is_newer:
-            # In this order: interrupted in between, the run that is persisted already is still kept.
+            # This order keeps the run that is already persisted, even after an interruption between both lines.
             self.last_needed = self._runs[agreed.newest_persisted]
             self.persisted = agreed.newest_persisted
         first_open = agreed.first_open(after=self.persisted)
         here = list(held)
-        old = [one for one in here if one < self.persisted]
-        lost = [one for one in here if self.last_needed < one < first_open]
+        old = [iteration for iteration in here if iteration < self.persisted]
+        lost = [iteration for iteration in here if self.last_needed < iteration < first_open]
         return Unneeded(old, lost, is_newer)
 
     def nothing_is_persisted(self) -> None:
-        """The run that was is of no use any more; what is kept is so until there is another."""
+        """Forget the persisted run. Snapshots are kept until a new run is persisted on every rank."""
         self.persisted = self.last_needed = NONE
         self._runs.clear()
 
     def statuses(
         self, iteration: int, deliverable: Mapping[int, Contents], had: Mapping[int, Contents]
     ) -> dict[int, RunStatus]:
-        """How far the runs of this rank are, by their first snapshot.
+        """Return the status of each run of this rank, by its first snapshot.
 
         Args:
-            iteration: whose snapshot comes next.
-            deliverable: what snapshots hold that all peers have or may still have.
-            had: what those hold that all peers have.
+            iteration: the iteration of the next snapshot.
+            deliverable: contents, by iteration, of snapshots that all peers have or may still receive.
+            had: contents, by iteration, of snapshots that all peers have.
         """
         runs = [run for run in self._strategy.restore_points(had) if self._is_whole(run)]
         self._runs = {run.first: run.last for run in sorted(runs, key=_last) if run.first >= self.persisted}
@@ -89,12 +89,14 @@ class Lifetime:
         return dict.fromkeys(open_, RunStatus.OPEN) | dict.fromkeys(self._runs, RunStatus.PERSISTED)
 
     def under_way(self, deliverable: Mapping[int, Contents], *, peers_are_full: bool = False) -> list[int]:
-        """What is given up when no memory is free: snapshots beyond every run whose delivery is a matter of time.
+        """Return the snapshots to abandon when no memory is free, in order.
+
+        They are the snapshots after every run that peers have or will receive without further memory.
 
         Args:
-            deliverable: what snapshots hold that all peers have or may still have.
-            peers_are_full: whether one of them has no room for what comes next. Then it never will be for a run that is
-                longer than others, as those are that reach over a reorder.
+            deliverable: contents, by iteration, of snapshots that all peers have or may still receive.
+            peers_are_full: True if a peer has no memory for the next snapshot. A longer run than usual, such as one
+                that reaches over a reorder, can then never be delivered, so it is abandoned too.
         """
         newest = next(self._strategy.restore_points(deliverable), None)
         if peers_are_full and not any(first > self.persisted for first in self._runs):

@@ -1,4 +1,4 @@
-"""Host memory that the snapshots of a rank take: the same figures before it is set aside and while training runs."""
+"""Host memory that one rank's snapshots need: the same figures before a job allocates it and while training runs."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from moevement_core.policy.schedule import LAG_ALLOWANCE, LATE_AT_PEERS, Schedul
 from moevement_core.snapshot.blocks import BLOCK
 
 IN_FLIGHT = 3
-"""Snapshots that peers may not have yet: one is being captured, one is sent, and peers may lag."""
+"""Snapshots that peers may not have yet: one in capture, one being sent, and one because peers may lag."""
 
 
 class SnapshotMemory:
-    """Of one rank: what it needs itself, and what each peer needs that keeps its copies.
+    """Bytes that the snapshots of one rank need, on the rank itself and on each peer that keeps copies.
 
-    A peer that lags has fewer snapshots and not more, and one that does not waits with the next, so what is set aside
-    for lag is here alone.
+    Memory for lag is set aside on the rank alone. A peer that lags holds fewer snapshots, and a quick peer lets the
+    next snapshot wait.
 
     Args:
-        states: live tensors of the operators that it holds.
-        record_bytes: the most that a boundary record's tensors take.
-        to_disk: whether a window more is kept, that is being written to disk while newer ones come.
-        keeps_own: whether snapshots stay here when all peers have them.
-        is_summed: whether peers keep sums of them, of which no part may go before all does.
+        states: live tensors of the operators that the rank holds.
+        record_bytes: most bytes that the tensors of a boundary record take.
+        to_disk: True if one window more is kept, which is written to disk while newer ones arrive.
+        keeps_own: True if the rank keeps snapshots that all its peers hold.
+        is_summed: True if peers keep parity: a sum covers whole snapshots, so no part may be freed early.
     """
 
     def __init__(
@@ -34,63 +34,67 @@ class SnapshotMemory:
     ) -> None:  # fmt: skip
         self.record_bytes, self.keeps_own = record_bytes, keeps_own
         self.gives_back = not (to_disk or is_summed)
-        """Whether parts of a snapshot go before all of it does. Windows on disk share files, and sums are of all."""
+        """True if parts of a snapshot are freed early; not with windows on disk, which share files, nor with parity."""
         self._states, self._to_disk, self._is_summed = states, to_disk, is_summed
         self._weighed: dict[str, Kept] = {}
-        """Of each schedule by its id."""
+        """Bytes of each snapshot of a window, by the id of the schedule."""
 
     def here(self, schedules: Sequence[Schedule]) -> int:
-        """Bytes on this rank while one schedule follows the other and nothing breaks."""
+        """Return the bytes on this rank while ``schedules`` follow each other and no snapshot is left out."""
         return self._here(self._of_changes(schedules, LAG_ALLOWANCE), schedules)
 
     def at_peer(self, schedules: Sequence[Schedule]) -> int:
-        """Bytes on each peer, likewise."""
+        """Return the bytes on each peer while ``schedules`` follow each other and no snapshot is left out."""
         return self._of_changes(schedules, LATE_AT_PEERS)
 
     @property
     def staging(self) -> int:
-        """Bytes, at most, of what of it a peer receives at a time before it is added to a sum."""
+        """Most bytes that a peer receives before it adds them to a sum; 0 without parity."""
         tensors = [
             tensor for state in self._states.values() for tensor in (*state.compute, *state.full, *state.gradient)
         ]
         return BLOCK + max((tensor.nbytes for tensor in tensors), default=0) if self._is_summed else 0
 
     def slots_at_peer(self, schedule: Schedule) -> tuple[tuple[int, ...], int]:
-        """Bytes of each snapshot of a window, and how many of them a peer keeps at a time."""
+        """Return the bytes of each snapshot of a window, and the number of snapshots that a peer keeps at a time."""
         whole = self._kept(schedule)[:, 0]
         return tuple(whole.tolist()), schedule.slots_at_first(LATE_AT_PEERS, to_disk=self._to_disk)
 
     def here_after_gap(self, schedule: Schedule) -> int:
-        """Bytes on this rank when a snapshot was left out, and a new run begins beside the one that is persisted."""
+        """Return the bytes on this rank when a snapshot was left out and a new run begins beside the persisted one."""
         return self._here(self._after_gap(schedule, LAG_ALLOWANCE), [schedule])
 
     def at_peer_after_gap(self, schedule: Schedule) -> int:
-        """Bytes on each peer, likewise."""
+        """Return the bytes on each peer when a snapshot was left out and a new run begins beside the persisted one."""
         return self._after_gap(schedule, LATE_AT_PEERS)
 
     def run_bytes(self, snapshots: Iterable[tuple[Schedule, int]]) -> int:
-        """Return the bytes of some snapshots.
+        """Return the bytes of ``snapshots`` together.
 
         Args:
-            snapshots: the schedule that each was taken by, and its slot.
+            snapshots: schedule and slot of each snapshot.
         """
         return sum(int(self._kept(schedule)[slot, 0]) for schedule, slot in snapshots)
 
     def beside(self, run_bytes: int, schedule: Schedule) -> int:
         """Return the bytes of a run that is kept, of a whole window beside it, and of one snapshot more.
 
-        The run may be longer than a window of now: one that reaches over a reorder is. Without room for all of it the
-        window could never be delivered whole, and would be abandoned again and again.
+        A run that reaches over a reorder is longer than a window. With less memory no window could be delivered whole,
+        and every window would be abandoned.
+
+        Args:
+            run_bytes: bytes of the run.
+            schedule: schedule of the window.
         """
         return run_bytes + self._window(schedule) + int(self._kept(schedule)[:, 0].max(initial=0))
 
     def window_here(self, schedule: Schedule) -> int:
-        """Bytes that a whole window needs on this rank."""
+        """Return the bytes that a whole window needs on this rank."""
         return self._here(self._window(schedule), [schedule])
 
     def in_flight(self, schedules: Sequence[Schedule]) -> int:
-        """Bytes on this rank of what peers may not have yet."""
-        return max(most_held(self._kept(one)[:, :1], IN_FLIGHT) for one in schedules)
+        """Return the bytes on this rank of snapshots that peers may not have yet."""
+        return max(most_held(self._kept(schedule)[:, :1], IN_FLIGHT) for schedule in schedules)
 
     def _here(self, nbytes: int, schedules: Sequence[Schedule]) -> int:
         return nbytes if self.keeps_own else min(nbytes, self.in_flight(schedules))
@@ -102,9 +106,9 @@ class SnapshotMemory:
         return self._most_held(schedule, schedule.slots_kept(lag, to_disk=self._to_disk))
 
     def _of_changes(self, schedules: Sequence[Schedule], lag: int) -> int:
-        """A window of each is persisted when those of the next begin."""
+        """Return the most bytes at a time if a window of each schedule is persisted before the next schedule begins."""
         return max(
-            *(self._needed(one, lag) for one in schedules),
+            *(self._needed(schedule, lag) for schedule in schedules),
             *(
                 self._after_gap(new, lag) + max(0, self._window(old) - self._window(new))
                 for old, new in pairwise(schedules)

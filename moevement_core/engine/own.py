@@ -1,4 +1,4 @@
-"""This rank's own snapshots: each has a buffer from the beginning of its copy until nobody needs or reads it."""
+"""Snapshots that this rank captured, each with a buffer from the start of its copy until nothing needs or reads it."""
 
 from __future__ import annotations
 
@@ -16,51 +16,51 @@ from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 Copies = Mapping[int, Mapping[int, str]]
-"""By peer, the snapshots of this rank that it has: the id of the schedule by iteration."""
+"""Snapshots of this rank that each peer holds: the id of the schedule, by peer and iteration."""
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """A buffer with a snapshot in it or on its way into it."""
+    """Buffer of one snapshot that is captured or still being copied."""
 
     iteration: int
     buffer: Buffer
     contents: Contents
     users: int = 1
-    """Threads that read or write the buffer now; the capture is the first."""
+    """Number of threads that read or write the buffer now; the capture counts as the first."""
     freed: bool = False
     snapshot: Snapshot | None = None
-    """There once it is captured."""
+    """Captured snapshot; None while it is being copied."""
     undeliverable: bool = False
-    """A peer will never have it, so no run that needs it will be persisted."""
+    """True if a peer will never have the snapshot, so that no run that needs it will be persisted."""
     dropped: bool = False
-    """Peers have it, and this rank no more; :attr:`snapshot` says what it was."""
+    """True if this rank freed the buffer because peers hold the snapshot; :attr:`snapshot` keeps the header."""
 
     def is_of(self, snapshot: Snapshot) -> bool:
-        """Whether ``snapshot`` is what was captured here, given back in part meanwhile or not."""
+        """Return True if ``snapshot`` was captured into this buffer, even if parts of it were freed meanwhile."""
         return self.snapshot is not None and self.snapshot.acknowledged is snapshot.acknowledged
 
     @property
     def is_here(self) -> bool:
-        """Whether all that is left of it can be read."""
+        """True if the snapshot is captured and its buffer can be read."""
         return self.snapshot is not None and not self.dropped
 
 
 class OwnSnapshots:
-    """May be used from any thread.
+    """Snapshots that one rank captured, and the users of their buffers. Any thread may call any method.
 
     Args:
-        arena: whose memory they are in.
+        arena: memory in which the snapshots are.
     """
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self.keepers: frozenset[int] | None = None
-        """Peers that keep all copies there are: what they all have is dropped here. None: it is kept here, too."""
+        """Peers that keep the only copies: this rank drops what all of them hold. None: it keeps its own copies."""
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
         self._read: set[Held] = set()
-        """Those that are freed and whose memory is still in use."""
+        """Freed snapshots whose buffers are still in use."""
 
     def __contains__(self, iteration: int) -> bool:
         return iteration in self._held
@@ -70,20 +70,20 @@ class OwnSnapshots:
             return iter(sorted(self._held))
 
     def begin(self, iteration: int, buffer: Buffer, contents: Contents) -> Held:
-        """A snapshot is on its way into ``buffer``, which has one user now: who copies."""
+        """Register a snapshot that is being copied into ``buffer``; the capture is the first user of the buffer."""
         held = Held(iteration, buffer, contents)
         with self._lock:
             self._held[iteration] = held
         return held
 
     def captured(self, held: Held, snapshot: Snapshot, had_by: Iterable[int]) -> None:
-        """It is there; some peers have it from before."""
+        """Record that ``snapshot`` is captured, and that the peers in ``had_by`` hold it already."""
         snapshot.acknowledged.update(had_by)
         with self._lock:
             held.snapshot = snapshot
 
     def lose(self, iteration: int) -> None:
-        """A capture failed: its buffer holds nothing."""
+        """Remove a snapshot whose capture failed, and release its buffer."""
         with self._lock:
             held = self._held.pop(iteration)
             self._read.add(held)
@@ -91,7 +91,7 @@ class OwnSnapshots:
         self.end_use(held)
 
     def begin_use(self, held: Held) -> Snapshot | None:
-        """Read the buffer from now on; returns what there is in it, None if it was freed meanwhile."""
+        """Register a reader of the buffer; return its snapshot, or None if it was freed or dropped meanwhile."""
         with self._lock:
             if held.freed or not held.is_here:
                 return None
@@ -99,7 +99,7 @@ class OwnSnapshots:
             return held.snapshot
 
     def end_use(self, held: Held) -> None:
-        """It is no longer read or written."""
+        """Unregister a user of the buffer, and release the buffer if it was the last user of a freed snapshot."""
         with self._lock:
             held.users -= 1
             if held.freed and held.users == 0:
@@ -108,7 +108,7 @@ class OwnSnapshots:
             self._drop_if_kept_elsewhere(held)
 
     def free(self, iterations: Iterable[int]) -> None:
-        """Nobody needs these; their buffers go when nobody reads them."""
+        """Free snapshots that nothing needs; a buffer with readers is released when the last one ends."""
         with self._lock:
             for iteration in list(iterations):
                 held = self._held.pop(iteration)
@@ -119,7 +119,13 @@ class OwnSnapshots:
                     self._read.add(held)
 
     def give_back(self, gone: Mapping[int, npt.NDArray[np.bool_]]) -> None:
-        """Parts that nobody needs, by iteration bool ``[operators]``; where somebody reads, it is tried again later."""
+        """Free parts of snapshots that no restore point needs.
+
+        A snapshot with readers is left as it is; the caller repeats the call in the next iteration.
+
+        Args:
+            gone: operators to free, by iteration, bool ``[operators]``.
+        """
         with self._lock:
             for iteration, operators in gone.items():
                 held = self._held.get(iteration)
@@ -130,7 +136,7 @@ class OwnSnapshots:
                 self.arena.release_parts(held.buffer, ranges)
 
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """A snapshot whose buffer stays as it is until it is given back; nothing if there is none."""
+        """Return a snapshot whose buffer stays unchanged until its release; None if this rank does not have it."""
         with self._lock:
             held = self._held.get(iteration)
         if held is None or (snapshot := self.begin_use(held)) is None:
@@ -138,7 +144,7 @@ class OwnSnapshots:
         return SnapshotLease(snapshot, lambda: self.end_use(held))
 
     def acknowledged(self, snapshot: Snapshot, peer: int) -> None:
-        """A peer has all of ``snapshot``."""
+        """Record that ``peer`` has all of ``snapshot``."""
         with self._lock:
             snapshot.acknowledged.add(peer)
 
@@ -146,16 +152,20 @@ class OwnSnapshots:
                 self._drop_if_kept_elsewhere(held)
 
     def drop_kept_elsewhere(self, peers: Collection[int]) -> int:
-        """Let go of what all ``peers`` have; returns how many snapshots that were."""
+        """Drop the snapshots that all ``peers`` hold; return the number of snapshots dropped."""
         with self._lock:
-            wanted = [one for one in self._held.values() if one.is_here and not one.users]
-            gone = [one for one in wanted if one.snapshot and set(peers) <= one.snapshot.acknowledged]
-            for held in gone:
+            wanted = [candidate for candidate in self._held.values() if candidate.is_here and not candidate.users]
+            dropped = [
+                candidate
+                for candidate in wanted
+                if candidate.snapshot and set(peers) <= candidate.snapshot.acknowledged
+            ]
+            for held in dropped:
                 self._drop(held)
-            return len(gone)
+            return len(dropped)
 
     def know_of(self, snapshot: Snapshot, peers: Iterable[int]) -> None:
-        """One that ``peers`` have, and that this rank need not keep itself."""
+        """Register a snapshot that ``peers`` hold and that this rank does not keep itself."""
         known = Snapshot(snapshot.header, Buffer(), set(peers))
         with self._lock:
             self._held[snapshot.iteration] = Held(
@@ -174,34 +184,34 @@ class OwnSnapshots:
         self.arena.release(held.buffer)
 
     def undelivered(self, snapshot: Snapshot) -> None:
-        """A peer will never have ``snapshot``."""
+        """Record that a peer will never have ``snapshot``."""
         with self._lock:
             if held := self._held.get(snapshot.iteration):
                 held.undeliverable = True
 
     def snapshots(self) -> dict[int, Snapshot]:
-        """What is captured and still here, by iteration."""
+        """Return the captured snapshots that this rank still has, by iteration."""
         with self._lock:
             every = self._held.items()
             return {iteration: held.snapshot for iteration, held in every if held.snapshot and held.is_here}
 
     def buffers(self) -> list[Buffer]:
-        """All that are in use, or still read."""
+        """Return the buffers of all snapshots, and those of freed snapshots that are still read."""
         with self._lock:
             return [held.buffer for held in (*self._held.values(), *self._read)]
 
     def contents(self) -> dict[int, Contents]:
-        """What those hold."""
+        """Return the contents of the captured snapshots that this rank still has, by iteration."""
         with self._lock:
             return {iteration: held.contents for iteration, held in self._held.items() if held.is_here}
 
     def deliverable(self) -> dict[int, Contents]:
-        """What those hold, captured or on their way, that every peer may still have."""
+        """Return the contents of snapshots that every peer has or may still receive, by iteration."""
         with self._lock:
             return {iteration: held.contents for iteration, held in self._held.items() if not held.undeliverable}
 
     def had_by(self, peers: Collection[int]) -> dict[int, Contents]:
-        """What those hold that all ``peers`` have; with no peers, that are captured."""
+        """Return the contents of snapshots that all ``peers`` hold, by iteration; with no peers, of captured ones."""
         wanted = set(peers)
         with self._lock:
             return {
@@ -211,9 +221,15 @@ class OwnSnapshots:
             }
 
     def forget_peers(self, has: Copies) -> list[Held]:
-        """Other peers are there from now on, which have these; returns what is captured, the oldest first.
+        """Replace the acknowledgements of all snapshots by ``has``, because the rank has other peers from now on.
 
-        What was interrupted between its buffer and the end of its copy is lost.
+        Snapshots whose copy was interrupted are lost.
+
+        Args:
+            has: snapshots that the new peers hold.
+
+        Returns:
+            Captured snapshots that this rank still has, oldest first.
         """
         with self._lock:
             broken = [iteration for iteration, held in self._held.items() if held.snapshot is None]
@@ -232,5 +248,8 @@ class OwnSnapshots:
 
 
 def peers_with(snapshot: Snapshot, has: Copies) -> list[int]:
-    """Those that have ``snapshot``. One of another schedule holds other operators, and is sent again."""
-    return [peer for peer, its in has.items() if its.get(snapshot.iteration) == snapshot.header.schedule]
+    """Return the peers that hold ``snapshot``.
+
+    A peer's snapshot of another schedule holds other operators, so it does not count.
+    """
+    return [peer for peer, schedules in has.items() if schedules.get(snapshot.iteration) == snapshot.header.schedule]

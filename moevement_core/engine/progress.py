@@ -1,4 +1,4 @@
-"""Where one rank's checkpointing stands."""
+"""Counters that describe how far the checkpointing of one rank is."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from moevement_core.snapshot.agreement import NONE
 
 @dataclass(slots=True)
 class Progress:
-    """What checkpointing did in the last iteration, and where it stands."""
+    """Counters of one rank's checkpointing: costs of the last iteration, and totals of the run."""
 
     copied_bytes: int = 0
     stall_s: float = 0.0
     gradient_stall_s: float = 0.0
-    """Before gradients were cleared, until they were copied; beside ``stall_s``."""
+    """Seconds that training waited for copies of gradients before it cleared them; not part of ``stall_s``."""
     copy_s: float = 0.0
     copy_cpu_s: float = 0.0
+    """Processor seconds of the capture thread for copies of this iteration."""
     digest_cpu_s: float = 0.0
-    """Processor time of the background thread: copies of this iteration, digests of the last one."""
+    """Processor seconds of the capture thread for digests of the last iteration."""
     replicated_bytes: int = 0
-    """Payload bytes that peers acknowledged in the last iteration, all peers together."""
+    """Payload bytes that all peers together acknowledged in the last iteration."""
     lag: int = 0
     """Iterations by which the newest snapshot that all peers have trails the newest captured one."""
     whole_cpu_s: float = 0.0
-    """Likewise for digests of the whole state."""
+    """Processor seconds for digests of the whole state."""
     persisted: int = NONE
-    """Where the newest run begins that is persisted on every rank; ``NONE`` if there is none."""
+    """First snapshot of the newest run that is persisted on every rank; ``NONE`` if there is none."""
     abandoned: int = 0
     """Windows abandoned so far."""
     memory_bytes: int = 0
-    """Host memory set aside for own snapshots and for those kept for others."""
+    """Bytes of host memory set aside for own snapshots and for copies of other ranks' snapshots."""
     is_winding_down: bool = False
-    """Whether all ranks know that the job is to end after the iteration that begins now."""
+    """True if all ranks have agreed to end the job after the iteration that begins now."""

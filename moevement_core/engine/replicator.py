@@ -1,4 +1,4 @@
-"""Copies: this rank's snapshots on their way to its peers, and those of other ranks that are kept here."""
+"""Replication of one rank: its snapshots on their way to peers, and the copies that it keeps for other ranks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from moevement_core.snapshot.snapshot import Snapshot
 
 
 class Replicator:
-    """Of one rank; for the training thread, but :meth:`replicate`.
+    """Senders and receivers of one rank.
+
+    Every method is for the training thread. The capture thread also calls :meth:`had_by` and :meth:`replicate`.
 
     Args:
-        own: this rank's snapshots.
-        senders: one for each peer.
-        receivers: one for each rank whose snapshots are kept here.
-        has: what peers have from before, of another process that had this rank.
+        own: snapshots of this rank.
+        senders: one sender for each peer.
+        receivers: one receiver for each rank whose snapshots this rank keeps.
+        has: snapshots that peers hold already, captured by an earlier process of this rank.
     """
 
     def __init__(
         self, own: OwnSnapshots, senders: Sequence[Sender], receivers: Sequence[Receiver], has: Copies
     ) -> None:
         self.enabled = True
-        """Whether snapshots go to peers; a benchmark that wants to know what that costs turns it off for a while."""
+        """True if snapshots are sent to peers; a benchmark turns it off for a while to measure what sending costs."""
         self.receivers = receivers
         self.stores: list[PeerStore] = [receiver.store for receiver in receivers]
-        """What is kept of other ranks: of those that have this one for a peer, and of some that had."""
+        """Copies kept for other ranks: ranks that have this one as a peer, and some that had it before."""
         self._own, self._senders, self._has = own, senders, has
         self._former: set[PeerStore] = set()
-        """Those of ranks that have other peers now."""
+        """Stores of ranks that have other peers now."""
         self._counted_bytes = 0
 
     @property
@@ -42,20 +44,20 @@ class Replicator:
 
     @property
     def memory_bytes(self) -> int:
-        """Host memory set aside for copies of other ranks' snapshots."""
+        """Bytes of host memory set aside for copies of other ranks' snapshots."""
         return sum(store.memory_bytes for store in self.stores)
 
     def open(self, nbytes: int) -> None:
-        """Ask every peer for so much room."""
+        """Ask every peer to set ``nbytes`` of host memory aside for this rank's snapshots."""
         for sender in self._senders:
             sender.open(nbytes)
 
     def had_by(self, snapshot: Snapshot) -> list[int]:
-        """Peers that need not be sent ``snapshot``."""
+        """Return the peers that hold ``snapshot`` already; all peers if replication is off."""
         return peers_with(snapshot, self._has) if self.enabled else sorted(self.peers)
 
     def replicate(self, held: Held) -> None:
-        """Bring a snapshot to every peer that does not have it; called on the capture thread."""
+        """Queue a snapshot for every peer that has not acknowledged it."""
         snapshot = held.snapshot
         assert snapshot is not None
         for sender in self._senders if self.enabled else ():
@@ -65,14 +67,22 @@ class Replicator:
                 )  # fmt: skip
 
     def drop(self, first: int, last: int) -> None:
-        """Peers need not keep these of this rank's snapshots."""
+        """Ask every peer to drop this rank's snapshots from ``first`` to ``last``."""
         for sender in self._senders:
             sender.drop(first, last)
 
     def free(self, first: int, last: int | None) -> bool:
-        """No way back begins before ``SS_first``, or ends before ``SS_last``; None: that is not known.
+        """Free what no restore point needs of the copies for other ranks.
 
-        Ranks that have other peers now have brought everything there; returns whether what was kept of some is gone.
+        The store of a rank that has other peers now is removed as soon as it is empty: the new peers hold the rest.
+
+        Args:
+            first: the first snapshot of the persisted run. No restore point begins earlier.
+            last: the last snapshot of that run. Parts that a later full state up to it supersedes are freed too.
+                None: only whole snapshots are freed.
+
+        Returns:
+            True if the store of such a rank was removed.
         """
         for store in self.stores:
             store.free_before(first)
@@ -85,29 +95,32 @@ class Replicator:
     def rewire(
         self, senders: Sequence[Sender], receivers: Sequence[Receiver], has: Copies, former: Collection[PeerStore]
     ) -> None:
-        """Other peers, or the same ones over new connections; see :meth:`Checkpointer.rewire`."""
+        """Replace all senders and receivers after a failure; see :meth:`Checkpointer.rewire`."""
         self._senders, self._has, self.receivers = senders, has, receivers
         self.stores = [*(receiver.store for receiver in receivers), *former]
         self._former = set(former)
         self._counted_bytes = 0
 
     def sent_since(self) -> int:
-        """Payload bytes that peers acknowledged since the last call."""
+        """Return the payload bytes that peers acknowledged since the last call."""
         sent = sum(sender.sent_bytes for sender in self._senders)
         since, self._counted_bytes = sent - self._counted_bytes, sent
         return since
 
     @property
     def are_full(self) -> bool:
-        """Whether a peer has no room for the next snapshot until older ones go."""
+        """True if a peer has no memory for the next snapshot until it frees older ones."""
         return any(sender.is_full for sender in self._senders)
 
     def backlog(self) -> str:
-        """Peers that lag, in words."""
-        return ", ".join(f"{one.peer} ({one.backlog} behind)" for one in self._senders if one.backlog) or "none"
+        """Return the peers that lag, with the number of messages that wait for each, as text."""
+        return (
+            ", ".join(f"{sender.peer} ({sender.backlog} behind)" for sender in self._senders if sender.backlog)
+            or "none"
+        )
 
     def close(self, timeout_s: float) -> bool:
-        """Finish what is on its way; whether all peers were done in time."""
+        """Finish all sends; return True if every sender was done within ``timeout_s`` seconds."""
         done = [sender.close(timeout_s) for sender in self._senders]
         for receiver in self.receivers:
             deadline_s = time.monotonic() + timeout_s

@@ -1,1 +1,1 @@
-"""Processes of a job: started, watched, replaced, fenced, and asked to end. On one host, or on several."""
+"""Processes of a job on one or more hosts: code that starts, watches, replaces, fences and ends them."""

@@ -1,7 +1,10 @@
-"""Processes of one host that the launcher starts, each watched by itself.
+"""Processes that a launcher or a task starts on its host, each watched separately.
 
-Not torch's elastic multiprocessing: its context ends all processes when one fails, blocks until a process that has
-returned is gone, and waits for ever on its own event when a process is killed at the wrong moment.
+Torch's elastic multiprocessing does not serve here, for three reasons:
+
+- Its context ends all processes when one fails.
+- It blocks until a process that has returned is gone.
+- It waits forever on its own event when a process is killed at the wrong moment.
 """
 
 from __future__ import annotations
@@ -27,17 +30,20 @@ from moevement_core.file_modes import make_folder, opener
 from moevement_core.restart.environment import PARENT_ENV
 
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that ask a process to end, at once or by and by; none of them may end it and leave its children."""
+"""Signals that ask a launcher, a task or a coordinator to end its job.
+
+Ranks and spares ignore all of them. Otherwise a rank could end before the boundary at which the job saves.
+"""
 WINDING_DOWN = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Those of them that come before a machine is taken away."""
+"""Signals, out of :data:`ASKING`, that batch systems send before they take a machine away."""
 END_S = 10.0
-"""Seconds that a process with a handler of its own for SIGTERM has to end before it is killed."""
+"""Seconds that a process with its own SIGTERM handler has to end before :func:`end_all` kills it."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
 @dataclass(frozen=True)
 class Program:
-    """What a process runs: a function, forked from this process; or a command."""
+    """Code that a process runs: a function in a fork of this process, or a command."""
 
     function: Any = None
     arguments: tuple[Any, ...] = ()
@@ -45,34 +51,35 @@ class Program:
 
 
 def end_with_parent() -> None:
-    """Have this process killed when the one that started it ends, however that ends.
+    """Have the kernel kill this process when the process that started it ends, for whatever reason.
 
-    To be called first in it. A rank whose launcher is gone would train on, unseen, beside the job that is started next.
+    A new process calls this first. Otherwise a rank whose launcher has ended would train on, unseen, beside the next
+    job.
     """
     parent = os.environ.get(PARENT_ENV)
     if parent is None:
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(parent):  # it ended before
+    if os.getppid() != int(parent):  # The parent ended before prctl was called.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Child:
-    """One process, which ends with this one.
+    """Process that this process starts, and that ends with this process.
 
     Args:
-        label: its name, and of its log files.
-        program: what it runs.
-        environment: beside the launcher's own.
-        logs: the folder for its output; nothing for the launcher's.
+        label: name of the process and of its log files.
+        program: the function or command that the process runs.
+        environment: variables that the process gets in addition to this process's own.
+        logs: folder for the output of the process; None: the process prints to this process's output.
     """
 
     def __init__(self, label: str, program: Program, environment: Mapping[str, str], logs: Path | None) -> None:
         self.label, self.logs = label, logs
         self.code: int | None = None
-        """How it ended; negative: by which signal."""
+        """Exit code; None while the process runs. A negative code is the number of the signal that killed it."""
         self.was_ended = False
-        """Whether :func:`end_all` ended it, so that its code says nothing about the job."""
+        """True if :func:`end_all` ended the process, so that its exit code says nothing about the job."""
         environment = {**environment, PARENT_ENV: str(os.getpid())}
         with ExitStack() as opened:
             streams = [opened.enter_context(_log_file(logs / f"{label}.{s}")) for s in ("out", "err")] if logs else []
@@ -81,45 +88,52 @@ class Child:
                     target=_run, args=(program, dict(environment), streams), name=label
                 )
                 sys.stdout.flush()
-                with _signals_held():  # the launcher's handlers are not for the new process
+                with _signals_held():  # The launcher's signal handlers must not run in the new process.
                     forked.start()
                 self._poll: Any = lambda: _code_of(forked)
                 self.pid = int(forked.pid or 0)
             else:
                 out, err = streams or (None, None)
-                # Held signals stay so in the new process, which ignores them before it takes them up.
+                # The new process inherits the block. It sets the signals to be ignored before it unblocks them.
                 with _signals_held():
                     fresh = subprocess.Popen(program.command, env={**os.environ, **environment}, stdout=out, stderr=err)
                 self._poll, self.pid = fresh.poll, fresh.pid
 
     def poll(self) -> int | None:
-        """Its exit code, once it has ended."""
+        """Return the exit code, or None while the process runs."""
         if self.code is None:
             self.code = self._poll()
         return self.code
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it (SIGSTOP), so that it does nothing though it lives."""
+        """Return True if the process is stopped (SIGSTOP): it lives but does nothing."""
         with suppress(psutil.NoSuchProcess):
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         return False
 
     def send(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send a signal to the process if it still runs."""
         if self.poll() is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """Description of the end of the process, for log lines ("was killed by signal 9")."""
         code = self.code or 0
         if code == BROKEN_DEVICE:
             return "gave its rank back because its device cannot be used"
         return f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
 
     def lines_of(self, stream: str) -> list[str]:
-        """What it has printed to ``out`` or ``err``; nothing where that is not kept."""
+        """Return the lines that the process has printed.
+
+        Args:
+            stream: ``out`` or ``err``.
+
+        Returns:
+            The lines so far; empty if the output is not kept in a file.
+        """
         if self.logs is None:
             return []
         try:
@@ -129,16 +143,20 @@ class Child:
 
 
 def _code_of(forked: Any) -> int | None:
-    """Its exit code, once it has ended; then its descriptors are given back: a job of many failures would run out."""
+    """Return the exit code of a forked process, or None while it runs.
+
+    The function closes the descriptors of an ended process, because a job with many failures would run out of them.
+    """
     if (code := forked.exitcode) is not None:
         forked.close()
     return None if code is None else int(code)
 
 
 def _log_file(path: Path) -> TextIO:
-    """What a process prints goes there; nothing where its folder is gone or full, for which no job ends.
+    """Open an empty log file for the output of a process, in append mode.
 
-    It is appended to: whoever rotates it makes it empty under its writer.
+    Append mode matters because :mod:`moevement_core.launching.logs` truncates the file while the process writes to it.
+    If the file cannot be opened, for example on a full disk, the output is discarded and the job goes on.
     """
     try:
         make_folder(path.parent)
@@ -160,10 +178,11 @@ def _signals_held() -> Iterator[None]:
 
 
 def ignore_asking() -> None:
-    """Ignore the signals that ask a job to end; the launcher answers them for its processes.
+    """Ignore the signals that ask a job to end; the launcher handles them for all its processes.
 
-    ``timeout``, systemd, ``scancel`` and init programs of containers send them to every process of a job. A rank that
-    died of one could not come to the boundary at which the job saves and ends. Called first in each process.
+    Each rank and spare calls this first. ``timeout``, systemd, ``scancel`` and the init programs of containers send
+    these signals to every process of a job. A rank that died of one could not reach the boundary at which the job
+    saves and ends.
     """
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
@@ -171,9 +190,9 @@ def ignore_asking() -> None:
 
 
 def end_workers() -> None:
-    """Kill the daemonic children of this process, which ignore SIGTERM as it does; called before it ends.
+    """Kill the daemonic children of this process, right before this process ends.
 
-    ``multiprocessing`` ends them by SIGTERM and then waits for them without a limit.
+    They inherit that SIGTERM is ignored. ``multiprocessing`` sends them SIGTERM and then waits without a limit.
     """
     for worker in multiprocessing.active_children():
         if worker.daemon:
@@ -181,24 +200,24 @@ def end_workers() -> None:
 
 
 def _run(program: Program, environment: dict[str, str], streams: list[TextIO]) -> None:
-    """In the forked process."""
+    """Set up the forked process, and run the program in it."""
     ignore_asking()
     for stream, target in zip(streams, (1, 2), strict=False):
         os.dup2(stream.fileno(), target)
     os.environ.update(environment)
     end_with_parent()
     try:
-        program.function(*program.arguments)  # what it raises multiprocessing prints, and the process ends with 1
+        program.function(*program.arguments)  # On an exception, multiprocessing prints it and exits with code 1.
     finally:
         end_workers()
 
 
 def end_all(children: Sequence[Child], timeout_s: float = END_S) -> None:
-    """End the processes that still run: SIGTERM for those that handle it themselves, then SIGKILL for all.
+    """End the processes that still run: SIGTERM to those with a handler for it, then SIGKILL to all.
 
     Args:
         children: the processes.
-        timeout_s: seconds that a process with a handler for SIGTERM has; all others are killed at once.
+        timeout_s: seconds that a process with a SIGTERM handler has to end; all others get SIGKILL at once.
     """
     running = [child for child in children if child.poll() is None]
     for child in running:
@@ -212,14 +231,14 @@ def _send_and_wait(children: Sequence[Child], send: Callable[[psutil.Process], N
     for child in children:
         with suppress(psutil.NoSuchProcess):
             send(process := psutil.Process(child.pid))
-            process.resume()  # one that is stopped would not hear of it
+            process.resume()  # A stopped process would not receive the signal.
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and any(child.poll() is None for child in children):
         time.sleep(0.01)
 
 
 def _handles(pid: int, number: signal.Signals) -> bool:
-    """Return whether a process has a handler of its own for a signal (``SigCgt`` of proc(5))."""
+    """Return True if a process has its own handler for a signal (``SigCgt`` of proc(5))."""
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -229,9 +248,9 @@ def _handles(pid: int, number: signal.Signals) -> bool:
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """End every process that descends from those started in a ``with`` block, however it was orphaned.
+    """Kill, after a ``with`` block, every process that descends from those started in the block.
 
-    A rank that is killed leaves its checkpoint writers and data workers to the nearest subreaper: this process.
+    This process makes itself a subreaper. So it adopts the checkpoint writers and data workers of a killed rank.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     launcher = psutil.Process()

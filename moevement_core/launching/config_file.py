@@ -1,10 +1,13 @@
-"""``--config FILE.yaml``: Megatron's flags by name, so that a preset can be read, diffed and kept with a run.
+"""Reader of ``--config FILE.yaml``: Megatron's flags by name, so that a preset can be read, diffed and kept with a run.
 
-A file is a mapping of flag names (with or without the leading dashes, with ``-`` or ``_``) to values: ``true`` gives
-the bare flag, ``false`` and ``null`` leave it out, a list gives several values. A file in the layout of Megatron's
-functional tests (``MODEL_ARGS``, ``ENV_VARS``) is taken too, with what its shell makes of it: ``[moe_act mlp]`` is two
-values, and ``${DATA_PATH}`` is a variable of the file's ``ENV_VARS`` or of the environment. Flags on the command line
-come after those of the file and win; of two files the later one wins.
+A file is a mapping of flag names to values. Names may have leading dashes or not, and ``-`` or ``_`` between words.
+``true`` gives the bare flag, ``false`` and ``null`` leave the flag out, and a list gives several values.
+
+The reader also accepts the layout of Megatron's functional tests (``MODEL_ARGS``, ``ENV_VARS``). It expands values as
+the shell of those tests does: ``[moe_act mlp]`` becomes two values. ``${DATA_PATH}`` is replaced from the file's
+``ENV_VARS`` or from the environment.
+
+Flags on the command line override those of a file. A later file overrides an earlier one.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ from moevement_core.errors import ConfigError
 
 CONFIG_FLAG = "--config"
 _RECIPE = "MODEL_ARGS"
-"""What a file in the layout of Megatron's functional tests has its flags under."""
+"""Key of the flags in a file with the layout of Megatron's functional tests."""
 _VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 
 
 def expand(argv: list[str]) -> list[str]:
-    """``argv`` with every ``--config FILE`` replaced by the file's flags, put in front of all others.
+    """Replace every ``--config FILE`` in ``argv`` by the file's flags, and put those before all other arguments.
 
     Raises:
         ConfigError: a file is missing, is not YAML, or holds something that cannot be a flag.
@@ -48,7 +51,7 @@ def expand(argv: list[str]) -> list[str]:
 
 
 def flags_of(path: Path) -> list[str]:
-    """The flags that the YAML file at ``path`` stands for."""
+    """Return the command-line words for the flags in the YAML file at ``path``."""
     flags: list[str] = []
     content = _load(path)
     variables, is_recipe = {**os.environ, **_environment(path, content)}, _RECIPE in content
@@ -60,7 +63,7 @@ def flags_of(path: Path) -> list[str]:
             continue
         elif isinstance(value, list):
             words = [_word(path, flag, item, variables) for item in value]
-            # In Megatron's recipes brackets are for the shell: [a b] is one item to YAML, and two words.
+            # Megatron's recipes write brackets for the shell: YAML reads [a b] as one item, the shell as two words.
             flags += [flag, *(part for word in words for part in (word.split() if is_recipe else [word]))]
         else:
             flags += [flag, _word(path, flag, value, variables)]
@@ -68,7 +71,7 @@ def flags_of(path: Path) -> list[str]:
 
 
 def environment_of(argv: list[str]) -> dict[str, str]:
-    """``ENV_VARS`` of every configuration file named in ``argv``."""
+    """Return the ``ENV_VARS`` of every configuration file named in ``argv``; a later file overrides an earlier one."""
     variables: dict[str, str] = {}
     for index, word in enumerate(argv):
         if word == CONFIG_FLAG and index + 1 < len(argv):

@@ -1,7 +1,7 @@
-"""The coordinator of a job over several hosts (``moevement coordinate``): holds the store and gives out ranks.
+"""Coordinator process of a job over several hosts (``moevement coordinate``): holds the store and assigns ranks.
 
-It runs where the job script runs, and outlives every rank. With a command (``-- srun ...``) it also starts the tasks of
-each node, and ends when they have.
+The process runs on the host of the job script, and outlives every rank. Given a command (``-- srun ...``), it also
+starts the tasks of each node, and ends after them.
 """
 
 from __future__ import annotations
@@ -37,54 +37,54 @@ from moevement_core.words import spares_words
 POLL_S = 0.05
 MOST_PORT = 65535
 GRACE_S = 60.0
-"""How long tasks have to end by themselves at the end of the job, and the store is there for them."""
+"""Seconds that tasks have to end by themselves at the end of the job, while the store still answers them."""
 
 MOST_REASONS = 3
-"""Of what ranks that live found wrong, how much is printed for one failure."""
+"""Number of reasons, as reported by surviving ranks, that the coordinator prints for one failure."""
 TASKS_GRACE_S = 20.0
-"""How long the command that started them has to end after every task that can be heard has."""
+"""Seconds that the commands of the nodes have to end, after every task that the coordinator can hear has ended."""
 
 
 @dataclass(frozen=True)
 class Coordination:
-    """What to coordinate."""
+    """Options of ``moevement coordinate``."""
 
     ranks: int
-    """Of the job, without spares."""
+    """Number of ranks of the job, without spares."""
     host: str
-    """Address to listen at."""
+    """Address of this host at which the store and the lease server listen."""
     port: int
-    """Of the store; 0 for any that is free."""
+    """Port of the store; 0 for any free port."""
     spare_timeout_s: float
-    """How long to wait for a spare where none is left."""
+    """Seconds that the job waits for a spare when none is left."""
     run_dir: Path | None = None
-    """Where ``ranks.json`` is kept."""
+    """Folder of ``ranks.json``, ``strangers.json`` and ``job.json``; None: nothing is recorded."""
     tasks: NodeCommand | None = None
-    """What starts the tasks of each node; nothing where something else does."""
+    """Command that starts the tasks of each node; None if the job script starts them."""
     command: str = ""
-    """The command line that asked for it, for ``job.json``."""
+    """Command line of this process, for ``job.json``."""
 
 
 def coordinate(what: Coordination) -> int:
-    """Coordinate a job to its end; returns the exit code.
+    """Coordinate a job to its end, and return the exit code of this process.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: an option is invalid, the run directory cannot be made, or the address cannot be listened at.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if what.ranks < 1:
         raise ConfigError(f"--ranks {what.ranks}: needs 1 or more")
-    if not what.host.strip():  # which would listen at every address
+    if not what.host.strip():  # An empty host would listen at every address.
         raise ConfigError(f"--host {what.host!r}: is empty; give the address of this host that the nodes reach")
     if not 0 <= what.port <= MOST_PORT:
         raise ConfigError(f"--port {what.port}: needs 0 to {MOST_PORT}")
-    file_mode()  # complains about what it cannot be
+    file_mode()  # Raises ConfigError if the file mode in the environment is invalid.
     if not what.spare_timeout_s >= 0:
         raise ConfigError(f"--spare-timeout {what.spare_timeout_s:g}: needs seconds, 0 or more, or inf")
     if what.run_dir is not None:
         _make(what.run_dir)
     record = RunRecord(what.run_dir) if what.run_dir is not None else None
-    # Until it has trained, the run directory may be another job's, which the ranks find out.
+    # The run directory may belong to another job, which only the ranks notice. So the entry is written once they train.
     entry = JobFile(record, JobEntry.of_this_process(what.command, what.ranks, None), begins=False)
     with Signals() as signals:
         signals.may_wind_down = True
@@ -113,7 +113,7 @@ class _Coordination:
 
         from moevement_core.restart.store import interrupt_in
 
-        signals.check()  # before anything is started
+        signals.check()  # The import took seconds, and no signal is raised within it.
         self._what, self._entry = what, entry
         listener, leases = _listen(what, what.port), _listen(what, 0)
         token = _token_for(what)
@@ -133,17 +133,17 @@ class _Coordination:
         self._endpoint: Endpoint | None = None
         self._wind_down = False
         self._code = 1
-        """The exit code of a job that is stopped."""
+        """Exit code of this process if the job is stopped."""
         self._generation, self._reported, self._written = -1, 0, list[dict[str, Any]]()
         self._rejected = 0
-        where = f"{address[0]}:{address[1]}"
-        _report(f"{STORE_ENV}={where} is the store of a job of {what.ranks} ranks")
+        at = f"{address[0]}:{address[1]}"
+        _report(f"{STORE_ENV}={at} is the store of a job of {what.ranks} ranks")
         self._tasks = (
-            NodeTasks(what.tasks, {STORE_ENV: where, **token.environment}, _report) if what.tasks is not None else None
+            NodeTasks(what.tasks, {STORE_ENV: at, **token.environment}, _report) if what.tasks is not None else None
         )
 
     def run(self, signals: Signals) -> Outcome:
-        """To the end of the job."""
+        """Coordinate until the job has ended; return its exit code and reason."""
         coordinator = self._coordinator
         while coordinator.state not in (State.DONE, State.STOPPED):
             self._server.poll(POLL_S, self._answer())
@@ -151,7 +151,7 @@ class _Coordination:
             self._report_changes()
             signals.check()
             if signals.asked_by is not None and self._generation < 0:
-                raise Stopped(signals.asked_by)  # nobody trains who could come to a boundary
+                raise Stopped(signals.asked_by)  # No rank trains yet, so none would reach a boundary.
             if signals.asked_by is not None:
                 self._begin_to_wind_down(signal.Signals(signals.asked_by).name)
                 signals.asked_by = None
@@ -165,7 +165,7 @@ class _Coordination:
         return Outcome(0)
 
     def _look_after_tasks(self) -> None:
-        """Start again the tasks of nodes where they have ended; stop the job where that is of no use."""
+        """Restart the tasks of nodes where they have ended, or stop the job if that cannot help."""
         if self._tasks is None or self._coordinator.state in (State.DONE, State.STOPPED):
             return
         self._tasks.step(self._server.connected, self._server.heard, has_begun=self._generation >= 0)
@@ -175,7 +175,10 @@ class _Coordination:
             self._coordinator.stop(f"{self._tasks.failed}; their output says why")
 
     def _look_after_endpoint(self) -> None:
-        """Serve figures, where the tasks' flags say so; the job does not begin where they cannot be."""
+        """Serve the metrics endpoint if the tasks' flags ask for it; stop the job if the port cannot be bound.
+
+        The tasks put the flags into the store. The endpoint is only opened before the first generation.
+        """
         if self._endpoint is None and self._generation < 0 and (served := self._store.read(SERVED)):
             try:
                 self._endpoint = Endpoint(Served.decode(served))
@@ -216,8 +219,8 @@ class _Coordination:
     def _report_changes(self) -> None:
         coordinator = self._coordinator
         for death in coordinator.deaths[self._reported :]:
-            who = f"rank {death.rank}" if death.rank is not None else "a spare"
-            _report(f"{who} (pid {death.pid}) {death.how}")
+            subject = f"rank {death.rank}" if death.rank is not None else "a spare"
+            _report(f"{subject} (pid {death.pid}) {death.how}")
         self._reported = len(coordinator.deaths)
         roster = coordinator.roster
         if roster.generation != self._generation and coordinator.state is State.RUNNING:
@@ -228,28 +231,28 @@ class _Coordination:
         if coordinator.has_trained():
             self._entry.begin()
         run_dir = self._what.run_dir
-        if run_dir is not None and self._generation >= 0 and (who_ := coordinator.who()) != self._written:
-            self._written = who_
-            with suppress(OSError):  # which the record says, too
+        if run_dir is not None and self._generation >= 0 and (processes := coordinator.who()) != self._written:
+            self._written = processes
+            with suppress(OSError):  # The record reports the same error.
                 make_folder(run_dir)
-            RunRecord(run_dir).write_ranks(who_)
+            RunRecord(run_dir).write_ranks(processes)
         if run_dir is not None and coordinator.rejected != self._rejected:
             self._rejected = coordinator.rejected
             RunRecord(run_dir).write_strangers(self._rejected)
 
     def _end(self) -> None:
-        """Let every task know, and be there until they have ended."""
+        """Answer the tasks until all have learned of the end of the job and ended, or the grace time is over."""
         deadline = time.monotonic() + GRACE_S
         while self._server.supervisors and time.monotonic() < deadline:
             self._server.poll(POLL_S, self._answer())
             self._store.keep_written()
         self._server.close()
         if self._tasks is not None:
-            # srun waits for tasks of nodes that are lost until Slurm has noticed, which may take minutes.
+            # srun waits for the tasks of a lost node until Slurm notices the loss, which may take minutes.
             self._tasks.wait_and_kill(TASKS_GRACE_S)
 
     def end_tasks(self) -> None:
-        """End the commands that started the tasks, where they still run, and what serves figures."""
+        """End the commands of the nodes that still run, and the metrics endpoint."""
         if self._tasks is not None:
             self._tasks.end(GRACE_S)
         if self._endpoint is not None:
@@ -257,10 +260,10 @@ class _Coordination:
 
 
 def _token_for(what: Coordination) -> Token:
-    """The token that was given, or a new one, where this process starts all others itself.
+    """Return the job token from the environment, or a new one if this process starts all tasks itself.
 
     Raises:
-        ConfigError: there is none that others could have.
+        ConfigError: the environment has no token, and another program starts the tasks, which could not know a new one.
     """
     if (token := given_token()) is not None:
         return token

@@ -1,4 +1,4 @@
-"""Writes ``job.json``: when a job begins, and how it ended, so that whoever looks at a run directory knows both."""
+"""Writer of ``job.json``, the entry in a run directory that says how a job began and how it ended."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from moevement_core.launching.signals import Stopped
 from moevement_core.run_record import RunRecord
 
 MOST_LINES = 3
-"""Of a reason, that are kept."""
+"""Number of lines of a reason that ``job.json`` keeps."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit code of a job, and the reason where it is not 0."""
+    """Exit code of a job, and the reason if the code is not 0."""
 
     code: int
     reason: str = ""
 
     @staticmethod
     def of_error(error: BaseException) -> Outcome:
-        """Return how a job ends that an exception ends."""
+        """Return the outcome of a job that ends with an exception."""
         if isinstance(error, Stopped):
             return Outcome(128 + error.number, f"stopped by {stopped_by(error)}")
         if isinstance(error, KeyboardInterrupt):
@@ -39,27 +39,30 @@ class Outcome:
 
 
 class JobFile:
-    """Writer of one job's entry; a context manager around the job, which sets :attr:`outcome` at its end.
+    """Writer of one job's entry: a context manager around the job, whose body sets :attr:`outcome` at the end.
+
+    If the job was refused before it trained, the entry of the job before it is written back.
 
     Args:
-        record: of the run; None: nothing is written.
-        entry: of the job.
-        begins: whether the entry is written at once, and not by :meth:`begin`: nobody else uses the run directory.
+        record: record of the run; None: nothing is written.
+        entry: entry of the job.
+        begins: True to write the entry when the block is entered; False to wait for :meth:`begin`, because the run
+            directory may still belong to another job.
     """
 
     def __init__(self, record: RunRecord | None, entry: JobEntry, *, begins: bool = True) -> None:
         self.outcome: Outcome | None = None
         self._record, self._entry, self._begins, self._has_begun = record, entry, begins, False
         self._earlier: JobEntry | None = None
-        """Entry of the job before this one; None where there was none that can be read."""
+        """Entry of the job before this one; None if there was none, or it cannot be read."""
         self._lines_before = 0
         """Bytes of the run's metrics before this job."""
 
     def begin(self) -> None:
-        """Write that the job has begun; does nothing the second time, or where the folder cannot be made."""
+        """Write that the job has begun; do nothing in a second call, or if the folder cannot be made."""
         if self._record is None or self._has_begun:
             return
-        with suppress(OSError):  # who needs the folder complains about it
+        with suppress(OSError):  # The code that needs the folder reports that it cannot be made.
             make_folder(self._record.folder)
             self._has_begun = True
             with suppress(RunRecordError):
@@ -79,7 +82,7 @@ class JobFile:
         if outcome is None or self._record is None:
             return
         if not self._has_begun and self._record.job_path.exists():
-            return  # the entry of the job that has the run directory
+            return  # The entry belongs to another job, which owns the run directory.
         if not self._has_begun:
             self.begin()
         if self._earlier is not None and self._was_refused(outcome):
@@ -91,7 +94,7 @@ class JobFile:
             )
 
     def _was_refused(self, outcome: Outcome) -> bool:
-        """Return whether the job has trained nothing, so that the run directory is still that of the job before it."""
+        """Return True if the job ended before it trained, so that the run directory still shows the job before it."""
         return outcome.code == USAGE_ERROR and self._size_of_metrics() == self._lines_before
 
     def _size_of_metrics(self) -> int:
@@ -101,5 +104,5 @@ class JobFile:
 
 
 def stopped_by(stopped: Stopped) -> str:
-    """Return the name of what stopped a job."""
+    """Return the name of the signal that stopped a job; "Ctrl-C" for SIGINT."""
     return "Ctrl-C" if stopped.number == signal.SIGINT else signal.Signals(stopped.number).name

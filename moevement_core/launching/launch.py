@@ -1,8 +1,8 @@
-"""Start the ranks of a training script: all of them on this host, or this one under Slurm.
+"""Launcher of a training script on one host: starts its ranks and spares, and runs the job to its end.
 
-Where no GPU is, ranks are forked from a process that has imported everything once, which on two cores saves most of the
-start; with a GPU, or where asked for, each is a fresh interpreter. What happens when one of them ends is for
-:mod:`moevement_core.launching.watch` to say.
+Without a GPU, ranks are forked from a process that has imported everything once. On two cores that saves most of the
+time of a start. With a GPU, or on request, each rank is a fresh interpreter. The classes of
+:mod:`moevement_core.launching.watch` decide what happens when a process ends.
 """
 
 from __future__ import annotations
@@ -56,27 +56,27 @@ class Launch:
     trainer: Trainer
     """The kind of script."""
     show_logs: bool
-    """Whether ranks print to this process's output, or each to its files in the run directory."""
+    """True if ranks print to this process's output; False: each rank prints to its own files in the run directory."""
     fresh_interpreters: bool
-    """Whether each rank is a new Python process, and not forked from one that has imported all it needs."""
+    """True if each rank is a new Python process; False: it may be a fork of a process that has imported everything."""
     spares: int | None = None
     """Processes beyond ``nproc`` that wait to take the place of a rank; None: the first failure ends the job."""
     ranks_per_node: int | None = None
-    """So many processes in a row are taken for a node; None: all are on this host."""
+    """Number of consecutive processes that count as one simulated node; None: all processes are on this host."""
     spare_timeout_s: float = 600.0
-    """How long a job waits for a spare where none is left."""
+    """Seconds that a job waits for a spare when none is left."""
     respawn_after_s: float = 0.0
-    """How long after a process has died another one is started in its place; infinite: never."""
+    """Seconds from the end of a process to the start of another one in its place; infinite: no start."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """For the environment of every process, as configuration files set them."""
+    """Environment variables for every process, from configuration files."""
     command: str = ""
-    """The command line that asked for it, for ``job.json``."""
+    """Command line of the launcher, for ``job.json``."""
 
 
 def read_once(argv: list[str]) -> tuple[list[str], dict[str, str]]:
     """Read the configuration files among a script's arguments, once for all processes of the job.
 
-    Processes that start later read none of them again: it may be one of another experiment by then.
+    Processes that start later do not read the files again, because a user may have edited them for another experiment.
 
     Returns:
         The script's path and its arguments with the files' flags in their place, and the variables that the files set.
@@ -85,44 +85,48 @@ def read_once(argv: list[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def run_dir_of(argv: list[str]) -> Path | None:
-    """The value of ``--run-dir`` in a script's arguments."""
-    found = value_of(argv, "--run-dir")
-    return Path(found).absolute() if found else None
+    """Return the value of ``--run-dir`` in a script's arguments as an absolute path; None without the flag."""
+    value = value_of(argv, "--run-dir")
+    return Path(value).absolute() if value else None
 
 
 def value_of(argv: list[str], flag: str) -> str | None:
-    """The value of ``flag`` in a script's arguments, configuration files included; the last one wins."""
-    found = None
+    """Return the last value of ``flag`` in a script's arguments and configuration files; None without the flag."""
+    value = None
     words = config_file.expand(argv[1:])
     for index, word in enumerate(words):
         if word == flag and index + 1 < len(words):
-            found = words[index + 1]
+            value = words[index + 1]
         elif word.startswith(f"{flag}="):
-            found = word.split("=", 1)[1]
-    return found
+            value = word.split("=", 1)[1]
+    return value
 
 
 def train_iters_of(argv: list[str]) -> int | None:
-    """The value of ``--train-iters``, for a progress bar; None where it is not a number or not given."""
+    """Return the value of ``--train-iters``, for a progress bar; None if the flag is missing or no number."""
     value = value_of(argv, "--train-iters")
     return int(value) if value and value.isdigit() else None
 
 
 def lease_of(argv: list[str]) -> float:
-    """The value of ``--moevement-lease-seconds``, or its default.
+    """Return the value of ``--moevement-lease-seconds`` in a script's arguments, or the default.
 
     Raises:
-        ConfigError: it is no lease.
+        ConfigError: the value is not a valid lease time.
     """
     value = value_of(argv, "--moevement-lease-seconds")
     return LEASE_S if value is None else lease_seconds(value)
 
 
 def launch_on_this_host(launch: Launch) -> int:
-    """Run the ranks to their end and return the exit code: 0, 2 for what the user can mend, else 1.
+    """Run the ranks of a job on this host to their end.
 
-    With spares, a rank that dies is replaced and the others go on; without, all are ended when one fails, because a
-    training job cannot go on without it. Ctrl-C ends all.
+    With spares, a spare replaces a failed rank, and the survivors go on. Without, the launcher ends all ranks when one
+    fails. Ctrl-C ends all processes.
+
+    Returns:
+        The exit code: 0 for success, 2 for an error that the user can correct, 128 plus the signal that stopped the
+        job, else 1.
     """
     _check(launch)
     try:
@@ -150,9 +154,10 @@ def _run(launch: Launch) -> int:
         logs = None if launch.show_logs or run_dir is None else _make_logs(run_dir)
         token = given_token() or Token.new()
         spares = f" and {counted(launch.spares, 'spare')}" if launch.spares else ""
-        print(f"moevement: starting {counted(launch.nproc, 'rank')}{spares}", flush=True)  # imports take seconds
+        # Print this before the imports, which take seconds.
+        print(f"moevement: starting {counted(launch.nproc, 'rank')}{spares}", flush=True)
         starter = _Starter(launch, port, logs, Path(scratch), token)
-        signals.check()  # that has imported
+        signals.check()  # The starter has imported the trainer, and no signal is raised in an import.
         followed = (run_dir, train_iters_of(launch.argv), logs / "rank_0.out") if logs else (None, None)
         children: list[Child] = []
         watch: Watch
@@ -207,10 +212,10 @@ def _wind_down(watch: Watch, signals: Signals, progress: Progress) -> None:
 
 
 def _check(launch: Launch) -> None:
-    """What can be said before anything is started.
+    """Refuse a launch that cannot work, before any process is started.
 
     Raises:
-        ConfigError: it cannot be launched.
+        ConfigError: the script is missing, an option is invalid, or a limit of this host is too low.
     """
     script = Path(launch.argv[0])
     if not script.is_file():
@@ -237,22 +242,22 @@ def _check(launch: Launch) -> None:
 
 
 class _Starter:
-    """Starts processes."""
+    """Starter of the ranks and spares of one job on this host."""
 
     def __init__(self, launch: Launch, store_port: int, logs: Path | None, scratch: Path, token: Token) -> None:
         self._launch, self._logs, self._scratch = launch, logs, scratch
-        with temporary_files_in(str(scratch)):  # torch makes a folder for what it compiles, and leaves it
+        with temporary_files_in(str(scratch)):  # Torch makes a folder for compiled code and never removes it.
             self._program = launch.trainer.program(launch.argv, fresh_interpreters=launch.fresh_interpreters)
         self._script = KeptScript(launch.argv[0])
         self._nodes: dict[int, str] = {}
         self._common = {**_environment(launch, store_port), **token.environment, **self._script.environment}
 
     def start(self, number: int, variables: Mapping[str, str] | None = None) -> Child:
-        """The first ones are the ranks, those after them spares.
+        """Start the process of a member.
 
         Args:
-            number: of the process, which no other one has.
-            variables: for its environment.
+            number: the member, unique in the job. Members below ``nproc`` start as ranks, all others as spares.
+            variables: variables for this process's environment, in addition to those of all processes.
         """
         launch = self._launch
         label = f"rank_{number}" if number < launch.nproc else f"spare_{number - launch.nproc}"
@@ -261,27 +266,28 @@ class _Starter:
             environment[MEMBER_ENV] = str(number)
         if launch.ranks_per_node is not None:
             environment[NODE_ENV] = self._node_of(number, (variables or {}).get(REPLACES_ENV), launch.ranks_per_node)
-        # A path of a Unix socket, which multiprocessing puts there, has 107 bytes and takes some thirty for itself.
+        # Multiprocessing puts Unix sockets into TMPDIR. Their paths have at most 107 bytes, and their names take some
+        # thirty of them.
         if len(str(self._scratch)) < 72:
             with suppress(OSError):
-                self._scratch.mkdir(mode=0o700, exist_ok=True)  # cleaners of temporary folders may have removed it
+                self._scratch.mkdir(mode=0o700, exist_ok=True)  # A cleaner of temporary folders may have removed it.
                 environment["TMPDIR"] = str(self._scratch)
         return Child(label, self._program, environment, self._logs)
 
     def _node_of(self, number: int, replaced: str | None, ranks_per_node: int) -> str:
-        """Return the node that a process is taken to be on: that of the one in whose place it is started."""
+        """Return the simulated node of a process: the node of the process that it replaces, if any."""
         own = str(number // ranks_per_node)
         self._nodes[number] = own if replaced is None else self._nodes[int(replaced)]
         return self._nodes[number]
 
     def close(self) -> None:
-        """Give back what processes were started with; none is started any more."""
+        """Release the memory file of the script; no process can be started after this."""
         self._script.close()
 
 
 @contextmanager
 def temporary_files_in(folder: str) -> Iterator[None]:
-    """In a ``with`` block, this process's temporary files are in ``folder``."""
+    """Put this process's temporary files into ``folder`` for the length of a ``with`` block."""
     before, tempfile.tempdir = tempfile.tempdir, folder
     try:
         yield
@@ -290,16 +296,16 @@ def temporary_files_in(folder: str) -> Iterator[None]:
 
 
 def _environment(launch: Launch, store_port: int) -> dict[str, str]:
-    """What all processes have in common."""
+    """Return the environment variables that all ranks and spares have in common."""
     return {
         "WORLD_SIZE": str(launch.nproc),
         "LOCAL_WORLD_SIZE": str(launch.nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": os.environ.get("MASTER_PORT", str(_free_port())),
         STORE_ENV: f"127.0.0.1:{store_port}",
-        # All ranks are on this host, so gloo need not listen on any other interface.
+        # All ranks are on this host, so gloo listens on the loopback interface alone.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        # Each rank its share of the cores: more threads than cores make every collective wait for a straggler.
+        # Each rank gets its share of the cores. With more threads than cores, every collective waits for a straggler.
         "OMP_NUM_THREADS": threads(launch.nproc),
         **gpu_environment(launch.trainer, has_spares=launch.spares is not None),
         **launch.variables,
@@ -307,20 +313,23 @@ def _environment(launch: Launch, store_port: int) -> dict[str, str]:
 
 
 def threads(ranks: int) -> str:
-    """OMP_NUM_THREADS of each of ``ranks``; sums depend on it, so it is the same however they start.
+    """Return OMP_NUM_THREADS for each of ``ranks`` processes that share this process's cores.
 
-    A task of Slurm has its share of a node's cores, also where Slurm does not bind it to them.
+    Sums depend on the number of threads, so it must not depend on how a rank is started. The share of a Slurm task is
+    SLURM_CPUS_PER_TASK, even where Slurm does not bind the task to cores.
     """
     cores = min(len(os.sched_getaffinity(0)), int(os.environ.get("SLURM_CPUS_PER_TASK", sys.maxsize)))
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores // ranks)))
 
 
 def gpu_environment(trainer: Trainer, *, has_spares: bool) -> dict[str, str]:
-    """Return variables for ranks on GPUs; what this process's environment says itself is kept.
+    """Return environment variables for ranks on GPUs; empty without a GPU.
+
+    Variables that this process's environment already sets keep their values.
 
     Args:
         trainer: the kind of script.
-        has_spares: whether ranks are entered again after a failure, and communicators aborted.
+        has_spares: True if ranks restart in place after a failure, so that NCCL communicators are aborted.
     """
     if not trainer.uses_gpus():
         return {}
@@ -329,19 +338,22 @@ def gpu_environment(trainer: Trainer, *, has_spares: bool) -> dict[str, str]:
 
 
 _ON_GPUS = {
-    # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1, which would also put all copies into one queue: those that
-    # training waits for behind those of snapshots.
+    # Megatron asks for CUDA_DEVICE_MAX_CONNECTIONS=1. That setting would also put all copies into one queue, and the
+    # copies that training waits for would queue behind those of snapshots.
     "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "8",
 }
 _WITH_ABORTS = {
-    # An abort on the monitoring thread must not raise in it what the failed kernel has left.
+    # An abort on the monitoring thread must not raise the CUDA error of a kernel that has failed before.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    # NVLink SHARP resources of an aborted communicator are not given back.
+    # NCCL does not release the NVLink SHARP resources of an aborted communicator.
     "NCCL_NVLS_ENABLE": "0",
-    # NCCL's thread for diagnosis makes its connections again as often as an abort shuts them down.
+    # NCCL's diagnosis (RAS) thread reopens its connections each time that an abort shuts them down.
     "NCCL_RAS_ENABLE": "0",
 }
-"""The first two as the usage guide of nvidia-resiliency-ext's in-process restart says."""
+"""Variables for jobs that abort communicators.
+
+The usage guide of nvidia-resiliency-ext's in-process restart recommends the first two.
+"""
 
 
 def _free_port() -> int:

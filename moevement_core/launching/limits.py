@@ -1,4 +1,4 @@
-"""How many processes and threads a job may have here: said before it hangs for want of one."""
+"""Check of the limits on processes and threads of this host, before a job hangs because it cannot start one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ import psutil
 from moevement_core.errors import ConfigError
 
 OF_A_RANK = 48
-"""Threads without which no rank trains. One of a small job over gloo has some 90, most of them those of its groups."""
+"""Threads that every rank needs to train. A rank of a small gloo job has some 90, most of them for its groups."""
 OF_A_LAUNCHER = 16
+"""Threads that a launcher needs."""
 
 
 def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup")) -> None:
-    """Raise if so many ranks cannot be started.
+    """Refuse a number of ranks that the limits of this host do not allow.
 
     Args:
-        processes: ranks and spares.
-        cgroups: where control groups are mounted.
+        processes: number of ranks and spares.
+        cgroups: folder where control groups are mounted.
 
     Raises:
-        ConfigError: a limit is too low; the message says which, and how much is needed.
+        ConfigError: a limit is too low. The message names the limit and the number of threads needed.
     """
     needed = OF_A_LAUNCHER + processes * OF_A_RANK
     for name, limit, used in _limits(cgroups):
@@ -36,7 +37,7 @@ def check_process_limits(processes: int, cgroups: Path = Path("/sys/fs/cgroup"))
 
 
 def _limits(cgroups: Path) -> Iterator[tuple[str, int, int]]:
-    """Name, limit and use of each that holds for this process."""
+    """Yield name, limit and current use of each limit on threads that holds for this process."""
     for folder in _groups(cgroups):
         try:
             limit, used = ((folder / name).read_text().strip() for name in ("pids.max", "pids.current"))
@@ -45,12 +46,12 @@ def _limits(cgroups: Path) -> Iterator[tuple[str, int, int]]:
         if limit.isdecimal() and used.isdecimal():
             yield f"pids.max of {folder}", int(limit), int(used)
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # root has none
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # Root has no such limit.
         yield "the limit of processes of this user (ulimit -u)", soft, _threads_of_user()
 
 
 def _groups(cgroups: Path) -> Iterator[Path]:
-    """This process's control group and all above it, of both versions."""
+    """Yield the folders of this process's control group and its ancestors, for both versions of cgroups."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -61,10 +62,14 @@ def _groups(cgroups: Path) -> Iterator[Path]:
             continue
         root = cgroups / "pids" if controllers else cgroups
         here = root / path.lstrip("/")
-        yield from (one for one in (here, *here.parents) if one == root or root in one.parents)
+        yield from (group for group in (here, *here.parents) if group == root or root in group.parents)
 
 
 def _threads_of_user() -> int:
     own = os.getuid()
-    found = psutil.process_iter(["uids", "num_threads"])
-    return sum(its.info["num_threads"] or 1 for its in found if its.info["uids"] and its.info["uids"].real == own)
+    processes = psutil.process_iter(["uids", "num_threads"])
+    return sum(
+        process.info["num_threads"] or 1
+        for process in processes
+        if process.info["uids"] and process.info["uids"].real == own
+    )

@@ -1,8 +1,8 @@
-"""The output of a job's processes in files, bounded: in the size of each, and in how many of ended processes are kept.
+"""Bounds on the log files of a job's processes: on the size of each, and on the number kept of ended processes.
 
-Processes write to their files themselves, so a file is rotated under its writer: what is in it is copied and the file
-is made empty. Its writer appends, and goes on at its new beginning. What is written in the very moment between the two
-may be missing.
+Processes write to their files directly, so the launcher rotates a file while the process has it open. It copies the
+content and truncates the file, and the process appends at the new beginning. Output that arrives between the copy and
+the truncation may be lost.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from pathlib import Path
 from moevement_core.file_modes import opener
 
 MOST_BYTES = 64 << 20
-"""Of a file; as much again is in the one before it, ``NAME.1``."""
+"""Bytes of a log file at which it is rotated; the rotated file ``NAME.1`` has about as many."""
 KEPT_ENDED = 64
-"""Processes that have ended whose output is kept: those that ended last."""
+"""Number of ended processes whose output is kept: the most recent ones."""
 EVERY_S = 5.0
+"""Seconds between two looks at the files."""
 
 
 class LogFolder:
-    """The files of one launcher.
+    """Log files of the processes of one launcher.
 
     Args:
-        folder: where they are.
-        most_bytes: of a file, about.
-        kept_ended: processes.
+        folder: folder of the files.
+        most_bytes: approximate limit on the size of a file, in bytes.
+        kept_ended: number of ended processes whose files are kept.
     """
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES, kept_ended: int = KEPT_ENDED) -> None:
@@ -37,7 +38,7 @@ class LogFolder:
         self._due_s = time.monotonic() + EVERY_S
 
     def look(self, running: Collection[str]) -> None:
-        """Keep to the bounds; does nothing most of the time.
+        """Enforce the bounds, at most once in :data:`EVERY_S` seconds; the launcher calls this in its loop.
 
         Args:
             running: labels of the processes that run.
@@ -47,8 +48,12 @@ class LogFolder:
             self.keep_to_bounds(running)
 
     def keep_to_bounds(self, running: Collection[str]) -> None:
-        """Rotate what has grown too large, and let go of what ended long ago."""
-        with suppress(OSError):  # a disk without room, a folder that was removed: tried again
+        """Rotate files that are too large, and delete files of processes that ended long ago.
+
+        Args:
+            running: labels of the processes that run.
+        """
+        with suppress(OSError):  # The disk may be full or the folder removed; the next look tries again.
             for path in self._folder.glob("*.[oe]*"):
                 if path.suffix in (".out", ".err") and path.stat().st_size > self._most_bytes:
                     _rotate(path)

@@ -1,7 +1,7 @@
-"""The commands that start the tasks of a job, one for each node (``srun --nodes=1 --nodelist={host} ...``).
+"""Commands that start the tasks of a job, one for each node (``srun --nodes=1 --nodelist={host} ...``).
 
-Each node has a command of its own because a command that spans nodes may take all of them down for one: srun aborts a
-whole step when a node of it is booted again before Slurm has noticed that it was gone.
+Each node has its own command, because the loss of one node could end a command that spans nodes on all of them. srun
+aborts a whole step when one of its nodes reboots before Slurm has noticed that the node was down.
 """
 
 from __future__ import annotations
@@ -16,31 +16,34 @@ from moevement_core.errors import ConfigError
 from moevement_core.restart.environment import FIRST_TASK_ENV, START_ENV, TASKS_ENV
 
 HOST = "{host}"
-"""Stands in a command for the name of the node; {node} in a path is for the ranks to replace."""
+"""Placeholder in a command for the name of the node; ranks replace the placeholder {node} in a path."""
 FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 300.0
-"""How long after its end a command is started again, while the job goes on: twice as long each time it ends at once."""
+"""Bounds in seconds on the backoff before a restart of a command; the backoff doubles after each early end."""
 AT_ONCE_S = 20.0
-"""What ends before that could not begin, as where a node is still away."""
+"""Seconds within which the end of a command is early: its tasks could not begin, because the node is still down."""
 TRIES = 3
-"""How often the tasks of a node may end before the job has begun; then it is stopped."""
+"""Number of times that the tasks of a node may end before the job has begun; then the job is stopped."""
 GONE_S = 5.0
-"""How long no task of a node may have a connection; one that lives makes a new one within a tenth of the lease time."""
+"""Seconds without a connection from any task of a node after which its command is asked to end.
+
+A live task reconnects within a tenth of the lease time.
+"""
 KILL_S = 2.0
-"""How long a command whose tasks are gone has to end when it is asked to; srun tells Slurm, and then waits for them."""
+"""Seconds that a command has to end after it is asked to; srun notifies Slurm, and then waits for the tasks."""
 
 
 @dataclass(frozen=True)
 class NodeCommand:
-    """How the tasks of a node are started.
+    """Command that starts the tasks of a node, with the nodes that it is run for.
 
     Raises:
-        ConfigError: the command is the same for every node, or there are no nodes.
+        ConfigError: the command is the same for every node, or the nodes or the number of tasks are invalid.
     """
 
     nodes: Sequence[str]
     tasks_per_node: int
     words: Sequence[str]
-    """The command; ``{host}`` in it becomes the name of the node."""
+    """Words of the command; the name of the node replaces ``{host}``."""
 
     def __post_init__(self) -> None:
         if not self.nodes or not all(self.nodes) or len(set(self.nodes)) < len(self.nodes):
@@ -54,12 +57,12 @@ class NodeCommand:
             )
 
     def on(self, node: str) -> list[str]:
-        """The command for one node."""
+        """Return the command for one node."""
         return [word.replace(HOST, node) for word in self.words]
 
 
 class _Node:
-    """The command of one node, as often as it was started."""
+    """Command of one node: its current process, its backoff, and the connections of its tasks."""
 
     def __init__(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self.name = name
@@ -69,7 +72,11 @@ class _Node:
         self.start()
 
     def start(self) -> None:
-        """Run the command."""
+        """Start the command under a new name, ``NODE/NUMBER``, which its tasks report to the coordinator.
+
+        Raises:
+            OSError: no process can be started.
+        """
         name = f"{self.name}/{self.starts + 1}"
         environment = {**os.environ, **self._environment, START_ENV: name}
         self.process = subprocess.Popen(self._command, env=environment)
@@ -80,16 +87,23 @@ class _Node:
         self.ended_at: float | None = None
 
     def look(self, connected: Collection[str]) -> None:
-        """Take in whether any of the tasks has a connection."""
+        """Update whether any task of the current start has a connection.
+
+        Args:
+            connected: names of the starts of which some task is connected to the coordinator.
+        """
         if self.start_name in connected:
             self._was_connected, self.gone_at = True, None
         elif self._was_connected and self.gone_at is None:
             self.gone_at = time.monotonic()
 
     def end_without_tasks(self) -> bool:
-        """End the command if its tasks are gone and it does not end by itself; whether it was asked to now.
+        """End the command if its tasks are gone and it still runs: SIGTERM first, SIGKILL after :data:`KILL_S`.
 
-        srun does not notice that a node was booted again if its connections were reset.
+        srun does not notice that a node has rebooted if its connections were reset.
+
+        Returns:
+            True if this call has sent SIGTERM.
         """
         if self.gone_at is None or self.process.poll() is not None:
             return False
@@ -103,7 +117,7 @@ class _Node:
         return False
 
     def note_end(self) -> bool:
-        """Whether it has ended since the last call."""
+        """Return True if the command has ended since the last call; schedule its restart then."""
         if self.ended_at is not None or self.process.poll() is None:
             return False
         self.ended_at = time.monotonic()
@@ -113,26 +127,26 @@ class _Node:
         return True
 
     def put_off(self) -> None:
-        """Start it later: after a pause that is twice as long as the last one."""
+        """Schedule the next start after the current backoff, and double the backoff."""
         self.start_at = time.monotonic() + self._delay_s
         self._delay_s = min(2 * self._delay_s, LONGEST_DELAY_S)
 
 
 class NodeTasks:
-    """The tasks of all nodes; those of a node are started again when they have ended and the job goes on.
+    """Tasks of all nodes; restarts the tasks of a node when they have ended and the job goes on.
 
-    So a node that is booted again while the job holds it rejoins by itself: its processes are spares then.
+    So a node that reboots while the job holds it rejoins the job, and its processes become spares.
 
     Args:
-        command: for each node.
-        environment: for all, beyond this process's own.
-        report: called with what an operator should know.
+        command: the command for each node.
+        environment: variables for all commands, in addition to this process's own.
+        report: called with a line of text for the operator.
     """
 
     def __init__(self, command: NodeCommand, environment: Mapping[str, str], report: Callable[[str], None]) -> None:
         self._report = report
         self.failed: str | None = None
-        """Why the job cannot begin, in words, once that is known."""
+        """Reason why the job cannot begin; None while it may."""
         tasks = len(command.nodes) * command.tasks_per_node
         self._nodes: list[_Node] = []
         for number, node in enumerate(command.nodes):
@@ -141,21 +155,21 @@ class NodeTasks:
 
     @property
     def are_running(self) -> bool:
-        """Whether the command of any node runs."""
+        """True if the command of any node runs."""
         return any(node.process.poll() is None for node in self._nodes)
 
     @property
     def how_they_ended(self) -> str:
-        """In words, for the reason why a job has ended."""
+        """Exit codes of the commands of all nodes, as text for the reason why a job has ended."""
         return "; ".join(f"the tasks of {node.name} ended with {node.process.poll()}" for node in self._nodes)
 
     def step(self, connected: Collection[str], heard: Collection[str], *, has_begun: bool) -> None:
-        """Start again what has ended, after a while.
+        """Look at every command, and restart ended ones after their backoff; the coordinator calls this in its loop.
 
         Args:
-            connected: starts of which a task is connected to the coordinator.
-            heard: starts of which a task has been heard of within the lease time.
-            has_begun: whether the job has. Before that, what ends again and again is a mistake, and stops it.
+            connected: names of the starts of which some task is connected to the coordinator.
+            heard: names of the starts of which some task has sent a message within the lease time.
+            has_begun: True if the job was formed. Before that, tasks that end :data:`TRIES` times set :attr:`failed`.
         """
         for node in self._nodes:
             node.look(connected)
@@ -167,7 +181,7 @@ class NodeTasks:
                     self.failed = f"the tasks of {node.name} ended {TRIES} times with {code} before the job began"
                     return
                 self._report(f"the tasks of {node.name} ended with {code}; started again in {wait_s:.0f} s")
-            # The command may have been killed alone: tasks that live keep their node.
+            # Something may have killed the command but not its tasks. A node with live tasks gets no second start.
             live = any(start.startswith(f"{node.name}/") for start in heard)
             if node.ended_at is not None and time.monotonic() > node.start_at and not live:
                 self._start_again(node)
@@ -175,12 +189,16 @@ class NodeTasks:
     def _start_again(self, node: _Node) -> None:
         try:
             node.start()
-        except OSError as error:  # no memory or no process to be had now: the job goes on, and so do the other nodes
+        except OSError as error:  # This host has no memory or process left for now. The job and other nodes go on.
             self._report(f"the tasks of {node.name} cannot be started: {error.strerror}; tried again")
             node.put_off()
 
     def wait_and_kill(self, grace_s: float) -> None:
-        """Give the commands so long to end by themselves, and kill those that do not."""
+        """Wait until the commands have ended by themselves, and kill those that have not.
+
+        Args:
+            grace_s: seconds that all commands have together.
+        """
         deadline = time.monotonic() + grace_s
         for node in self._nodes:
             try:
@@ -190,7 +208,7 @@ class NodeTasks:
                 node.process.wait()
 
     def end(self, grace_s: float) -> None:
-        """End the commands now."""
+        """Send SIGTERM to the commands that run, and kill those that have not ended after ``grace_s`` seconds."""
         for node in self._nodes:
             if node.process.poll() is None:
                 node.process.terminate()

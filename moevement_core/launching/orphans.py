@@ -1,8 +1,7 @@
-"""What processes that died have left behind: this process, the nearest subreaper, has adopted it.
+"""Orphans: processes that ranks have started and that outlive them; this process, a subreaper, has adopted them.
 
-A rank that is killed leaves what it had started: the server of a queue of Megatron's dense checkpoints, for example, of
-as much memory as its imports take, which would wait for its next request for ever. A job of many failures would fill
-its hosts with them.
+A killed rank leaves, for example, the server of a queue of Megatron's dense checkpoints. The server has the memory of
+its imports and waits forever for its next request. In a job with many failures, orphans would fill the hosts.
 """
 
 from __future__ import annotations
@@ -19,40 +18,42 @@ import psutil
 from moevement_core.restart.environment import MEMBER_ENV, PARENT_ENV
 
 LOOK_S = 1.0
+"""Seconds between two looks for orphans."""
 GRACE_S = 5.0
-"""For those that find out by themselves that nobody needs them."""
+"""Seconds that an orphan has to notice the death of its rank and to end by itself."""
 DEVICE_FILES = "/dev/nvidia*"
-"""A process that has one of these open may hold memory of a device; so does what a rank with a context has forked."""
+"""Pattern of device files. A process that has one open may hold device memory, as may a fork of a rank on a GPU."""
 RELEASE_S = 2.0
-"""How long the death of a rank is held back until what it left has let go of its device."""
+"""Seconds for which the report of a rank's death is delayed at most, until its orphans have released the device."""
 
 
 class Orphans:
-    """Processes that outlive the rank which started them, found and ended by one supervisor.
+    """Orphans of the ranks of one supervisor, which finds and ends them.
 
-    They are known by the variables of its ranks in their environment. One thread calls this.
+    The supervisor recognises them by the variables of its ranks in their environment. One thread calls all methods.
     """
 
     def __init__(self) -> None:
         self._look_at = self._until = -float("inf")
         self._since: dict[psutil.Process, float] = {}
         self._releasing: dict[int, float] = {}
-        """Since when each member's device is waited for."""
+        """Monotonic time in seconds of the first :meth:`release_device` for each ended member."""
 
     def expect(self) -> None:
-        """A process has ended: look for a while."""
+        """Look for orphans for a while, because a process has ended."""
         self._until = time.monotonic() + 2 * GRACE_S
 
     @property
     def is_due(self) -> bool:
-        """Whether to :meth:`step` now: for a while after a process has ended, and as long as one is left."""
+        """True if :meth:`step` should be called now: for a while after a process has ended, and while orphans live."""
         return self._look_at <= time.monotonic() <= self._until
 
     def step(self, ours: Collection[int], living: Collection[int]) -> None:
-        """Collect what has ended, and end what is left after the grace time.
+        """Collect orphans that have ended, and kill those that still live after the grace time.
 
         Args:
-            ours: processes that the supervisor has started and not seen to end; later others may have their numbers.
+            ours: process ids that the supervisor has started and not yet seen to end. Ids of ended processes are
+                excluded, because the kernel may give them to other processes.
             living: members whose processes live.
         """
         now = time.monotonic()
@@ -67,14 +68,14 @@ class Orphans:
                     process.kill()
 
     def release_device(self, member: int, ours: Collection[int]) -> bool:
-        """End at once what a member that has ended left with a device open; return whether it has let go.
+        """Kill the orphans of an ended member that have a device open; return True if no such orphan is left.
 
-        Until then the device has no memory for the process that takes over, so the death is reported afterwards. To be
-        called again until it returns True, as it does after :data:`RELEASE_S` in any case.
+        While an orphan lives, the device has no memory for the replacement. So the supervisor reports the death only
+        after this method has returned True. It returns True after :data:`RELEASE_S` in any case.
 
         Args:
-            member: that has ended.
-            ours: processes that the supervisor has started and not seen to end.
+            member: the member that has ended.
+            ours: process ids that the supervisor has started and not yet seen to end.
         """
         if not glob(DEVICE_FILES):
             return True
@@ -89,22 +90,23 @@ class Orphans:
         return True
 
 
-def _adopted(ours: Collection[int]) -> list[psutil.Process]:
-    return [process for process in psutil.Process().children() if process.pid not in ours]
+def _adopted(started: Collection[int]) -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if process.pid not in started]
 
 
 def _member_of(process: psutil.Process) -> int | None:
-    """Return the member that started a process which lives; None for any other one. A zombie is collected.
+    """Return the member that started a live process; None for any other process. Collect the process if it is a zombie.
 
-    None for resource trackers of multiprocessing, which remove shared memory when the last of the others has ended.
+    The function also returns None for the resource trackers of multiprocessing. They must live on, because they remove
+    shared memory after all other processes of a member have ended.
     """
     with suppress(psutil.Error, ChildProcessError):
         if process.status() == psutil.STATUS_ZOMBIE:
             os.waitpid(process.pid, os.WNOHANG)
             return None
         environment = process.environ()
-        is_of_ours = environment.get(PARENT_ENV) == str(os.getpid()) and MEMBER_ENV in environment
-        if is_of_ours and not any("resource_tracker" in word for word in process.cmdline()):
+        is_started_by_a_rank = environment.get(PARENT_ENV) == str(os.getpid()) and MEMBER_ENV in environment
+        if is_started_by_a_rank and not any("resource_tracker" in word for word in process.cmdline()):
             return int(environment[MEMBER_ENV])
     return None
 

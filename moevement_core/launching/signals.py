@@ -1,4 +1,4 @@
-"""Signals that ask a launcher, a task or a coordinator to end its job: in order, or at once."""
+"""Handling of the signals that ask a launcher, a task or a coordinator to end its job, orderly or at once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from moevement_core.interrupts import is_importing
 from moevement_core.launching.children import ASKING, WINDING_DOWN
 
 REPEAT_S = 1.0
-"""Signals that ask for an orderly end within this time of the first one are that one again: ``timeout`` sends it to its
-command and then to the group of both, batch systems to each process and by way of ``srun``."""
+"""Seconds after the first signal for an orderly end in which further ones count as duplicates of it.
+
+``timeout`` sends its signal to the command and then to the process group. Batch systems send theirs to each process and
+through ``srun``.
+"""
 
 
 class Stopped(BaseException):
-    """Somebody wants the job to end."""
+    """Exception that ends the job at once, because a signal has asked for it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -24,20 +27,21 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """Signals that ask to end, in a ``with`` block; here and not in processes forked from here.
+    """Handlers of the signals that ask for an end, installed for a ``with`` block of this process.
 
-    The first of those that come before a machine is taken away (SIGTERM, SIGUSR1, SIGUSR2) asks a job that can to end
-    in order, at a boundary between iterations and with everything saved; every other one is raised as an exception.
-    What was ignored when this process was started (SIGHUP under nohup) stays so.
+    The first SIGTERM, SIGUSR1 or SIGUSR2 asks for an orderly end, at a boundary between iterations and with everything
+    saved, if the job can do that. Any other signal is raised as :class:`Stopped`. Signals that were ignored when this
+    process started (SIGHUP under nohup) stay ignored.
 
-    Python drops an exception that comes up in a finalizer or a callback of the garbage collector, and none is raised in
-    an import, so whoever has imported, or waits in a loop, also calls :meth:`check`.
+    Python drops an exception that is raised in a finalizer or in a callback of the garbage collector. In an import, the
+    handler raises nothing. So the caller also calls :meth:`check`, after imports and in its loops.
     """
 
     def __init__(self) -> None:
         self.may_wind_down = False
+        """True if the next suitable signal asks for an orderly end; the caller sets it once the job can do that."""
         self.asked_by: int | None = None
-        """The signal that asked the job to end in order; until that is taken up."""
+        """Number of the signal that asked for an orderly end; the caller sets it back to None when it acts on it."""
         self._stopped_by: int | None = None
         self._asked_at = -float("inf")
         self._before: dict[int, Any] = {}
@@ -53,12 +57,12 @@ class Signals:
             signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raises :class:`Stopped` if a signal has asked to end at once."""
+        """Raise :class:`Stopped` if a signal has asked for an end at once."""
         if self._stopped_by is not None:
             self._stop(self._stopped_by)
 
     def _stop(self, number: int) -> NoReturn:
-        for asking in ASKING:  # once is enough: what comes now is the end
+        for asking in ASKING:  # The job ends now, and a further signal must not interrupt that.
             signal.signal(asking, signal.SIG_IGN)
         raise Stopped(number)
 

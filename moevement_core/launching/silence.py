@@ -1,4 +1,4 @@
-"""Whether a job without spares goes on: nobody replaces a rank that hangs, but it should be said, and which."""
+"""Detector of hangs in a job without spares, where nothing replaces a rank that hangs: it reports the rank once."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from moevement_core.launching.children import Child
 from moevement_core.run_record import RunRecord
 
 LOOK_S = 1.0
+"""Seconds between two looks at the processes and the record."""
 STOPPED_S = 15.0
-"""After which a process that somebody has stopped is reported."""
+"""Seconds after which a stopped process (SIGSTOP) is reported."""
 SILENT_S = 60.0
-"""After which nothing new in the record is reported, and ..."""
+"""Seconds without a new line in the record after which that is reported, if :data:`SILENT_ITERATIONS` allows it."""
 SILENT_ITERATIONS = 20
-"""... not before so many iterations would have ended."""
+"""Number of the longest iterations so far that must fit into the silence before it is reported."""
 
 
 class Silence:
-    """Looks at the ranks of a job, and says once when one is stopped, and once when no iteration ends any more.
+    """Detector of stopped ranks, and of a job in which no iteration ends any more; it reports each case once.
 
     Args:
-        children: the ranks, in their order.
-        record: of the run; None: iterations are not seen.
-        say: called with a line.
-        clock: seconds.
+        children: the processes of the ranks, in the order of ranks.
+        record: record of the run; None: iterations are not looked at.
+        say: called with a line of text for the user.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -43,12 +44,12 @@ class Silence:
         self._told = set[int]()
         self._size: int | None = self._size_now()
         self._changed_at: float | None = None
-        """When the record grew last; None: not since this began."""
+        """Time in seconds of the clock at which the record last grew; None: it has not grown since the start."""
         self._longest_s, self._is_told = 0.0, False
         self._used = self._used_now()
 
     def look(self) -> None:
-        """Called often; does something once a second."""
+        """Look for stopped ranks and for silence, at most once a second; the launcher calls this in its loop."""
         now = self._clock()
         if now < self._due:
             return
@@ -73,7 +74,7 @@ class Silence:
     def _look_at_record(self, now: float) -> None:
         if (size := self._size_now()) != self._size:
             self._size = size
-            if self._changed_at is not None and not self._is_told:  # a hang is no measure of an iteration
+            if self._changed_at is not None and not self._is_told:  # A reported hang is not the length of an iteration.
                 self._longest_s = max(self._longest_s, now - self._changed_at)
             self._changed_at, self._is_told, self._used = now, False, self._used_now()
             return
@@ -102,7 +103,7 @@ class Silence:
             return None
 
     def _used_now(self) -> list[float]:
-        """Seconds of processors of each rank so far."""
+        """Return the processor time in seconds that each rank has used so far."""
         used = [0.0] * len(self._children)
         for rank, child in enumerate(self._children):
             with suppress(psutil.Error):

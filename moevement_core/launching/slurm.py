@@ -1,4 +1,4 @@
-"""Which task of Slurm this process is."""
+"""Reader of Slurm's variables, which say which task of a step this process is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from moevement_core.errors import ConfigError
 
 
 def read_variables() -> tuple[int | None, int | None, int | None]:
-    """Rank, world size and local rank as Slurm says them; None what it does not."""
+    """Return rank, world size and local rank from Slurm's variables; None for each that is not set."""
     rank, world_size, local_rank = (
         int(value) if (value := os.environ.get(name)) else None
         for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -19,16 +19,18 @@ def read_variables() -> tuple[int | None, int | None, int | None]:
 def task_environment(
     rank: int | None, world_size: int | None, local_rank: int | None, *, meets_at_master: bool, devices: int = 0
 ) -> dict[str, str]:
-    """Torch's variables for the task of Slurm that this process is.
+    """Return torch's variables for this process, which is a task of Slurm.
 
     Args:
-        rank: as Slurm says it; ``world_size`` and ``local_rank`` likewise.
-        meets_at_master: whether ranks meet at MASTER_ADDR and MASTER_PORT, and not in a store that is named.
-        devices: how many accelerators this process sees. One that is its own (``--gpus-per-task=1``,
-            ``--gpu-bind=single:1``) has the number 0 in every task.
+        rank: rank from Slurm's variables; None if ``srun`` did not start this process.
+        world_size: number of tasks, likewise.
+        local_rank: number of the task on its node, likewise.
+        meets_at_master: True if ranks meet at MASTER_ADDR and MASTER_PORT, rather than in a store with an address.
+        devices: number of accelerators that this process sees. If it sees one (``--gpus-per-task=1``,
+            ``--gpu-bind=single:1``), that one has the number 0 in every task.
 
     Raises:
-        ConfigError: not inside a task that ``srun`` started.
+        ConfigError: ``srun`` did not start this process, or a variable of the meeting point is not set.
     """
     if rank is None or world_size is None or local_rank is None:
         raise ConfigError("no --nproc and not started by srun; say how many ranks this host runs with --nproc N")

@@ -1,9 +1,9 @@
-"""The job's store on one host, served by a process of its own.
+"""Server process of the job's store on one host.
 
-The store answers on a thread of its process, and that thread may hold a lock of the C library at any moment: that of
-the resolver, for example, while it prints who connects. A process that is forked then inherits the lock, held by
-nobody, and waits for ever at its first connection. So the launcher, which forks ranks and spares for as long as the job
-runs, serves no store itself and has no such thread.
+The store answers on a thread of its process. At any moment that thread may hold a lock of the C library, for example
+the resolver's lock while it logs a connection. A process forked at that moment inherits the locked lock without the
+thread that would release it, and waits forever at its first connection. The launcher forks ranks and spares for as
+long as the job runs. So it does not serve the store itself.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from typing import Any
 from moevement_core.launching.children import Child, Program, end_all
 
 TIMEOUT = timedelta(minutes=10)
+"""Timeout of torch's store for operations that wait."""
 
 
 class StoreProcess:
-    """Server of the job's store, and this process's client of it.
+    """Server process of the job's store.
 
     Args:
-        listener: a socket that listens on loopback; it is the server's from now on.
+        listener: a socket that listens on loopback; the server takes it over.
 
     Raises:
         OSError: no process can be started.
@@ -35,23 +36,23 @@ class StoreProcess:
         listener.close()
 
     def connect(self) -> Any:
-        """Return a client of the store; waits until the server answers."""
+        """Return a client of the store, once the server answers."""
         import torch
 
         return torch.distributed.TCPStore("127.0.0.1", self._port, is_master=False, timeout=TIMEOUT)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server is gone, and with it everything that the job had agreed on."""
+        """True if the server has ended. The content of the store is lost then, and the job cannot go on."""
         return self._server.poll() is not None
 
     def close(self) -> None:
-        """End the server; nobody asks it any more."""
+        """End the server, after the end of all its clients."""
         end_all([self._server])
 
 
 def _serve(descriptor: int, port: int) -> None:
-    """Serve until this process is killed; called in it."""
+    """Serve the store in the server process until that is killed."""
     import torch
 
     server = torch.distributed.TCPStore(

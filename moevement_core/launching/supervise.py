@@ -1,6 +1,6 @@
-"""A task of a job over several hosts: runs one rank or spare, or several, and others in their places when they end.
+"""Task of a job over several hosts: supervises one or more members, and starts others when they end.
 
-Slurm does not start a task again. So a task is not the rank itself but supervises it.
+Slurm does not restart a task. So a task is not a rank itself, but the supervisor of ranks and spares.
 """
 
 from __future__ import annotations
@@ -38,68 +38,71 @@ from moevement_core.restart.environment import FIRST_TASK_ENV, MEMBER_ENV, START
 
 POLL_S = 0.05
 GRACE_S = 30.0
-"""How long processes have to end by themselves when the job has ended."""
+"""Seconds that processes have to end by themselves when the job has ended."""
 LEASES_WITHOUT = 6
-"""For how many lease times a task goes on looking for a coordinator that it cannot reach."""
+"""Number of lease times, from the end of its lease, for which a task tries to reach the coordinator."""
 
 
 TOKEN_PATIENCE_S = 5.0
-"""How long the coordinator has to say of which token the job is."""
+"""Seconds that a task waits for the coordinator to announce the job's token in the store."""
 LATE = 1 << 32
-"""Members of tasks that come later have numbers from here on, so many for each task."""
+"""First member of the tasks that join later, and the number of members that each of them may have."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Which of the tasks that were started together this is, or that it came later."""
+    """Number of this task among those that were started together, or among those that joined later."""
 
     number: int
     tasks: int
+    """Number of tasks that were started together."""
     processes: int = 1
-    """That each task runs."""
+    """Number of processes that each task runs."""
     late: int | None = None
-    """The how many-th of those that came later: its processes are spares."""
+    """Number among the tasks that joined later, whose processes are spares; None for a task of the first start."""
 
     @property
     def name(self) -> str:
-        """Of its supervisor."""
+        """Name of the task's supervisor, which no other supervisor of the job has."""
         return f"task {self.number}" if self.late is None else f"late task {self.late}"
 
     @property
     def first(self) -> list[int]:
-        """The members that it starts with."""
+        """Members that the task starts first."""
         begin = self.number * self.processes if self.late is None else LATE * (1 + self.late)
         return list(range(begin, begin + self.processes))
 
     def later(self) -> Iterator[int]:
-        """Numbers for the processes that it starts later, which no other task has."""
+        """Return the members for processes that the task starts later; no other task uses them."""
         if self.late is not None:
             return count(self.first[-1] + 1)
         return count(self.tasks * self.processes + self.number, self.tasks)
 
 
 def task_of(environment: Mapping[str, str], processes: int) -> Task:
-    """Which task this process is.
+    """Return the number of this task, from its environment.
 
     Args:
-        environment: torch's variables, from Slurm's.
-        processes: that it is to run.
+        environment: torch's variables as derived from Slurm's.
+        processes: number of processes that the task runs.
     """
     number, tasks = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    if (first := os.environ.get(FIRST_TASK_ENV)) is not None:  # Slurm numbers the tasks of this node alone
+    if (first := os.environ.get(FIRST_TASK_ENV)) is not None:  # Slurm's numbers are of this node alone.
         number, tasks = int(first) + number, int(os.environ[TASKS_ENV])
     return Task(number, tasks, processes)
 
 
 def claim(store: SignedStore, task: Task) -> Task:
-    """Take the place of ``task``; or be one that came later, where another process has it.
+    """Claim the place of ``task`` in the store; if another process has it, claim that of the next later task.
 
-    So a node that was repaired, or added, takes part by the command that the first ones were started with.
+    So a repaired or added node joins the job with the same command as the first nodes.
     """
-    mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-    if store.claim(TASK.format(task.number), mine) == mine:
+    own_claim = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
+    if store.claim(TASK.format(task.number), own_claim) == own_claim:
         return task
-    return replace(task, late=next(late for late in count() if store.claim(LATE_TASK.format(late), mine) == mine))
+    return replace(
+        task, late=next(late for late in count() if store.claim(LATE_TASK.format(late), own_claim) == own_claim)
+    )
 
 
 def supervise(
@@ -111,27 +114,27 @@ def supervise(
     *,
     fresh_interpreters: bool = False,
 ) -> int:
-    """Run the processes of a task until the job has ended; returns the exit code.
+    """Run the processes of a task until the job has ended, and return the exit code of the task.
 
-    It is 0 also where the job was stopped by something else: the coordinator says what, and has the job's exit code.
+    The exit code is 0 even if the job was stopped. The coordinator reports why, and exits with the job's exit code.
 
     Args:
         argv: the script and its arguments.
-        task: this one.
-        spares: of all processes of all tasks, how many are beyond the job's ranks.
+        task: this task.
+        spares: number of processes of all tasks beyond the job's ranks.
         environment: torch's variables.
         trainer: the kind of script.
-        fresh_interpreters: whether each process is a new Python, also where none would have to be.
+        fresh_interpreters: True to start each process as a new Python, even where a fork would do.
 
     Raises:
-        ConfigError: there is no coordinator.
+        ConfigError: there is no coordinator, or its number of ranks does not fit the tasks.
     """
     argv, variables = launch.read_once(argv)
     lease_s = launch.lease_of(argv)
     use_file_mode(launch.value_of(argv, FLAG))
     served = served_by(launch.run_dir_of(argv), lambda flag: launch.value_of(argv, flag))
     store = _store()
-    if served is not None:  # the coordinator's host outlives all others
+    if served is not None:  # The coordinator serves the figures, because its host outlives all others.
         store.set(SERVED, served.encode())
     ranks, processes, task = int(store.get(RANKS)), task.tasks * task.processes, claim(store, task)
     if task.late is None and ranks != processes - spares:
@@ -158,7 +161,7 @@ def supervise(
         try:
             with launch.temporary_files_in(scratch):
                 program = trainer.program(argv, fresh_interpreters=fresh_interpreters)
-            signals.check()  # that has imported
+            signals.check()  # The trainer was imported, and no signal is raised in an import.
             host, port = store.get(ADDRESS).decode().rsplit(":", 1)
             address = (host, int(port))
             client = LeaseClient(task.name, address, lease_s, own_token(), os.environ.get(START_ENV, ""))
@@ -207,7 +210,7 @@ class _Task:
             time.sleep(POLL_S)
 
     def end(self) -> None:
-        """End what still runs, and say goodbye."""
+        """End the processes that still run, and close the connection to the coordinator."""
         self._supervisor.end(0.0)
         self._client.close()
 
@@ -220,7 +223,7 @@ class _Task:
             client.request("stop", f"member {member} {why}; its output says more", child.code or 1)
             return False
         if child.code == 0:
-            return False  # it has come to the end of the job, and the coordinator has, or will
+            return False  # The process has reached the end of the job, and the coordinator learns that from its ranks.
         client.died(member, child.pid, child.how)
         return True
 
@@ -230,9 +233,10 @@ class _Task:
 
 
 def _ask_slurm_to_requeue() -> None:
-    """The node of the job script is lost, and with ``--no-kill`` Slurm lets the job run on without it.
+    """Ask Slurm to requeue the job, because the node of the job script is lost.
 
-    Every task asks; the first one is heard.
+    With ``--no-kill``, Slurm lets the job run on without that node. Every task asks, and the first request takes
+    effect. MOEVEMENT_REQUEUE=1 enables the request.
     """
     job, scontrol = os.environ.get("SLURM_JOB_ID"), shutil.which("scontrol")
     if job and scontrol and os.environ.get("MOEVEMENT_REQUEUE") == "1":
@@ -240,10 +244,10 @@ def _ask_slurm_to_requeue() -> None:
 
 
 def _store() -> SignedStore:
-    """A client of the job's store; waits for the coordinator to be there.
+    """Return a client of the job's store, once the coordinator has announced the job's token.
 
     Raises:
-        ConfigError: no store was named, or it is of a job with another token.
+        ConfigError: the environment has no address of a store, or the store belongs to a job with another token.
     """
     from moevement_core.restart.store import connect, store_address
 

@@ -1,9 +1,11 @@
-"""Watches the processes of one host, renews their leases, and starts another for each one that ends.
+"""Supervisor of the processes of one host: renews their leases, and starts another process for each that ends.
 
-The supervisor does no training work, so nothing that training does can delay a lease. A process that it finds stopped
-is not alive: its lease runs out. When the supervisor itself cannot reach the coordinator for the lease time it stops
-its processes (the fence): they may have lost their ranks to others. When it is heard again they go on, or, if the job
-has gone on without them, they are killed and others start in their places as spares.
+The supervisor does no training work, so training cannot delay a lease. A stopped process (SIGSTOP) does not count as
+alive, so its lease runs out.
+
+A supervisor that cannot reach the coordinator for the lease time stops its processes (the fence), because replacements
+may have taken their ranks. When it reaches the coordinator again, the processes go on. If the job has gone on without
+them, the supervisor kills them and starts others, which become spares.
 """
 
 from __future__ import annotations
@@ -21,34 +23,47 @@ from moevement_core.rendezvous.coordinator import Coordinator
 from moevement_core.rendezvous.status_page import PAGE_ENV, StatusPage, boot_time_s
 
 FIRST_BACK_OFF_S = 1.0
-"""Seconds before the next start after a process could not start; doubled for each further one in a row."""
+"""Seconds before the next start after a failed start; the backoff doubles for each further failure in a row."""
 LONGEST_BACK_OFF_S = 60.0
+"""Seconds of backoff between two starts at most."""
 LOOK_S = 0.2
-"""How often it is looked whether processes are stopped."""
+"""Seconds between two looks for stopped processes."""
 
 
 class Link(Protocol):
-    """The way to the coordinator: a connection, or, where it is in this process, the thing itself."""
+    """Interface of a supervisor to the coordinator, in this process or over a connection."""
 
     lease_s: float
+    """Lease time in seconds."""
 
     @property
     def held_until(self) -> float:
-        """Until when this supervisor's processes may act, in seconds of the boot-time clock."""
+        """Time at which the lease of this supervisor's processes ends, in seconds of the boot-time clock."""
 
     @property
     def given_up(self) -> set[int]:
-        """Processes that the job goes on without."""
+        """Members that the coordinator counts as dead; the supervisor kills their processes if they still run."""
 
     def died(self, member: int, pid: int, how: str) -> Any:
-        """A process has ended."""
+        """Report that the process of a member has ended.
+
+        Args:
+            member: the member.
+            pid: its process id.
+            how: description of its end, for log lines.
+        """
 
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
-        """Renew leases, if it is time to."""
+        """Renew the leases if that is due; the supervisor calls this often.
+
+        Args:
+            members: all members of this supervisor that have not ended.
+            alive: members that are not stopped, each with the newest iteration that it has committed.
+        """
 
 
 class LocalLink:
-    """To a coordinator in this process, which is always reached."""
+    """Link to a coordinator in this process, which is always reachable."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -56,35 +71,36 @@ class LocalLink:
 
     @property
     def held_until(self) -> float:
-        """As long from now as there are leases: nothing lies between."""
+        """Time of the boot-time clock in seconds, a full lease time from now: no connection can be lost."""
         return boot_time_s() + self.lease_s
 
     @property
     def given_up(self) -> set[int]:
-        """Processes that the job goes on without."""
+        """Members that the coordinator counts as dead without a report of their end."""
         return self._coordinator.given_up
 
     def died(self, member: int, pid: int, how: str) -> int | None:
-        """A process has ended."""
+        """Report the end of a process to the coordinator; return the rank that it had, if any."""
         return self._coordinator.died(member, pid, how)
 
     def step(self, members: Iterable[int], alive: Mapping[int, int | None]) -> None:
-        """Renew leases."""
+        """Renew the leases of the members in ``alive``."""
         self._coordinator.renew(alive)
 
 
 class Supervisor:
-    """Of the processes of this host. All methods are for one thread.
+    """Supervisor of the processes of this host. One thread calls all methods.
 
     Args:
-        first: the members to start with.
-        start: starts the process of a member, with these variables in its environment beside all others.
-        next_member: a number for a process more.
-        link: to the coordinator.
-        on_end: called when a process has ended; returns whether another one starts.
-        on_replaced: called with the process that ended and the one that was started for it.
-        may_settle: whether nobody waits for processes that are started now, so that they are to do nothing at first.
-        respawn_after_s: how long after a process has ended another one is started in its place; infinite: never.
+        first: members to start at once.
+        start: starts the process of a member, given additional variables for its environment.
+        next_member: returns the number of the next member.
+        link: connection to the coordinator.
+        on_end: called with a member and its ended process; returns True if another process starts in its place.
+        on_replaced: called with the ended member, its process, and the process that was started in its place.
+        may_settle: returns True if no process waits for the members that start now. They then idle at first, so that
+            they do not slow down a recovery.
+        respawn_after_s: seconds from the end of a process to the start of another one in its place; infinite: no start.
     """
 
     def __init__(
@@ -99,15 +115,16 @@ class Supervisor:
         respawn_after_s: float = 0.0,
     ) -> None:
         self.children: dict[int, Child] = {}
-        """All that were ever started, by member."""
+        """Every process that was ever started, by member."""
         self.is_fenced = False
+        """True while the lease is over, and the processes are stopped."""
         self._start, self._next_member, self._link = start, next_member, link
         self._on_end, self._on_replaced, self._may_settle = on_end, on_replaced, may_settle
         self._respawn_after_s = respawn_after_s
         self._failed_starts = 0
-        """Processes in a row that ended with a positive code."""
+        """Number of processes in a row that ended with a positive exit code or could not be started."""
         self._respawns: list[tuple[float, int, Child]] = []
-        """When which member's process is followed by another one."""
+        """Pending starts: monotonic time in seconds, and the member and process to be replaced."""
         self._is_winding_down = False
         self._orphans = Orphans()
         self._pages: dict[int, StatusPage] = {}
@@ -121,9 +138,10 @@ class Supervisor:
         """Start the process of a member.
 
         Args:
-            member: its number.
-            settles: whether it is to do nothing for a while.
-            replaces: the member that ended and in whose place it starts; it reports by itself what it finds wrong.
+            member: the member.
+            settles: True if the process idles at first.
+            replaces: the ended member in whose place it starts; None for a first start. With a value, the process
+                reports its own errors, rather than leaving that to rank 0.
         """
         page = StatusPage()
         try:
@@ -142,11 +160,11 @@ class Supervisor:
 
     @property
     def running(self) -> list[Child]:
-        """Those that have not been seen to end."""
+        """Processes that the supervisor has not yet seen to end."""
         return [self.children[member] for member in sorted(self._running)]
 
     def step(self) -> None:
-        """Look at every process and do what is to be done; never waits."""
+        """Look at every process, renew leases, and start, stop or kill processes as needed; never block."""
         self._fence()
         for member in sorted(self._running):
             child = self.children[member]
@@ -156,7 +174,7 @@ class Supervisor:
             self._orphans.step(self._pids(), self._running)
         self._respawn()
         for member in self._running & self._link.given_up:
-            self.children[member].send(signal.SIGKILL)  # stopped or not
+            self.children[member].send(signal.SIGKILL)  # SIGKILL also ends stopped processes.
         if not self._may_settle():
             for member in self._running:
                 self._pages[member].let_wait(waits=False)
@@ -184,12 +202,12 @@ class Supervisor:
         return min(LONGEST_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(self._failed_starts - 1, 10))
 
     def _respawn(self) -> None:
-        due = [one for one in self._respawns if one[0] <= time.monotonic()]
-        self._respawns = [one for one in self._respawns if one not in due]
+        due = [respawn for respawn in self._respawns if respawn[0] <= time.monotonic()]
+        self._respawns = [respawn for respawn in self._respawns if respawn not in due]
         for _, member, child in due:
             try:
                 new = self.start(self._next_member(), settles=self._may_settle(), replaces=member)
-            except OSError as error:  # no process, memory or file is left for now: those that run go on
+            except OSError as error:  # The host has no process, memory or file left for now. Running processes go on.
                 self._failed_starts += 1
                 after_s = self._back_off_s()
                 log.warning(
@@ -222,13 +240,13 @@ class Supervisor:
                 self.children[member].send(signal.SIGCONT)
 
     def wind_down(self) -> None:
-        """Have the job end at the next boundary between iterations that all ranks agree on."""
+        """Ask every process, now and in later starts, to end the job at the next boundary that all ranks agree on."""
         self._is_winding_down = True
         for member in self._running:
             self._pages[member].ask_to_wind_down()
 
     def end(self, timeout_s: float) -> None:
-        """Wait for the processes to end by themselves, and then end those that have not."""
+        """Wait up to ``timeout_s`` seconds for the processes to end by themselves, and then end the others."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(child.poll() is None for child in self.running):
             time.sleep(0.02)
@@ -236,17 +254,17 @@ class Supervisor:
 
 
 def is_mistake(child: Child, *, has_begun: bool, has_trained: bool) -> bool:
-    """Return whether every process of the job would end as this one did, by a mistake in flags or script.
+    """Return True if a process ended by a mistake in the flags or the script, which every process would meet.
 
-    Once the job trains, that is no longer so: flags were good then, and what has changed since (a configuration that
-    is being edited, a folder that is gone, a full disk) concerns the process that started later, and not the job.
+    Once the job trains, the answer is always False, because the flags were good. A configuration that was edited since,
+    a removed folder or a full disk concern only the process that started later.
 
     Args:
-        child: the process; it has ended.
-        has_begun: whether the job was formed.
-        has_trained: whether the job has trained, or this process took no part in it.
+        child: the process, which has ended.
+        has_begun: True if the job was formed.
+        has_trained: True if the job has trained, or was formed without this process.
     """
     code = child.code or 0
-    if code == BROKEN_DEVICE:  # which others do not have
+    if code == BROKEN_DEVICE:  # The device is this process's alone.
         return False
     return not has_trained and (code == USAGE_ERROR or (code > 0 and not has_begun))

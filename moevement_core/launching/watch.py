@@ -1,4 +1,4 @@
-"""What the launcher does while processes run, and when one of them ends."""
+"""Watches of the launcher over its processes: one ends the job at the first failure, one replaces failed ranks."""
 
 from __future__ import annotations
 
@@ -26,33 +26,36 @@ from moevement_core.run_record import RunRecord
 from moevement_core.words import spares_words
 
 SAY_S = 5.0
-"""How long ranks have to end by themselves after one has found a mistake in the flags."""
+"""Seconds that ranks have to end by themselves after one of them has found a mistake in the flags."""
 
 
 class Watch(ABC):
-    """Asked again and again until it says that the job has ended."""
+    """Watch over the processes of a job; the launcher calls :meth:`is_running` in its loop until it returns False."""
 
     @abstractmethod
     def is_running(self) -> bool:
-        """Look at every process, and do what is to be done."""
+        """Look at every process, act on those that have ended, and return True if the job goes on."""
 
     def wind_down(self) -> bool:
-        """Have the job end at the next boundary between iterations; whether that is possible."""
+        """Ask the job to end at the next boundary between iterations; return False if that is not possible."""
         return False
 
     @abstractmethod
     def verdict(self) -> Outcome:
-        """Return how the job ended, after printing why if its exit code is not 0; every process has ended."""
+        """Return how the job ended, after printing the reason if its exit code is not 0.
+
+        The launcher calls this when every process has ended.
+        """
 
 
 class UntilOneFails(Watch):
-    """The first failure ends the job; a hang is said.
+    """Watch of a job without spares: the first failure ends the job, and a hang is only reported.
 
     Args:
-        children: the ranks.
-        record: of the run; None: there is none.
-        say: what the user sees.
-        pages: shared with the ranks; ranks that save their state every iteration report there and are asked there.
+        children: processes of the ranks.
+        record: record of the run; None: the run has none.
+        say: called with a line of text for the user.
+        pages: status pages of the ranks. A rank that can end at a boundary reports its committed iterations there.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class UntilOneFails(Watch):
         self._silence = Silence(children, record, say)
 
     def is_running(self) -> bool:
-        """Look."""
+        """Look at every process; end all of them if one has failed."""
         codes = [child.poll() for child in self._children]
         if None in codes:
             self._silence.look()
@@ -75,18 +78,21 @@ class UntilOneFails(Watch):
         return None in codes and not any(codes)
 
     def wind_down(self) -> bool:
-        """Ask the ranks to end at the next boundary; returns False where none has reported a committed iteration."""
+        """Ask the ranks to end at the next boundary; return False if none has reported a committed iteration."""
         for page in self._pages:
             page.ask_to_wind_down()
         return any(page.committed is not None for page in self._pages)
 
     def verdict(self) -> Outcome:
-        """Say which failed."""
+        """Print which rank has failed, if any, and return the outcome."""
         return _say_who_failed(self._children)
 
 
 def _end_after_failure(children: list[Child]) -> None:
-    """End all processes. A mistake is found by every rank and reported by one, which may not be the first to end."""
+    """End all processes, after the report of a mistake in the flags, if there is one.
+
+    Every rank finds such a mistake, but only one reports it, and others may end before that.
+    """
     deadline = time.monotonic() + SAY_S
     while USAGE_ERROR in [child.code for child in children] and time.monotonic() < deadline:
         if any(child.poll() == USAGE_ERROR and _has_reported(child) for child in children):
@@ -98,7 +104,7 @@ def _end_after_failure(children: list[Child]) -> None:
 
 
 def _has_reported(child: Child) -> bool:
-    """Return whether a process that has ended reported a mistake; where output is not kept, the first rank did."""
+    """Return True if an ended process has reported a mistake; if output is not kept, assume that rank 0 did."""
     return bool(_reports_of(child)) if child.logs is not None else child.label == "rank_0"
 
 
@@ -115,10 +121,10 @@ def _say_who_failed(children: list[Child]) -> Outcome:
         if lines:
             print("\n".join(lines), file=sys.stderr)
         return Outcome(USAGE_ERROR, "\n".join(map(log.message_of, lines)))
-    # A rank that is killed makes its peers fail by their broken connections, not the other way round; and those that
-    # went on were ended just now.
+    # A killed rank breaks the connections of its peers, which then fail. So a killed rank is named first. Processes
+    # that the launcher itself has just ended do not count.
     failed = [child for child in children if child.code not in (0, None) and not child.was_ended]
-    child = min(failed or children, key=lambda one: (one.code or 0) >= 0)
+    child = min(failed or children, key=lambda candidate: (candidate.code or 0) >= 0)
     if (child.code or 0) > 0 and child.logs is not None:
         print("\n".join(child.lines_of("err")[-30:]), file=sys.stderr)
     where = f"; its output is in {child.logs}/{child.label}.out and .err" if child.logs is not None else ""
@@ -129,19 +135,19 @@ def _say_who_failed(children: list[Child]) -> Outcome:
 
 
 class ReplaceWhoDies(Watch):
-    """A rank that dies is replaced by a spare, and for each process that dies a new one is started.
+    """Watch of a job with spares: a spare replaces a failed rank, and a new process starts for each that ends.
 
     Args:
-        start: starts the process of a member, with variables for its environment.
-        store: the job's, which this process holds.
-        ranks: of the job.
-        spares: processes beyond them.
-        spare_timeout_s: how long to wait for a spare where none is left.
-        lease_s: after so many seconds in which it was found stopped a process is dead.
-        record: where ``ranks.json`` is kept.
-        progress: what the user sees.
-        children: every process that is started is appended, for whoever ends them all.
-        respawn_after_s: how long after a process has ended another one is started in its place; infinite: never.
+        start: starts the process of a member, given additional variables for its environment.
+        store: store of the job, which this process announces and keeps.
+        ranks: number of ranks of the job.
+        spares: number of processes beyond the ranks.
+        spare_timeout_s: seconds that the job waits for a spare when none is left.
+        lease_s: seconds after which a stopped process counts as dead.
+        record: record of the run, for ``ranks.json`` and ``strangers.json``; None: nothing is recorded.
+        progress: display for the user.
+        children: list to which every started process is appended; the caller ends them all.
+        respawn_after_s: seconds from the end of a process to the start of another one in its place; infinite: no start.
     """
 
     def __init__(
@@ -182,7 +188,7 @@ class ReplaceWhoDies(Watch):
         )  # fmt: skip
 
     def is_running(self) -> bool:
-        """Look."""
+        """Let the coordinator and the supervisor act, and end all processes if the job has ended."""
         self._coordinator.step()
         self._supervisor.step()
         self._coordinator.step()
@@ -197,12 +203,12 @@ class ReplaceWhoDies(Watch):
             return False
         ranks = [self._supervisor.children[member] for member in self._roster.ranks.values()]
         if state is State.DONE and all(child.poll() is not None for child in ranks):
-            end_all(self._children)  # spares
+            end_all(self._children)  # All ranks have ended, and spares are left.
             return False
         return True
 
     def wind_down(self) -> bool:
-        """Have the job end at the next boundary between iterations; whether it has begun, so that there is one."""
+        """Ask the job to end at the next boundary between iterations; return False if no generation was formed yet."""
         self._coordinator.wind_down()
         self._supervisor.wind_down()
         return self._roster.generation >= 0
@@ -212,7 +218,7 @@ class ReplaceWhoDies(Watch):
             return False
         coordinator = self._coordinator
         if is_mistake(child, has_begun=self._roster.generation >= 0, has_trained=coordinator.has_trained(member)):
-            self._failed = self._failed or child  # it would be made again
+            self._failed = self._failed or child  # Another process would fail in the same way.
             return False
         if (child.code or 0) > 0 and child.code != BROKEN_DEVICE:
             self._report_failed_start(member, child)
@@ -220,13 +226,16 @@ class ReplaceWhoDies(Watch):
         return True
 
     def _report_failed_start(self, member: int, child: Child) -> None:
-        """Say what a process that has not trained found wrong; one that has trained reported its own failure."""
+        """Print the errors of a process that could not start; a process that has trained reported its own failure."""
         if self._coordinator.roster.rank_of(member) is None:
             reasons = _reports_of(child)[-3:]
             self._progress.say("\n".join([f"a spare (pid {child.pid}) cannot start; the job goes on", *reasons]))
 
     def _may_settle(self) -> bool:
-        """Where enough spares wait, who is started is not needed at once, and its start would hold up a recovery."""
+        """Return True if enough spares wait for the missing ranks, so that a new process need not start at once.
+
+        Its start would slow down a recovery.
+        """
         if self._coordinator.waits_for_respawn:
             return False
         dead = {death.member for death in self._coordinator.deaths}
@@ -235,8 +244,8 @@ class ReplaceWhoDies(Watch):
 
     def _on_replaced(self, member: int, old: Child, new: Child) -> None:
         death = next(death for death in self._coordinator.deaths if death.member == member)
-        who = f"rank {death.rank}" if death.rank is not None else "a spare"
-        self._progress.say(f"{who} (pid {old.pid}) {death.how}; started pid {new.pid} as a spare")
+        subject = f"rank {death.rank}" if death.rank is not None else "a spare"
+        self._progress.say(f"{subject} (pid {old.pid}) {death.how}; started pid {new.pid} as a spare")
 
     def _tell_roster(self) -> None:
         roster = self._coordinator.roster
@@ -247,16 +256,16 @@ class ReplaceWhoDies(Watch):
             leader = self._supervisor.children[roster.ranks[0]]
             if leader.logs is not None:
                 self._progress.follow(leader.logs / f"{leader.label}.out")
-        who = self._coordinator.who()
-        if self._record is not None and who != self._written and self._roster.generation >= 0:
-            self._written = who
-            self._record.write_ranks(who)
+        processes = self._coordinator.who()
+        if self._record is not None and processes != self._written and self._roster.generation >= 0:
+            self._written = processes
+            self._record.write_ranks(processes)
         if self._record is not None and self._coordinator.rejected != self._rejected:
             self._rejected = self._coordinator.rejected
             self._record.write_strangers(self._rejected)
 
     def verdict(self) -> Outcome:
-        """Say why the job has ended, if it did not come to its end."""
+        """Print why the job has ended early, if it has, and return the outcome."""
         if self._stopped:
             print(f"moevement: the job is stopped: {self._stopped}", file=sys.stderr)
             for child in self._children:
@@ -267,13 +276,15 @@ class ReplaceWhoDies(Watch):
         if self._failed is not None:
             return _say_who_failed(self._children)
         ranks = [self._supervisor.children[member] for member in self._roster.ranks.values()]
-        # All have come to the end together: one that is killed on its way out takes nothing of the job with it.
+        # All ranks have reached the end of the job together. A rank that is killed after that takes nothing with it.
         return _say_who_failed([child for child in ranks if (child.code or 0) >= 0])
 
 
 def _sentence(roster: Roster, children: Mapping[int, Child]) -> str:
-    gone = {death.rank for death in roster.deaths}
-    places = [f"pid {children[member].pid} is rank {rank} now" for rank, member in roster.ranks.items() if rank in gone]
+    lost_ranks = {death.rank for death in roster.deaths}
+    places = [
+        f"pid {children[member].pid} is rank {rank} now" for rank, member in roster.ranks.items() if rank in lost_ranks
+    ]
     others = "all ranks restart"
     if roster.ranks_before is not None:
         others = f"{len(roster.ranks)} ranks go on where {roster.ranks_before} were"

@@ -1,4 +1,4 @@
-"""A process that runs a training script, and the kinds of trainers that scripts may have."""
+"""Process that runs a training script as a rank or a spare, and the kinds of trainers that scripts may have."""
 
 from __future__ import annotations
 
@@ -29,28 +29,31 @@ from moevement_core.restart.environment import PARENT_ENV
 from moevement_core.variables import check_variables
 
 SETTLE_S = 5.0
-"""How long a process that its supervisor lets wait does nothing at most."""
+"""Seconds for which a process idles at most when its supervisor lets it wait."""
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A kind of training script: what its processes are."""
+    """Kind of training script, with the functions that start its processes."""
 
     module: str
-    """What a fresh interpreter runs with ``-m``, before the script and its arguments."""
+    """Module that a fresh interpreter runs with ``-m``, before the script and its arguments."""
     run_rank: Callable[[list[str]], None]
-    """Runs the script, given it and its arguments, in this process."""
+    """Function that runs a script in this process; its argument is the list of the script and its arguments."""
     preload: Callable[[], None]
-    """Imports everything that a rank will need, so that ranks forked from here start at once."""
+    """Function that imports everything that a rank will need, so that ranks forked from here start at once."""
     uses_gpus: Callable[[], bool]
+    """Function that returns True if ranks on this host use GPUs."""
     switch: str | None = None
-    """The script's flag without which it is not fault tolerant; None if it always is."""
+    """Flag of the script that makes it fault tolerant; None if it always is."""
     refuse: Callable[[Sequence[str], int], None] = lambda argv, ranks: None
-    """Raises ConfigError if the script, given it with its arguments and the number of ranks, cannot begin; called
-    before any rank is started, so it looks only at what needs none."""
+    """Function that raises ConfigError if a script cannot begin with its arguments and a number of ranks.
+
+    The launcher calls it before any rank is started, so it checks only what does not need a rank.
+    """
 
     def count_devices(self) -> int:
-        """Return how many accelerators this process sees; 0 where ranks run on CPUs."""
+        """Return the number of accelerators that this process sees; 0 if ranks run on CPUs."""
         if not self.uses_gpus():
             return 0
         import torch
@@ -58,35 +61,41 @@ class Trainer:
         return int(torch.cuda.device_count())
 
     def program(self, argv: list[str], *, fresh_interpreters: bool) -> Program:
-        """What a rank runs: forked from this process where no GPU is, unless asked otherwise."""
+        """Return the program of a rank: a fork of this process without GPUs, or else a fresh interpreter.
+
+        Args:
+            argv: the script and its arguments.
+            fresh_interpreters: True to return a fresh interpreter in any case.
+        """
         if fresh_interpreters or self.uses_gpus():
             return Program(command=[sys.executable, "-m", self.module, *argv])
         self.preload()
-        packages()  # ranks that are forked from here have it
-        # What an earlier job in this process has left in reference cycles has threads; a fork that disposed of it would
-        # crash.
+        packages()  # Ranks forked from here inherit its cached result.
+        # An earlier job in this process may have left objects with threads in reference cycles. A fork that collected
+        # them would crash.
         gc.collect()
-        gc.freeze()  # the ranks' collections pass over what is there by now, and so copy none of its pages
+        gc.freeze()  # Garbage collections in the ranks skip the objects of now, and so copy none of their pages.
         return Program(run_forked, (self.run_rank, argv))
 
 
 def run_script(
     argv: list[str], spec: ModuleSpec | None, prepare: Callable[[], None], quiet: Sequence[str] = ()
 ) -> None:
-    """Run ``argv[0]`` with the rest as its arguments, as if ``python`` had started it.
+    """Run the script ``argv[0]`` with the rest as its arguments, as if ``python`` had started it.
 
-    Returns when the script has come to its end, a planned ``sys.exit(0)`` included.
+    The function returns when the script has reached its end or has called ``sys.exit(0)``.
 
     Args:
-        argv: the script and its arguments, ``--config`` files among them.
-        spec: of the main module that processes spawned from here import first.
-        prepare: called before the script.
-        quiet: libraries whose warnings only the first rank shows.
+        argv: the script and its arguments, including ``--config`` files.
+        spec: specification of the main module that processes spawned from here import first.
+        prepare: called right before the script.
+        quiet: libraries whose warnings only rank 0 shows.
 
     Raises:
-        SystemExit: with the script's code, or with 2 after one line on stderr for what the user can mend.
+        SystemExit: with the script's exit code; or with 2, after one line on stderr, for an error that the user can
+            correct.
     """
-    if PARENT_ENV in os.environ:  # a launcher answers them; a process that nobody started so ends by them
+    if PARENT_ENV in os.environ:  # The launcher handles the signals. Without one, this process ends by them.
         ignore_asking()
     never_fails()
     with exit_cleanly():
@@ -97,7 +106,7 @@ def run_script(
     os.environ[SCRIPT_ENV] = script
     try:
         with exit_cleanly():
-            # What every thread does, for whoever wonders why nothing goes on: kill -USR1 PID.
+            # For users who look into a hang: kill -USR1 PID prints the stacks of all threads.
             faulthandler.register(signal.SIGUSR1, chain=False)
             _warn_once(quiet)
             sys.argv = [script, *config_file.expand(argv[1:])]
@@ -112,10 +121,10 @@ def run_script(
 
 
 def end_groups() -> None:
-    """Destroy what process groups there are still; before the interpreter of a rank ends.
+    """Destroy the process groups that still exist, right before the interpreter of a rank ends.
 
-    Torch ends a process that leaves them with "terminate called without an active exception", now and then (pytorch
-    issue 190489). Megatron leaves them. A forked rank ends without destructors, and needs it not.
+    Megatron leaves its groups. Torch then sometimes ends the process with "terminate called without an active
+    exception" (pytorch issue 190489). A forked rank does not need this, because it ends without destructors.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
@@ -123,14 +132,14 @@ def end_groups() -> None:
 
 
 def run_forked(run_rank: Callable[[list[str]], None], argv: list[str]) -> None:
-    """``run_rank`` in a process that was forked."""
-    tempfile.tempdir = None  # TMPDIR is this rank's own now
+    """Call ``run_rank`` with ``argv`` in a forked process, after undoing what the fork has inherited."""
+    tempfile.tempdir = None  # Have tempfile read TMPDIR again, which is set for this rank.
     _close_sockets()
     run_rank(argv)
 
 
 def code_of(script: str) -> CodeType:
-    """Return the compiled script."""
+    """Return the compiled code of a script, from its text as the launcher read it."""
     return compile(script_text(script), script, "exec")
 
 
@@ -141,13 +150,19 @@ def _settle() -> None:
 
 
 def _warn_once(libraries: Sequence[str]) -> None:
-    """What libraries warn of is the same on every rank: the first one shows it. ``-W`` and PYTHONWARNINGS win."""
+    """Silence warnings of libraries on all ranks but rank 0, because they are the same on every rank.
+
+    ``-W`` and PYTHONWARNINGS override this.
+    """
     if os.environ.get("RANK", "0") != "0" and not sys.warnoptions:
         warnings.filterwarnings("ignore", module=rf"({'|'.join(('torch', 'nvidia_resiliency_ext', *libraries))})(\.|$)")
 
 
 def _close_sockets() -> None:
-    """Those of the launcher's store, where it was there already: their other ends must see when the launcher ends."""
+    """Close the sockets that this fork has inherited from the launcher.
+
+    While they are open here, the other ends of the launcher's connections cannot see that the launcher has ended.
+    """
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if int(name) > 2 and stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -155,7 +170,10 @@ def _close_sockets() -> None:
 
 
 def _set_threads() -> None:
-    """Torch reads OMP_NUM_THREADS at import, which in a forked rank was its parent's; sums depend on the number."""
+    """Set torch's number of threads from OMP_NUM_THREADS, because sums depend on it.
+
+    Torch reads the variable at import, which happened in the parent of a forked rank.
+    """
     if threads := os.environ.get("OMP_NUM_THREADS"):
         import torch
 
@@ -187,7 +205,7 @@ def _run_plain_rank(argv: list[str]) -> None:
 
 
 def _preload_torch() -> None:
-    # Torch's optimizers import the first at their first step.
+    # Torch's optimizers import torch._dynamo at their first step.
     for late in ("torch._dynamo", "moevement_core.session.loop"):
         import_module(late)
 
@@ -199,7 +217,7 @@ def _has_gpus() -> bool:
 
 
 TORCH = Trainer("moevement_core.launching.worker", _run_plain_rank, _preload_torch, _has_gpus)
-"""Scripts that bind their own trainer in torch (``moevement_core.session.loop``)."""
+"""Kind of scripts that bind their own trainer in torch (``moevement_core.session.loop``)."""
 
 
 if __name__ == "__main__":

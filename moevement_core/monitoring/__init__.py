@@ -1,1 +1,1 @@
-"""Figures of a run for whoever watches it: one table of them, and an endpoint that serves them beside the job."""
+"""Figures of a run for operators: the table that defines them, and an endpoint that serves them beside the job."""

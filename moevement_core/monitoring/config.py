@@ -1,4 +1,4 @@
-"""The flags of the metrics endpoint."""
+"""Flags of the metrics endpoint."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ MOST_PORT = 65535
 
 
 def port_number(name: str, text: str | None) -> int | None:
-    """The value of ``--moevement-metrics-port``; None where it is not given.
+    """Return the value of ``--moevement-metrics-port`` as a number; None without the flag.
+
+    Args:
+        name: name of the flag, for the error message.
+        text: value of the flag.
 
     Raises:
-        ConfigError: it is no port.
+        ConfigError: the value is not a port number.
     """
     if text is None:
         return None
@@ -35,7 +39,10 @@ def _address(name: str, text: str) -> Any:
 
 
 def unserved(port: str | None) -> str | None:
-    """Why nobody would serve figures at ``port``, on a rank that was given it; None where somebody does."""
+    """Return the reason why no process would serve figures at ``port``; None if one does, or no port is given.
+
+    A rank calls this. A launcher or a coordinator serves the figures, and sets STORE_ENV in the environment of ranks.
+    """
     if port is None or STORE_ENV in os.environ:
         return None
     return (
@@ -46,7 +53,7 @@ def unserved(port: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """Where figures of the run are served."""
+    """Address and port at which figures of the run are served."""
 
     port: int | None = flag(
         PORT_FLAG, metavar="PORT", check=port_number,

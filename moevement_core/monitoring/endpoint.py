@@ -1,7 +1,9 @@
-"""Has the figures of a run served, beside a job: binds the port, and keeps the process going that answers there.
+"""Metrics endpoint beside a job: binds the port, and keeps a process running that answers requests there.
 
-The process is another one because the launcher forks ranks, and a thread that answered here might hold a lock that a
-fork would never see released; and because nothing that asks for figures may delay a lease.
+A separate process answers, for two reasons:
+
+- The launcher forks ranks. A thread that answered here might hold a lock that a fork would never see released.
+- A request for figures must not delay a lease.
 """
 
 from __future__ import annotations
@@ -21,38 +23,38 @@ from moevement_core.monitoring.config import ADDRESS_FLAG, LOOPBACK, PORT_FLAG, 
 from moevement_core.restart.environment import PARENT_ENV
 
 AGAIN_S = 5.0
-"""How long after its start the process is started again, should it have ended."""
+"""Seconds between two starts of the answering process at least, if it ends."""
 SERVED = "metrics/served"
-"""In the job's store: a :class:`Served`, of flags that tasks know and the coordinator does not."""
+"""Key in the job's store of a :class:`Served`: the flags, which the tasks know and the coordinator does not."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and where."""
+    """Run directory whose figures are served, with the address and port."""
 
     run_dir: str
     port: int
     address: str = LOOPBACK
 
     def encode(self) -> str:
-        """As it stands in the store."""
+        """Return the value for the job's store."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def decode(text: str | bytes) -> Served:
-        """The inverse of :meth:`encode`."""
+        """Decode a value that :meth:`encode` has returned."""
         return Served(**json.loads(text))
 
 
 def served_by(run_dir: Path | None, value_of: Callable[[str], str | None]) -> Served | None:
-    """What a script's flags say; None where they ask for nothing.
+    """Return what a script's flags ask to be served; None if they ask for no endpoint.
 
     Args:
-        run_dir: the script's.
-        value_of: gives the value of a flag of it.
+        run_dir: run directory of the script.
+        value_of: returns the value of a flag of the script; None without the flag.
 
     Raises:
-        ConfigError: it is no port, or there is no run directory to read from.
+        ConfigError: the port is invalid, or the script has no run directory to read figures from.
     """
     port, address = port_number(PORT_FLAG, value_of(PORT_FLAG)), value_of(ADDRESS_FLAG) or LOOPBACK
     if port is None:
@@ -63,13 +65,13 @@ def served_by(run_dir: Path | None, value_of: Callable[[str], str | None]) -> Se
 
 
 class Endpoint:
-    """For one job; closed at the end of a ``with`` block. All methods are for one thread, and none of them waits.
+    """Endpoint of one job, closed at the end of a ``with`` block. One thread calls all methods, and none of them waits.
 
     Args:
-        served: what, and where.
+        served: run directory, address and port.
 
     Raises:
-        ConfigError: nothing can listen there.
+        ConfigError: the address and port cannot be listened at.
     """
 
     def __init__(self, served: Served) -> None:
@@ -80,13 +82,13 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where to ask."""
+        """URL of the figures, for Prometheus's configuration."""
         host = f"[{self._served.address}]" if ":" in self._served.address else self._served.address
         return f"http://{host}:{self._served.port}/metrics"
 
     @property
     def pid(self) -> int | None:
-        """Of the process that answers; None before the first :meth:`step`."""
+        """Process id of the answering process; None before the first :meth:`step`."""
         return self._process.pid if self._process is not None else None
 
     def __enter__(self) -> Endpoint:
@@ -96,10 +98,10 @@ class Endpoint:
         self.close()
 
     def step(self, report: Callable[[str], None]) -> None:
-        """Start the process that answers, where there is none; to be called often.
+        """Start the answering process if none runs; the launcher or coordinator calls this in its loop.
 
         Args:
-            report: called with what an operator should know.
+            report: called with a line of text for the operator.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -113,14 +115,14 @@ class Endpoint:
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "moevement_core.monitoring.exporter", self._served.run_dir, str(descriptor)],
-                pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True,  # Ctrl-C is for the launcher
+                pass_fds=[descriptor], stdin=subprocess.DEVNULL, start_new_session=True,  # no Ctrl-C
                 env={**os.environ, PARENT_ENV: str(os.getpid())},
             )  # fmt: skip
-        except OSError as error:  # no process or memory is to be had now; the job goes on without figures
+        except OSError as error:  # The host has no process or memory left for now. The job goes on without figures.
             report(f"what serves {self.url} cannot be started: {error.strerror}; tried again")
 
     def close(self) -> None:
-        """End it."""
+        """Kill the answering process, and release the port."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -132,7 +134,7 @@ def _listen(served: Served) -> socket.socket:
     try:
         return socket.create_server((served.address, served.port), family=family)
     except OSError as error:
-        why = str(error.strerror).split(" (while")[0]  # the address follows, which the line has already
+        why = str(error.strerror).split(" (while")[0]  # The address would follow, which the message has already.
         raise ConfigError(
             f"{PORT_FLAG} {served.port}, {ADDRESS_FLAG} {served.address}: {why}; give an address of this "
             "host, and a free port"

@@ -1,6 +1,6 @@
-"""The process that serves a run's figures to Prometheus; ``endpoint.py`` starts it beside a job.
+"""Process that serves a run's figures to Prometheus; ``endpoint.py`` starts it beside a job.
 
-It knows the run directory alone, so ranks may come and go, and nothing that asks it can hold up whoever started it.
+The process reads only the run directory. So ranks may come and go, and a request cannot delay the launcher.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ from moevement_core.monitoring.figures import Figure, Kind, Sample
 from moevement_core.monitoring.watched_run import WatchedRun
 
 REQUEST_TIMEOUT_S = 10.0
-"""How long a client may take with what it asks; a thread waits for it."""
+"""Seconds that a client may take to send its request, during which a thread waits for it."""
 
 
 class RunCollector(Collector):
-    """Reads what is new in the record whenever it is asked; safe to use from several threads."""
+    """Collector of a run's figures; reads new lines of the record at each request. Safe for several threads."""
 
     def __init__(self, run: WatchedRun) -> None:
         self._run = run
         self._lock = threading.Lock()
 
     def collect(self) -> Iterable[Metric]:
-        """Every figure that is known."""
+        """Return every known figure, after reading the new lines of the record."""
         with self._lock:
             self._run.update()
             return list(families(self._run.samples()))
 
 
 def families(samples: Iterable[Sample]) -> Iterator[Metric]:
-    """Figures as ``prometheus_client`` has them; values of a figure come in a row."""
+    """Yield figures in the form of ``prometheus_client``.
+
+    Args:
+        samples: values of figures; all values of one figure are consecutive.
+    """
     for figure, values in groupby(samples, key=lambda sample: sample.figure):
         family = _family(figure)
         for sample in values:
@@ -62,15 +66,15 @@ class _Handler(WSGIRequestHandler):
     timeout = REQUEST_TIMEOUT_S
 
     def log_message(self, format: str, *args: object) -> None:
-        """One every few seconds is of no interest."""
+        """Log nothing, because Prometheus sends a request every few seconds."""
 
 
 def serve(folder: Path, listener: socket.socket) -> None:
-    """Answer until this process ends.
+    """Answer requests until this process ends.
 
     Args:
-        folder: the run directory.
-        listener: a bound socket that listens.
+        folder: run directory.
+        listener: bound socket that listens.
     """
     registry = CollectorRegistry()
     registry.register(RunCollector(WatchedRun(folder)))

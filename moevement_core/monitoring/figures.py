@@ -1,8 +1,8 @@
-"""The figures of a run: their names, units and meanings, and what they are at this moment.
+"""Figures of a run: their names, units and meanings, and their current values.
 
-There is one table for all who show them: the metrics endpoint (``exporter.py``), TensorBoard, ``moevement top`` and
-``docs/metrics.md``, which ``scripts/metrics_table.py`` writes from here. Names and units follow Prometheus: base units
-(seconds, bytes) at the end of the name, ``_total`` for what only grows.
+The table here serves the metrics endpoint (``exporter.py``), TensorBoard, ``moevement top`` and ``docs/metrics.md``,
+which ``scripts/metrics_table.py`` writes. Names and units follow Prometheus: a name ends with its base unit (seconds,
+bytes), and the name of a counter with ``_total``.
 """
 
 from __future__ import annotations
@@ -17,38 +17,43 @@ from moevement_core.recovery.account import PARTS
 
 
 class Kind(StrEnum):
-    """How a figure moves."""
+    """Kind of a figure, as Prometheus distinguishes them."""
 
     GAUGE = "gauge"
+    """Figure whose value may rise and fall."""
     COUNTER = "counter"
-    """Only grows, until the process that counts starts anew."""
+    """Figure whose value only grows, until the counting process restarts."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One of them."""
+    """Figure of a run: its name, unit, meaning and source."""
 
     name: str
-    """Without the prefix ``moevement_``, and, of a counter, without ``_total``."""
+    """Name without the prefix ``moevement_``, and without the suffix ``_total`` of a counter."""
     unit: str
     help: str
+    """Meaning of the figure, as Prometheus and ``docs/metrics.md`` show it."""
     kind: Kind = Kind.GAUGE
     field: str = ""
-    """Of a line of ``metrics.jsonl``, which it is taken from; empty: from elsewhere. A counter sums it up."""
+    """Field of ``metrics.jsonl`` that holds the value; empty: another source. A counter adds up its field's values."""
     is_sum: bool = False
-    """Whether the field of a counter is a sum itself."""
+    """True if the field of a counter already holds the sum so far."""
     label: str | None = None
-    """What tells several values of it apart."""
+    """Name of the label that distinguishes several values of the figure; None: the figure has one value."""
     is_in_tensorboard: bool = True
 
     @property
     def exported_name(self) -> str:
-        """As Prometheus has it."""
+        """Name of the figure in Prometheus."""
         return f"moevement_{self.name}{'_total' if self.kind is Kind.COUNTER else ''}"
 
     @property
     def tag(self) -> str | None:
-        """As TensorBoard has it, where counters that are summed up here show what an iteration adds to them."""
+        """Tag of the figure in TensorBoard; None if it is not shown there.
+
+        For a counter with a field, TensorBoard shows what each iteration adds to it.
+        """
         return f"moevement/{self.field or self.name}" if self.is_in_tensorboard else None
 
 
@@ -179,7 +184,7 @@ WARNING_EVENTS = ("nothing_persisted", "windows_not_on_disk", "recovery_from_dis
 
 @dataclass(frozen=True)
 class Sample:
-    """A value of a figure."""
+    """Value of a figure, with the value of its label if it has one."""
 
     figure: Figure
     value: float
@@ -188,26 +193,33 @@ class Sample:
 
 @dataclass
 class RunFigures:
-    """Of one run, from the lines and events of its record, each given once and in its order."""
+    """Figures of one run, from the lines and events of its record; each is taken once and in order."""
 
     line: dict[str, Any] = field(default_factory=dict)
-    """The newest one."""
+    """Newest line of ``metrics.jsonl``."""
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     """Events of the kind ``failure``, the oldest first."""
     iterations: int = 0
+    """Number of lines of ``metrics.jsonl`` so far, one for each committed iteration."""
     world_size: int | None = None
-    """Ranks that the job has when all are there; None before it has started."""
+    """Number of ranks of the complete job; None before it has started."""
     _began_at: float | None = None
+    """Time at which the first recorded iteration began, in seconds since the epoch."""
     _timed: int = 0
-    """Iterations whose duration is known: not those that a recovery wrote down for a rank that was lost."""
+    """Number of iterations with a known duration, so without those that a recovery recorded for a failed rank."""
     _timed_s: float = 0.0
-    """What they took together."""
+    """Total duration in seconds of the timed iterations."""
     _sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Of counters, by name."""
+    """Sums of counters, by the name of the figure; with a label by ``NAME/LABEL``."""
 
     @staticmethod
     def of(lines: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> RunFigures:
-        """From a whole record."""
+        """Return the figures of a whole record.
+
+        Args:
+            lines: all lines of ``metrics.jsonl``.
+            events: all lines of ``events.jsonl``.
+        """
         figures = RunFigures()
         for line in lines:
             figures.take_line(line)
@@ -216,8 +228,8 @@ class RunFigures:
         return figures
 
     def take_line(self, line: Mapping[str, Any]) -> None:
-        """A line of ``metrics.jsonl``."""
-        # One of an iteration that was recovered says nothing of checkpointing, which is as it was.
+        """Update the figures from the next line of ``metrics.jsonl``."""
+        # The line of a recovered iteration has no fields of checkpointing, so their earlier values stay.
         self.line = {**self.line, **line} if line.get("recovered") else dict(line)
         self.iterations += 1
         if (duration := _number(line.get("iteration_s"))) is not None:
@@ -229,7 +241,7 @@ class RunFigures:
                 self._sums[figure.name] = value if figure.is_sum else self._sums[figure.name] + value
 
     def take_event(self, event: Mapping[str, Any]) -> None:
-        """A line of ``events.jsonl``."""
+        """Update the figures from the next line of ``events.jsonl``."""
         kind = event["event"]
         self.world_size = event.get("world_size", self.world_size)
         if kind == "failure":
@@ -245,7 +257,7 @@ class RunFigures:
 
     @property
     def effective(self) -> float | None:
-        """Effective training time ratio; None before two iterations have been timed."""
+        """Effective training time ratio (ETTR), at most 1; None until two iterations have been timed."""
         at = _number(self.line.get("time"))
         if at is None or self._began_at is None or at <= self._began_at or self._timed < 2:
             return None
@@ -253,16 +265,16 @@ class RunFigures:
 
     @property
     def mean_iteration_s(self) -> float | None:
-        """Mean duration of the iterations that have been timed, in seconds; None before there is any."""
+        """Mean duration of the timed iterations in seconds; None before the first."""
         return self._timed_s / self._timed if self._timed else None
 
     @property
     def began_at(self) -> float | None:
-        """When the first recorded iteration began, in seconds since the epoch; None before there is any."""
+        """Time at which the first recorded iteration began, in seconds since the epoch; None before the first line."""
         return self._began_at
 
     def samples(self) -> Iterator[Sample]:
-        """All figures that are known, in the order of the table; of a figure with a label all values in a row."""
+        """Yield the values of all known figures in the order of the table; values of one figure are consecutive."""
         for figure in FIGURES:
             if figure.kind is Kind.COUNTER:
                 yield from self._counted(figure)
@@ -276,7 +288,10 @@ class RunFigures:
                 yield Sample(figure, self.recoveries[-1]["resumed_at"])
 
     def scalars(self) -> Iterator[tuple[str, float]]:
-        """For TensorBoard: tag and value of each figure that it shows; of fields, what the newest line says."""
+        """Yield tag and value of each figure that TensorBoard shows.
+
+        A figure with a field has its value in the newest line, even if it is a counter.
+        """
         for figure in FIGURES:
             if figure.tag and figure.field and (value := _number(self.line.get(figure.field))) is not None:
                 yield figure.tag, value
@@ -286,7 +301,7 @@ class RunFigures:
 
     def _counted(self, figure: Figure) -> Iterator[Sample]:
         if figure.label is not None:
-            # Those that there was nothing of yet, too: Prometheus sees no increase of what appears.
+            # Parts without a value count as 0, because Prometheus sees no increase in a figure that has just appeared.
             for part in PARTS:
                 yield Sample(figure, self._sums.get(f"{figure.name}/{part}", 0.0), part)
         elif figure.name in self._sums or not figure.field:
@@ -294,14 +309,23 @@ class RunFigures:
 
 
 def samples_of_processes(processes: Sequence[Mapping[str, Any]]) -> Iterator[Sample]:
-    """Figures of those who take part, as ``ranks.json`` has them."""
+    """Yield the figures that count processes and nodes.
+
+    Args:
+        processes: entries of ``ranks.json``.
+    """
     for role in ("active", "spare"):
-        yield Sample(RANKS, sum(its["role"] == role for its in processes), role)
-    yield Sample(NODES, len({its.get("node", its["host"]) for its in processes if its["role"] == "active"}))
+        yield Sample(RANKS, sum(process["role"] == role for process in processes), role)
+    yield Sample(
+        NODES, len({process.get("node", process["host"]) for process in processes if process["role"] == "active"})
+    )
 
 
 def _number(value: Any) -> float | None:
-    """Numbers that JSON has no word for are in a record by their names."""
+    """Return a value of the record as a number; None if it is none.
+
+    The record holds numbers that JSON cannot express (NaN, infinity) as strings.
+    """
     if isinstance(value, str):
         try:
             return float(value)

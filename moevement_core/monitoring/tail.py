@@ -1,4 +1,4 @@
-"""A file of JSON lines that grows while it is read."""
+"""Reader of a file of JSON lines that grows between reads."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from moevement_core.regular_files import open_regular
 
 @dataclass(frozen=True)
 class News:
-    """What a file holds that had not been read."""
+    """Lines of a file that had not been read yet."""
 
     lines: list[dict[str, Any]] = field(default_factory=list)
     is_rewritten: bool = False
-    """Whether another file is in its place, of which these are all lines: what was read before counts no more."""
+    """True if another file has replaced the file. These are then all its lines, and lines read before are void."""
 
 
 class Tail:
-    """Reads whole lines, each of them once.
+    """Reader that returns each complete line once.
 
-    The writer replaces the file as a whole when a run resumes (iterations that it does again leave it), and appends
-    else. A line whose end is missing is left for the next time.
+    The writer replaces the whole file when a run resumes, to drop the iterations that it will execute again. Otherwise
+    the writer appends. An unfinished line is left for the next read.
 
     Args:
-        path: of the file; it need not be there yet.
-        complaint_of: what is wrong with a line, in words; None if nothing is.
+        path: path of the file, which need not exist yet.
+        complaint_of: returns what is wrong with a line, as text; None if nothing is.
     """
 
     def __init__(self, path: Path, complaint_of: Callable[[dict[str, Any]], str | None] = lambda fields: None) -> None:
@@ -38,10 +38,10 @@ class Tail:
         self._inode, self._offset = 0, 0
 
     def read(self) -> News:
-        """Returns what is new.
+        """Return the lines that are new since the last call.
 
         Raises:
-            RunRecordError: a whole line is no JSON object, or not one of its kind.
+            RunRecordError: the file cannot be read, or a complete line is not a JSON object of the expected kind.
         """
         try:
             file = open_regular(self._path)
@@ -74,6 +74,6 @@ class Tail:
 
 
 def _identity(file: BinaryIO) -> tuple[int, int]:
-    """Inode and size."""
+    """Return the inode and the size in bytes of an open file."""
     status = os.fstat(file.fileno())
     return status.st_ino, status.st_size

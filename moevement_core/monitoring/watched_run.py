@@ -1,4 +1,4 @@
-"""A run as its directory shows it to others, while it goes on or afterwards."""
+"""Reader of a run directory, for other processes that show a run during the job or after it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from moevement_core.run_record import RunRecord
 
 
 class WatchedRun:
-    """Reads what is new in a run directory each time it is asked to; for one thread.
+    """Reader that keeps the state of a run up to date from its directory. One thread calls all methods.
 
     Args:
-        folder: the run directory, which need not be there yet.
+        folder: run directory, which need not exist yet.
     """
 
     def __init__(self, folder: Path) -> None:
         self.record = RunRecord(folder)
         self.figures = RunFigures()
         self.processes: list[dict[str, Any]] = []
-        """Who takes part, as ``ranks.json`` has it."""
+        """Entries of ``ranks.json``, one for each process of the job."""
         self.job: JobEntry | None = None
-        """How the newest job was launched and how it ended, as ``job.json`` has it."""
+        """Content of ``job.json``: launch and end of the newest job; None before the first job."""
         self.rejected = 0
-        """Values in the job's store that did not count, as ``strangers.json`` has them."""
+        """Number of values in the job's store without a valid signature, from ``strangers.json``."""
         self._train_iterations: int | None = None
         self._start_over()
 
@@ -41,7 +41,7 @@ class WatchedRun:
         self._events = Tail(self.record.events_path, event_complaint)
 
     def update(self) -> None:
-        """Take in what is new.
+        """Read what is new in the run directory.
 
         Raises:
             RunRecordError: the record is damaged.
@@ -60,33 +60,33 @@ class WatchedRun:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process of it trains any more, whatever ended it."""
+        """True if no process of the run trains any more, for whatever reason it ended."""
         if self.job is not None:
             return self.job.ended_at is not None or self.job.is_abandoned
         return self.record.summary_path.exists()
 
     @property
     def train_iterations(self) -> int | None:
-        """How many the run is to have, as its configuration says; None where it does not."""
+        """Number of iterations that the run's configuration asks for; None if it does not say."""
         if self._train_iterations is None and self.record.config_path.exists():
             config = self.record.config()
-            given = config.get("train_iters", config.get("iterations"))
-            self._train_iterations = given if isinstance(given, int) else None
+            value = config.get("train_iters", config.get("iterations"))
+            self._train_iterations = value if isinstance(value, int) else None
         return self._train_iterations
 
     def samples(self) -> Iterator[Sample]:
-        """Every figure that is known."""
+        """Yield the values of every known figure."""
         yield from self.figures.samples()
         yield from samples_of_processes(self.processes)
         yield Sample(REJECTED, self.rejected)
 
     def _read(self, path: Path, absent: Any, complaint_of: Callable[[Any], str | None]) -> Any:
         try:
-            found = json.loads(read_regular(path))
+            content = json.loads(read_regular(path))
         except FileNotFoundError:
             return absent
         except (OSError, ValueError, RecursionError) as error:
             raise RunRecordError(f"{path}: cannot be read ({error}); the file was damaged after writing") from None
-        if (complaint := complaint_of(found)) is not None:
+        if (complaint := complaint_of(content)) is not None:
             raise RunRecordError(f"{path}: {complaint}")
-        return found
+        return content

@@ -1,1 +1,1 @@
-"""What saving costs training, measured while the job trains: quiet iterations, compared with their neighbours."""
+"""Measurement of what saving costs training, while the job trains: quiet iterations, compared with their neighbours."""

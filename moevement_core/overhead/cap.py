@@ -1,4 +1,4 @@
-"""How many bytes an iteration may save: what the measured cost of saving says about what is saved now.
+"""Bytes that an iteration may save, from the measured cost of what is saved now.
 
 The cost of copies, digests and sends grows with the bytes that an iteration saves. So bytes follow the measured share:
 fewer as soon as it is surely above the cap (multiplicative decrease), more, step by step, while it is below half of it.

@@ -50,7 +50,7 @@ class Timed:
     send_cpu_s: float
     """Processor seconds of the threads that send and receive copies."""
     is_quiet: bool
-    """Whether nothing was digested or sent beside it: that paused, or there was nothing to do."""
+    """True if nothing was digested or sent beside it: background work paused, or there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Overhead:
     """The cost of saving, as shares of the time that an iteration takes without it."""
 
     share: float
-    """All parts together, a mean over saving and quiet iterations."""
+    """Share of training time for all parts together, as a mean over saving and quiet iterations."""
     low: float | None
     """Lower end of the confidence interval of :attr:`share`; None while there are too few quiet iterations for one."""
     high: float | None

@@ -10,7 +10,7 @@ from moevement_core.overhead.estimate import REACH, Overhead
 from moevement_core.overhead.quiet import WARM_UP
 
 PARTS = ("copy", "digest", "send", "policy", "stall")
-"""What the overhead is made of; see :class:`Overhead`."""
+"""Parts of the overhead; see :class:`Overhead`."""
 FIELDS = ("overhead", "overhead_low", "overhead_high", *(f"overhead_{part}" for part in PARTS))
 """Names of the fields, all of them shares of the time of an iteration without saving."""
 FIRST_MEASURED = WARM_UP + REACH
@@ -22,7 +22,7 @@ class RecordedOverhead:
     """Overhead as a metrics line has it, in shares of the time of an iteration without saving."""
 
     share: float
-    """All parts together."""
+    """Share of training time for all parts together."""
     low: float | None
     """Lower end of the confidence interval of :attr:`share`; None while it is not known."""
     high: float | None

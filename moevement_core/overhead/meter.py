@@ -1,4 +1,4 @@
-"""What saving costs one rank's training, measured iteration by iteration."""
+"""Meter of what saving costs one rank's training, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class OverheadMeter:
         self._began_at, self._pause = began_at, pause
         self._estimate = OverheadEstimate()
         self.is_measuring = True
-        """Whether there are quiet iterations; a benchmark that turns saving off and on itself has none."""
+        """True if there are quiet iterations; a benchmark that turns saving off and on itself has none."""
         self._iteration = -1
         self._copy_s = self._policy_s = self._stall_s = 0.0
         self._is_quiet = False

@@ -26,11 +26,11 @@ class Pause:
 
     @property
     def is_on(self) -> bool:
-        """Whether background work pauses."""
+        """True while background work pauses."""
         return time.monotonic() < self._until_s
 
     def begin(self, limit_s: float, expected_s: float = 0.0) -> None:
-        """Begin.
+        """Begin a pause of background work.
 
         Args:
             limit_s: seconds after which the pause ends by itself, so that no copy waits for a rank that hangs.

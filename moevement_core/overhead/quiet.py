@@ -11,7 +11,9 @@ from bisect import bisect_right
 WARM_UP = 6
 """Iterations of a job before the first quiet one: the first ones compile and allocate."""
 _SPACINGS = ((0, 4), (64, 8), (256, 16))
-"""From which age of the job on, iterations, every how many iterations one is quiet: often until W is known."""
+"""Age of the job in iterations, and from then on the distance of quiet iterations: they are
+frequent until W is known.
+"""
 
 
 def spacing(iteration: int, began_at: int) -> int:

@@ -19,7 +19,7 @@ MOST = 128
 
 @cache
 def coefficients(members: int, parities: int) -> tuple[tuple[int, ...], ...]:
-    """Of each member in each block of parity, elements of GF(256) ``[parities][members]``.
+    """Return the coefficient of each member in each block of parity, elements of GF(256) ``[parities][members]``.
 
     Raises:
         ConfigError: more than the field has elements for.
@@ -34,7 +34,7 @@ def coefficients(members: int, parities: int) -> tuple[tuple[int, ...], ...]:
 def recover(
     lost: Sequence[int], members: Sequence[int], parities: Sequence[int], size: tuple[int, int]
 ) -> dict[int, tuple[Mapping[int, int], Mapping[int, int]]]:
-    """How each lost member follows from the others and from as many blocks of parity as there are lost ones.
+    """Return how each lost member follows from the others and from as many blocks of parity as there are lost members.
 
     Args:
         lost: places of members in the group.

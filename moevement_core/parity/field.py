@@ -37,12 +37,12 @@ _POWERS, _LOGARITHMS = _tables()
 
 
 def product(left: int, right: int) -> int:
-    """Of two elements."""
+    """Return the product of two elements."""
     return _POWERS[_LOGARITHMS[left] + _LOGARITHMS[right]] if left and right else 0
 
 
 def inverse(element: int) -> int:
-    """What gives 1 with ``element``, which is not 0."""
+    """Return the inverse of ``element``, which is not 0."""
     if not element:
         raise ZeroDivisionError("0 has no inverse in GF(256)")
     return _POWERS[255 - _LOGARITHMS[element]]
@@ -50,7 +50,7 @@ def inverse(element: int) -> int:
 
 @lru_cache(maxsize=32)
 def _products_of_words(coefficient: int) -> npt.NDArray[np.uint16]:
-    """Of each pair of bytes, uint16 ``[65536]``."""
+    """Return the product with each pair of bytes, uint16 ``[65536]``."""
     one = np.array([product(coefficient, value) for value in range(256)], dtype=np.uint16)
     words = np.arange(1 << 16)
     return (one[words >> 8] << np.uint16(8)) | one[words & 255]

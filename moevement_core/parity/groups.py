@@ -16,12 +16,12 @@ class Group:
 
     members: tuple[int, ...]
     holders: tuple[int, ...]
-    """Of the first block of parity, of the second ..."""
+    """Holder of the first block of parity, of the second, and so on."""
     width: int
     """Members of the widest group of the job, for which coefficients are made."""
 
     def place_of(self, rank: int) -> int:
-        """Of a member."""
+        """Return the position of a member."""
         return self.members.index(rank)
 
     @property
@@ -79,7 +79,7 @@ WIDEST = 8
 
 
 def still_do(groups: Groups, nodes: Sequence[Hashable], members: int, parities: int) -> bool:
-    """Whether every rank is in a group and no node has two parts of one, now that ranks are on ``nodes``."""
+    """Return whether every rank is in a group and no node has two parts of one, now that ranks are on ``nodes``."""
     if any(group.size != (members, parities) for group in groups):
         return False
     everyone = sorted(rank for group in groups for rank in group.members)

@@ -17,7 +17,9 @@ from moevement_core.snapshot.snapshot import Header, digest_of
 
 
 class ParityReceiver(Receiver):
-    """Of one member. Which blocks it wants it says with its answer: all of them, or those that did not come whole."""
+    """Receiver of one member's snapshots. Its answer names the blocks that it wants: all, or those that did not arrive
+    whole.
+    """
 
     def __init__(
         self, rank: int, store: MemberStore, transport: Transport, allowance: Allowance, report: Report

@@ -13,7 +13,7 @@ AT_ONCE = 2
 
 
 class Staging:
-    """Of one group. May be used from any thread."""
+    """Staging memory of one group. May be used from any thread."""
 
     def __init__(self) -> None:
         self._free = threading.Semaphore(AT_ONCE)

@@ -35,23 +35,23 @@ class Stripe:
     iteration: int
     total: Buffer
     headers: dict[int, Header] = field(default_factory=dict)
-    """By member that is in it, wholly or not yet."""
+    """Headers of the members that are in the sum, wholly or in part."""
     missing: dict[int, set[int]] = field(default_factory=dict)
-    """By member whose snapshot is on its way, the numbers of the blocks that are not in it yet."""
+    """Numbers of the blocks that are missing, by member whose snapshot is on its way."""
     digest: str | None = None
-    """Of the sum, once every member is in it."""
+    """Digest of the sum, once every member is in it."""
     users: int = 0
     """Threads that read it or add to it."""
     freed: bool = False
 
     @property
     def members(self) -> dict[int, Header]:
-        """Those that are in it wholly."""
+        """Headers of the members that are in the sum wholly."""
         return {source: header for source, header in self.headers.items() if source not in self.missing}
 
 
 class GroupStore:
-    """Of one group. May be used from any thread.
+    """Parity of one group. May be used from any thread.
 
     Args:
         group: whose members' snapshots come.
@@ -72,12 +72,12 @@ class GroupStore:
         """Held by the member's receiver that finds too little room until there is more."""
 
     def stripes(self) -> list[Stripe]:
-        """Those in which nobody is in part, by iteration."""
+        """Return the stripes in which no member is only in part, by iteration."""
         with self._lock:
             return [one for _, one in sorted(self._stripes.items()) if not one.missing]
 
     def schedules_of(self, source: int) -> dict[int, str]:
-        """Of the iterations of which ``source`` is in wholly, the id of the schedule."""
+        """Return the id of the schedule of each iteration in which ``source`` is wholly."""
         with self._lock:
             return {
                 iteration: one.headers[source].schedule
@@ -126,7 +126,7 @@ class GroupStore:
             stripe.missing[source].discard(number)
 
     def end(self, stripe: Stripe, source: int) -> None:
-        """No more comes of ``source`` now; it may not be in the sum wholly."""
+        """End the adding of ``source``, which may not be in the sum wholly."""
         with self._lock:
             stripe.users -= 1
             if not stripe.missing.get(source, True):
@@ -145,7 +145,7 @@ class GroupStore:
             self._release_unless_used(stripe)
 
     def lease(self, iteration: int) -> Stripe | None:
-        """One that stays as it is until :meth:`give_back`; nothing if it is gone, or is not what it was."""
+        """Return the stripe of an iteration, unchanged until :meth:`give_back`; None if it is gone or damaged."""
         with self._lock:
             stripe = self._stripes.get(iteration)
             if stripe is None or stripe.missing:
@@ -159,7 +159,7 @@ class GroupStore:
         return stripe
 
     def give_back(self, stripe: Stripe) -> None:
-        """It is not read any more."""
+        """Release a stripe: it is not read any more."""
         with self._lock:
             stripe.users -= 1
             self._release_unless_used(stripe)
@@ -209,7 +209,7 @@ class GroupStore:
 
 
 class MemberStore(PeerStore):
-    """What a group's parity holds of one member.
+    """Part of one member in a group's parity.
 
     Args:
         source: the member.
@@ -233,7 +233,7 @@ class MemberStore(PeerStore):
     @property
     @override
     def memory_bytes(self) -> int:
-        """All of the group's, told by its first member."""
+        """Bytes of the group's memory on its first member; 0 on the others."""
         return self.group.arena.nbytes if self.source == self.group.group.members[0] else 0
 
     @property
@@ -287,7 +287,7 @@ class MemberStore(PeerStore):
 
 
 def tensors_between(snapshot: Snapshot, header: Header, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """What a snapshot adds to bytes ``start`` to ``end`` of a sum: where, and its bytes.
+    """Yield the bytes of a snapshot that belong to bytes ``start`` to ``end`` of a sum, each with its position.
 
     Between its tensors it adds nothing: what is there in memory is of no snapshot.
 

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 
 _STEP_S = 0.1
-"""In which it is waited for: a main thread that runs nothing for long is taken to hang."""
+"""Seconds of one wait: a main thread that runs nothing for long counts as hanging."""
 
 
 def within[T](seconds: float, work: Callable[[], T]) -> T:
-    """What ``work`` returns, done on a thread of its own that is left behind if it takes too long.
+    """Return the result of ``work``, executed on a thread of its own that is left behind if it takes too long.
 
     Args:
         seconds: how long to wait for it.

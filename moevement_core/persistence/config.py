@@ -9,7 +9,7 @@ from moevement_core.flags import flag
 
 @dataclass(frozen=True)
 class DiskConfig:
-    """Windows on disk."""
+    """Configuration of windows on disk."""
 
     persist_dir: str | None = flag(
         "--moevement-persist-dir", metavar="DIR",

@@ -42,7 +42,7 @@ def owner_and_iteration(name: str) -> tuple[int, int] | None:
 
 
 def is_snapshot_file(name: str) -> bool:
-    """Whether a file of this name is one that :func:`write_snapshot` makes, finished or cut off."""
+    """Return whether a file of this name is one that :func:`write_snapshot` makes, finished or cut off."""
     return _NAME.fullmatch(name) is not None or _PARTIAL.fullmatch(name) is not None
 
 
@@ -117,7 +117,7 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def payload_start(path: Path) -> int:
-    """Where the tensors of a snapshot file begin.
+    """Return the offset at which the tensors of a snapshot file begin.
 
     Raises:
         SnapshotError: as :func:`read_header`.

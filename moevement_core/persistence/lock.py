@@ -1,4 +1,5 @@
-"""One job at a time writes to a folder: a lock with owner, host and heartbeat, also where several hosts share it.
+"""Lock of a folder, so that one job at a time writes to it: with owner, host and heartbeat, also where several hosts
+share it.
 
 The lock is a file that its holder creates (``O_EXCL``) and rewrites every few seconds. Clocks of different hosts are
 never compared: whoever finds a lock watches it by its own clock. If the file changes, the holder lives, and the folder
@@ -35,29 +36,29 @@ STALE_S = 15.0
 """Seconds without a heartbeat after which an observer takes the holder for dead."""
 _LOOK_S = 0.1
 _SETTLE_S = 0.2
-"""After a takeover: how long another observer may take between its last look and its rename."""
+"""Seconds after a takeover that another observer may take between its last look and its rename."""
 _RELEASE_S = 5.0
 _BYTES = 512
-"""Of the file, whatever it holds, so that a heartbeat overwrites all of it in one write."""
+"""Bytes of the file, whatever it holds, so that a heartbeat overwrites all of it in one write."""
 
 Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, as the file says."""
+    """Holder of a lock, as the file names it."""
 
     job: str
     token: str
-    """Of this one acquisition."""
+    """Token of this acquisition."""
     host: str
     machine: str
     """The boot and the process namespace in which ``pid`` means something."""
     pid: int
     started: str
-    """When the process was started, as its kernel counts: process ids are used again."""
+    """Start of the process by its kernel's count, because process ids are used again."""
     since: float
-    """When the lock was acquired, seconds since the epoch by the holder's clock."""
+    """Time of the acquisition, in seconds since the epoch by the holder's clock."""
     beat: int = 0
 
     @staticmethod
@@ -70,16 +71,16 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to be gone; False where that cannot be known from here."""
+        """Return whether the process is known to be gone; False where that cannot be known from here."""
         return is_gone(self.machine, self.pid, self.started)
 
     def sentence(self) -> str:
-        """Who and since when."""
+        """Return in words which job holds the lock, and since when."""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"job {self.job} (pid {self.pid} on {self.host}, since {since})"
 
     def encode(self) -> bytes:
-        """The file's bytes."""
+        """Return the bytes of the file."""
         return json.dumps(asdict(self)).encode().ljust(_BYTES - 1) + b"\n"
 
     @staticmethod
@@ -100,7 +101,7 @@ class FolderLock:
     def __init__(self, folder: Path, descriptor: int, mine: Holder, report: Report, beat_s: float) -> None:
         self.folder = folder
         self.lost: str | None = None
-        """Who holds it now, in words, once it is not this process any more."""
+        """Holder of the lock in words, once it is not this process any more; None before."""
         self._descriptor, self._mine, self._report, self._beat_s = descriptor, mine, report, beat_s
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._keep_fresh, name="moevement-lock", daemon=True)
@@ -207,7 +208,8 @@ def acquire(
 
 
 def other_holder(folder: Path, job: str) -> str | None:
-    """Who holds ``folder``, in words, if it is another job than ``job``; reads the file, which may take its time.
+    """Return in words the holder of ``folder``, if it is another job than ``job``; None otherwise. Reads the file,
+    which may take long.
 
     Raises:
         OSError: the folder cannot be read.

@@ -1,4 +1,4 @@
-"""What makes a window on disk loadable: one manifest for the whole job, written when every file of every rank is there.
+"""Manifest that makes a window on disk loadable: one for the whole job, written when every file of every rank is there.
 
 ``window_<iteration>_<job>.json`` beside the folder ``window_<iteration>_<job>``; the iteration is the one whose state
 the window gives. Where nodes have folders of their own, each gets the same manifest.
@@ -32,7 +32,7 @@ _UNSEALED = 1
 _MOST_BYTES = 64 << 20
 _MOST_SNAPSHOTS = 1 << 20
 MARKER = ".moevement-window"
-"""In the folder of every window, from before its first snapshot on: says that the folder is this project's."""
+"""Marker file in the folder of every window, from before its first snapshot on: the folder is this project's."""
 DATA_SETTINGS = "data"
 """The setting that holds, as a mapping, what decides which samples are drawn. It may differ where a window is loaded,
 and is named where the replay comes to another state."""
@@ -48,24 +48,25 @@ class Manifest:
     job: str
     """A name that only this start of the job has: the job's, and for its second start and later ones ``.N``."""
     first: int
-    """Its first snapshot; of every rank."""
+    """First snapshot of the window, the same on every rank."""
     last: int
-    """Its last one, with which the state is dense on every rank."""
+    """Last snapshot of the window, with which the state is dense on every rank."""
     reaches: int
     """The iteration whose dense state it gives."""
     progress: Mapping[str, int]
     """Iteration and consumed samples then."""
     settings: Mapping[str, Any]
-    """What another job must have in common with this one to load it."""
+    """Settings that another job must share to load the window."""
     arithmetic: tuple[str, ...] = ()
-    """Of each rank that wrote it, or one for all where they had the same (:mod:`moevement_core.arithmetic`); empty: it
-    is not known."""
+    """Arithmetic of each rank that wrote it, or one entry where all had the same (:mod:`moevement_core.arithmetic`);
+    empty if it is not known.
+    """
     is_sealed: bool = field(default=True, compare=False)
-    """Whether the file has a digest of all this; those of version 1 have none."""
+    """True if the file has a digest of all this; those of version 1 have none."""
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Name of the window's folder."""
         return f"window_{self.reaches:07d}_{self.job}"
 
     def other_settings(self, settings: Mapping[str, Any]) -> list[str]:
@@ -163,12 +164,14 @@ def _check(path: Path, manifest: Manifest) -> None:
 
 
 def manifests(directory: Path) -> list[Manifest]:
-    """All readable ones in ``directory``, the newest first."""
+    """Return all readable manifests in ``directory``, the newest first."""
     return manifests_and_refused(directory)[0]
 
 
 def manifests_and_refused(directory: Path) -> tuple[list[Manifest], dict[str, str]]:
-    """All readable ones in ``directory``, the newest first; and why others, by their windows' names, are not."""
+    """Return all readable manifests in ``directory``, the newest first; and the reason why others, by their windows'
+    names, are not readable.
+    """
     found, refused = [], dict[str, str]()
     for path in directory.glob("window_*.json"):
         try:
@@ -262,7 +265,7 @@ def remove_unfinished(directory: Path, start: str, but: str) -> None:
 
 
 def is_of_job(name: str, start: str) -> bool:
-    """Whether the window ``name`` was written by ``start`` or another start of the same job."""
+    """Return whether the window ``name`` was written by ``start`` or another start of the same job."""
     return name.rpartition("_")[2].split(".")[0] == start.split(".")[0]
 
 

@@ -50,30 +50,30 @@ _Identity = tuple[int, int, str]
 
 @dataclass(slots=True, eq=False)
 class _Window:
-    """One that is being written."""
+    """Window that is being written."""
 
     manifest: Manifest
     files: dict[_Identity, str]
-    """What this rank writes of it, and what each holds there: as :attr:`Header.contents`."""
+    """Files of the window that this rank writes, each with its content in the form of :attr:`Header.contents`."""
     is_whole: bool
-    """Whether all of each snapshot is written."""
+    """True if each snapshot is written whole."""
     older: dict[_Identity, str]
-    """Those of the window before that it has links to, likewise."""
+    """Files of the previous window that it has links to, in the same form."""
     writing: Writing = Writing.BUSY
-    """On this rank."""
+    """Progress of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Where this rank writes."""
+    """Folder in which this rank writes."""
 
     path: Path
     writes_manifest: bool
-    """Whether it is the first of the ranks that write there."""
+    """True if this is the first of the ranks that write there."""
 
 
 class WindowWriter:
-    """One rank's writer. All methods are for the training thread, and none of them waits for the disk but the last.
+    """Writer of one rank. All methods are for the training thread; only the last of them waits for the disk.
 
     Args:
         folder: where.
@@ -135,7 +135,7 @@ class WindowWriter:
 
     @property
     def writing(self) -> Writing:
-        """How far this rank is with the window that the job is writing, to be reported to all ranks."""
+        """Progress of this rank with the window that the job is writing, which is reported to all ranks."""
         return self._window.writing if self._window else Writing.NOTHING
 
     def learn(self, writing: Writing) -> None:
@@ -204,11 +204,11 @@ class WindowWriter:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread is at work, or waits for some."""
+        """Return whether its thread works, or waits for work."""
         return self._thread.is_alive()
 
     def _conclude(self, window: _Window, writing: Writing) -> None:
-        """What all ranks came to about ``window``, which they all have begun."""
+        """Finish ``window``, which all ranks have begun, with the result that all agreed on."""
         self._window = None
         if writing is Writing.FAILED:
             self.failed += 1
@@ -290,7 +290,9 @@ class WindowWriter:
         write_snapshot(folder, read_snapshot(before), lambda: not self._abandoned)
 
     def _is_linked(self, folder: Path, identity: _Identity, wanted: Mapping[_Identity, str]) -> bool:
-        """Whether the file is that of the window before, where windows overlap; not on a disk that has no links."""
+        """Return whether the file became a link to that of the previous window, where windows overlap; False on a disk
+        without links.
+        """
         before, written = self._last_written
         if before is None or written.get(identity) != wanted[identity]:
             return False
@@ -314,7 +316,7 @@ class WindowWriter:
             self._report(f"the manifest of iteration {manifest.reaches} is not written: {error}")
 
     def _discard(self, window: _Window) -> None:
-        """What this rank wrote of a window that will never be one, so that a full disk does not stay full."""
+        """Remove what this rank wrote of an abandoned window, so that a full disk does not stay full."""
         folder = self._folder.path / window.manifest.name
         with suppress(OSError):  # at the end: other ranks' files are still there
             for rank, iteration, _ in (*window.files, *window.older):
@@ -336,13 +338,13 @@ def _identity(snapshot: Snapshot) -> _Identity:
 
 
 def _written(snapshot: Snapshot, *, is_whole: bool) -> str:
-    """What its file holds."""
+    """Return the content of a snapshot's file."""
     header = snapshot.header
     return header.contents if is_whole or header.on_disk is None else header.on_disk.contents
 
 
 def _still_needed(files: Mapping[_Identity, str], before: Mapping[_Identity, str]) -> dict[_Identity, str]:
-    """Of older files of each rank those that hold the newest full state of some operator."""
+    """Return the older files of each rank that hold the newest full state of some operator."""
     needed = {}
     for rank in {rank for rank, *_ in files}:
         newest = np.zeros(0, dtype=np.bool_)

@@ -1,1 +1,1 @@
-"""What is saved when: window, order, schedule, reorder trigger. Pure decisions, the same live and simulated."""
+"""Decisions on what is saved when: window, order, schedule, reorder trigger. Pure, the same live and simulated."""

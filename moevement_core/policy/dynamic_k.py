@@ -1,4 +1,4 @@
-"""How many experts are saved as tokens are lost (MoC-System, section 5.3, "Dynamic-K")."""
+"""Growth of the number of saved experts as tokens are lost (MoC-System, section 5.3, "Dynamic-K")."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 PLT_LIMIT = 0.0375
 """Share of lost tokens up to which no harm was found (section 3.1.2)."""
 FIRST_SHARE = 8
-"""Of the experts an eighth is saved at first, unless it is given."""
+"""Divisor of E for the first number of saved experts: an eighth, unless it is given."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class DynamicK:
 
     @staticmethod
     def of(experts: int | None, most: int, limit: float) -> DynamicK:
-        """With so many at first; None: an eighth."""
+        """Return a policy that begins with so many experts; None: with an eighth."""
         return DynamicK(min(experts or math.ceil(most / FIRST_SHARE), most), most, limit)
 
     def after(self, experts: int, proportion: float) -> int:
@@ -39,7 +39,8 @@ class DynamicK:
         return experts
 
     def _share_of_limit(self, experts: int) -> float:
-        """What may be lost with K as it is: with each doubling more of the limit, and all of it before K = E.
+        """Return the share of tokens that may be lost at this K: more of the limit with each doubling, and all of it
+        before K = E.
 
         MoC-System doubles K where the share lost surpasses "its limit" and does not say which part that is; with equal
         parts the limit is kept as long as no failure costs more than one.

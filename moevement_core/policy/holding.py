@@ -1,4 +1,4 @@
-"""How much is held at most of snapshots that are freed as early as any way back allows. Pure.
+"""Most bytes held by snapshots that are freed as early as any restore point allows. Pure.
 
 Windows repeat, so what is held repeats: any so many snapshots in a row, of which the oldest are a persisted run. What a
 newer full state has superseded of those is given back before the whole snapshot is.
@@ -52,8 +52,8 @@ def kept_of_table(schedule: Schedule, rank: int = 0) -> Kept:
 
 
 def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
-    """How many slots after each slot the full state of each operator is saved again, int64 ``[operators]``; a window's
-    length where that is never. What :meth:`Schedule.superseded` says of every slot and step, in one pass.
+    """Return after how many slots the full state of each operator is saved again, for each slot, int64 ``[operators]``;
+    a window's length if never. One pass over all answers of :meth:`Schedule.superseded`.
     """
     size = schedule.size
     saved = [schedule.contents_of_slot(slot) for slot in range(size)]
@@ -68,7 +68,7 @@ def _superseded_after(schedule: Schedule) -> dict[int, npt.NDArray[np.int64]]:
 
 
 def superseded(held: Mapping[int, Contents], last: int) -> dict[int, npt.NDArray[np.bool_]]:
-    """What nobody needs any more of ``held`` when no way back ends before ``SS_last``.
+    """Return the parts of ``held`` that are not needed if no restore point ends before ``SS_last``.
 
     Returns:
         By iteration, of those of which it is something: the operators whose gradients are followed by a newer full

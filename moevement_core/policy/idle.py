@@ -1,4 +1,4 @@
-"""When in an iteration the network is idle (GEMINI, section 5), from what went over it in some iterations."""
+"""Idle spans of the network within an iteration (GEMINI, section 5), from its traffic in some iterations."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 SLOTS = 100
 """Parts that an iteration is looked at in."""
 BUSY_SHARE = 0.1
-"""Of the most that any sample saw in a second: what moves more is training's communication."""
+"""Share of the highest rate of any sample; a sample with more is training's communication."""
 OFTEN = 0.25
 """A part is busy that is busy in more than this share of the iterations."""
 FILLED = 0.8
@@ -19,17 +19,17 @@ FILLED = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What went over the network in a moment of an iteration."""
+    """Network traffic in one moment of an iteration."""
 
     offset_s: float
-    """Of its end, from the beginning of the iteration."""
+    """Seconds from the beginning of the iteration to the end of the moment."""
     length_s: float
     nbytes: int
 
 
 @dataclass(frozen=True)
 class IdleSpans:
-    """Of an iteration; empty where nothing is known: then all of it is idle."""
+    """Idle spans of an iteration. Without information all of it is idle."""
 
     iteration_s: float = math.inf
     spans: tuple[tuple[float, float], ...] = ((0.0, math.inf),)
@@ -37,7 +37,7 @@ class IdleSpans:
 
     @property
     def idle_s(self) -> float:
-        """In an iteration."""
+        """Idle seconds in an iteration."""
         return sum(end - begin for begin, end in self.spans)
 
     def wait_s(self, offset_s: float) -> float:

@@ -1,4 +1,4 @@
-"""How often everything is saved: intervals that hide a checkpoint, or keep what it costs below a cap."""
+"""Intervals of dense checkpoints: those that hide a checkpoint, or keep its cost below a cap."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from moevement_core.operators import OperatorTable
 
 Tokens = npt.NDArray[np.int64]
-"""By operator; 0 for what is no expert."""
+"""Token counts by operator; 0 for an operator that is no expert."""
 
 
 def turns(table: OperatorTable) -> dict[int, list[int]]:
@@ -56,7 +56,8 @@ def chosen(order: dict[int, list[int]], experts: int, turn: int) -> list[int]:
 
 
 def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int, count: int) -> list[list[int]]:
-    """Those of :func:`chosen` that are written to disk (persist-PEC, section 5.1): who has waited for the longest.
+    """Return those of the :func:`chosen` experts that are written to disk (persist-PEC, section 5.1): the ones that
+    have waited longest.
 
     Args:
         order: as in :func:`chosen`.
@@ -82,20 +83,20 @@ def persisted(order: dict[int, list[int]], experts: int, first: int, turns_: int
 
 @dataclass(frozen=True)
 class LostTokens:
-    """What a recovery costs whose experts are older than the rest of the state."""
+    """Tokens lost in a recovery whose experts are older than the rest of the state."""
 
     by_expert: Mapping[str, int] = field(default_factory=dict)
     """Routed tokens whose updates it lost, by operator; those that lost none are left out."""
     shares: Mapping[int, float] = field(default_factory=dict)
-    """By layer with experts: the share of all tokens so far that this and earlier recoveries lost."""
+    """Share of all tokens so far that this and earlier recoveries lost, by layer with experts."""
 
     def __or__(self, other: LostTokens) -> LostTokens:
-        """Of both stages, or of one that says the same twice."""
+        """Return the losses of both stages, or of one that is reported twice."""
         return LostTokens({**self.by_expert, **other.by_expert}, {**self.shares, **other.shares})
 
     @property
     def total(self) -> int:
-        """Routed tokens."""
+        """Number of routed tokens lost."""
         return sum(self.by_expert.values())
 
     @property
@@ -106,25 +107,25 @@ class LostTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenAccount:
-    """How many tokens each expert has got, and how many of them left no trace."""
+    """Account of the tokens that each expert has processed, and of those whose updates were lost."""
 
     routed: Tokens
-    """All that the state came by, each routed copy of a token one."""
+    """Tokens that the state has processed; each routed copy of a token counts as one."""
     lost: Tokens
-    """Those of them whose updates a recovery lost."""
+    """Tokens among them whose updates a recovery lost."""
 
     @classmethod
     def empty(cls, operators: int) -> TokenAccount:
-        """Before anything ran."""
+        """Return the account before anything ran."""
         return cls(np.zeros(operators, dtype=np.int64), np.zeros(operators, dtype=np.int64))
 
     def with_routed(self, counts: npt.NDArray[np.float64]) -> TokenAccount:
-        """After an iteration, or several."""
+        """Return the account after one or several iterations."""
         return TokenAccount(self.routed + np.rint(counts).astype(np.int64), self.lost)
 
     @property
     def kept(self) -> Tokens:
-        """Those whose updates are in the state."""
+        """Tokens whose updates are in the state."""
         return self.routed - self.lost
 
     def back_to(self, versions: Tokens) -> TokenAccount:
@@ -135,7 +136,7 @@ class TokenAccount:
         return TokenAccount(self.routed.copy(), self.routed - versions)
 
     def lost_since(self, before: TokenAccount, table: OperatorTable) -> LostTokens:
-        """What has been lost since ``before``, and the shares of all that was."""
+        """Return the tokens lost since ``before``, and the shares of all losses."""
         lost = self.lost - before.lost
         by_expert = {name: int(one) for name, one in zip(table.names, lost.tolist(), strict=True) if one}
         shares = {}

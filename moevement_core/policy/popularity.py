@@ -1,4 +1,4 @@
-"""How popular experts are, and in which order operators are saved for it (MoEvement section 3.5, appendices B and E).
+"""Popularity of experts, and the order in which operators are saved for it (MoEvement section 3.5, appendices B and E).
 
 Operators that are saved late in a window stay frozen long in a replay, and a frozen operator costs no weight gradient
 and no optimizer step. So the experts with the most tokens come last, and behind them what serves every token: gates,
@@ -22,7 +22,7 @@ Order = npt.NDArray[np.intp]
 
 
 class Ordering(StrEnum):
-    """By what operators are ordered."""
+    """Rules by which operators are ordered."""
 
     HARD_COUNT = "hard"
     """Tokens routed to the expert, over the run (section 3.5)."""
@@ -33,12 +33,14 @@ class Ordering(StrEnum):
     CAPACITY = "capacity"
     """Tokens over the expert's capacity (appendix B)."""
     BACK_TO_FRONT = "back-to-front"
-    """From the head to the embedding, whatever the counts (appendix E; the default of a model without experts)."""
+    """Order from the head to the embedding, whatever the counts (appendix E; the default of a model
+    without experts).
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class OrderingConfig:
-    """How popularity is measured."""
+    """Configuration of how popularity is measured."""
 
     ordering: Ordering = Ordering.HARD_COUNT
     alpha: float = 0.9

@@ -34,12 +34,12 @@ class RecoverableRun:
 
     @property
     def is_redone(self) -> bool:
-        """Whether updates are made again from gradients, and no iteration is run, up to ``last``."""
+        """True if updates up to ``last`` are repeated from gradients, and no iteration is executed."""
         return False
 
     @property
     def is_stale(self) -> bool:
-        """Whether some operators are older than others in the state that it gives: updates of them are lost."""
+        """True if some operators are older than others in the restored state: updates of them are lost."""
         return False
 
     @property
@@ -56,7 +56,8 @@ class RecoverableRun:
         return self.full_at < iteration
 
     def loads(self, iteration: int) -> npt.NDArray[np.int8]:
-        """What is loaded of each operator from ``SS_iteration`` before the next one is replayed, int8 ``[operators]``.
+        """Return what is loaded of each operator from ``SS_iteration`` before the next iteration is replayed, int8
+        ``[operators]``.
 
         Full state where it becomes active, compute weights while it is still frozen, nothing once it is active.
         """
@@ -100,7 +101,7 @@ def recoverable_runs(snapshots: Mapping[int, Contents], until: int | None = None
 
 
 def open_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Where a run begins, newest first, that is recoverable or still may become so with the snapshots to come.
+    """Yield the beginnings of runs that are recoverable or may become so with coming snapshots, the newest first.
 
     The newest of ``snapshots`` must be the last one taken: no run reaches over one that was left out.
     """
@@ -112,7 +113,8 @@ def open_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
 def _backwards(
     snapshots: Mapping[int, Contents], beyond: bool
 ) -> Iterator[tuple[int, npt.NDArray[np.bool_], npt.NDArray[np.int64]]]:
-    """From the newest snapshot back: which operators a run that begins there has weights of, all the way.
+    """Go from the newest snapshot back; yield for each which operators a run that begins there has weights of
+    throughout.
 
     Args:
         snapshots: what each holds.

@@ -47,7 +47,7 @@ def redo_runs(
 
 
 def open_redo_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Where such a run begins, newest first, that is there or may still come with the snapshots that follow.
+    """Yield the beginnings of runs that exist or may be completed by coming snapshots, the newest first.
 
     The newest of ``snapshots`` must be the last one taken.
     """

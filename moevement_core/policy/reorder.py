@@ -1,4 +1,4 @@
-"""When the order of operators is rebuilt (MoEvement section 3.5): at a window boundary, if popularity has moved."""
+"""Trigger for a new order of operators (MoEvement section 3.5): at a window boundary, if popularity has moved."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from moevement_core.policy.popularity import Scores, checked
 
 @dataclass(frozen=True, slots=True)
 class ReorderThresholds:
-    """How much has to change."""
+    """Thresholds of the change that triggers a new order."""
 
     share_change: float = 0.10
-    """By how much an expert's activation share must have changed, relative to what it was, to count as changed."""
+    """Relative change of an expert's activation share beyond which it counts as changed."""
     fraction: float = 0.25
-    """Of how many experts it must have changed: more than this fraction of them."""
+    """Share of the experts that must have changed: more than this."""
 
     def __post_init__(self) -> None:
         for name, most in (("share_change", np.inf), ("fraction", 1.0)):
@@ -64,11 +64,11 @@ class ReorderTrigger:
         return float(np.mean(change > self.thresholds.share_change * before * now_total))
 
     def should_reorder(self, scores: Scores) -> bool:
-        """Whether enough experts have changed; call :meth:`ordered` after acting on it."""
+        """Return whether enough experts have changed; call :meth:`ordered` after acting on it."""
         return self.changed_fraction(scores) > self.thresholds.fraction
 
 
 def _layer_totals(scores: Scores, layers: npt.NDArray[np.int64]) -> Scores:
-    """For each expert the sum over its layer, 1 where that is zero: a share of nothing is nothing."""
+    """Return for each expert the sum over its layer, 1 where that is zero: a share of nothing is nothing."""
     totals = np.bincount(layers, weights=scores)[layers]
     return np.where(totals > 0, totals, 1.0)

@@ -1,4 +1,4 @@
-"""What a state can be restored from among snapshots that are there, whatever way they were taken."""
+"""Restore points among existing snapshots, whichever strategy captured them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def restore_points(snapshots: Mapping[int, Contents], until: int | None = None) 
 
 
 def open_starts(snapshots: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
-    """Where such a run begins that is there or may still come with the snapshots that follow; some twice.
+    """Yield the beginnings of restore points that exist or may be completed by coming snapshots; some twice.
 
     Args:
         snapshots: what each holds.

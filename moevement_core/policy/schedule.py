@@ -1,4 +1,4 @@
-"""What every snapshot holds, through every change of it (``GenerateSchedule()`` of MoEvement's Algorithm 1).
+"""Content of every snapshot, through every change of schedules (``GenerateSchedule()`` of MoEvement's Algorithm 1).
 
 ``SS_t`` is the snapshot of ``state@t``. A :class:`Schedule` says of each iteration what its snapshot holds, if one is
 taken at all; strategies make them (:mod:`moevement_core.strategies`). A :class:`ScheduleHistory` strings schedules
@@ -23,19 +23,19 @@ from moevement_core.operators import OperatorTable
 
 
 class Saved(IntEnum):
-    """What a snapshot holds of an operator."""
+    """Kinds of an operator's state in a snapshot."""
 
     NOTHING = 0
     COMPUTE = 1
     FULL = 2
     GRADIENT = 3
-    """What the update to this iteration's state was made from."""
+    """Gradients that the update to this iteration's state was made from."""
     OMITTED = 4
     """Nothing: a recovery takes the newest older version, and the updates since are lost."""
 
 
 Contents = npt.NDArray[np.int8]
-"""What a snapshot holds of each operator of the table, :class:`Saved` as int8 ``[operators]``."""
+"""Content of a snapshot for each operator of the table, :class:`Saved` as int8 ``[operators]``."""
 
 LAG_ALLOWANCE = 2
 """Iterations by which peers may trail before a window has to be abandoned: buffers are set aside for so many."""
@@ -46,7 +46,9 @@ Peers set buffers aside for so many."""
 
 @dataclass(frozen=True, eq=False)
 class Schedule(ABC):
-    """What is saved from ``start`` on, again and again in windows. Plain data: ranks that agree on it save the same."""
+    """Schedule of snapshots from ``start`` on, repeated in windows. Plain data: ranks that agree on
+    it save the same.
+    """
 
     table: OperatorTable
     start: int = field(default=0, kw_only=True)
@@ -65,33 +67,33 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def snapshots(self) -> int:
-        """How many snapshots a window has."""
+        """Number of snapshots in a window."""
 
     @property
     def reach(self) -> int:
-        """How many iterations of snapshots are taken at once where a job starts."""
+        """Iterations whose snapshots are captured at once where a job starts."""
         return self.size
 
     @property
     @abstractmethod
     def is_dense(self) -> bool:
-        """Whether each snapshot holds the full state of every operator."""
+        """True if each snapshot holds the full state of every operator."""
 
     @property
     def reorders(self) -> bool:
-        """Whether one of the same size may follow that saves operators in another order."""
+        """True if a schedule of the same size may follow that saves operators in another order."""
         return True
 
     @abstractmethod
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """What snapshots of ``slot`` hold of each operator; nothing if none is taken in it."""
+        """Return what snapshots of ``slot`` hold of each operator; None if none is captured in it."""
 
     supersedes: ClassVar[bool] = False
-    """Whether parts of a snapshot are of no use any more before all of it is."""
+    """True if parts of a snapshot become useless before all of it does."""
 
     def superseded(self, slot: int, later: int) -> npt.NDArray[np.bool_]:
-        """Of a snapshot of ``slot`` the operators of which nothing is needed any more once the ``later`` slots after
-        it are persisted, bool ``[operators]``.
+        """Return the operators of a snapshot of ``slot`` that are not needed once the ``later`` slots after it are
+        persisted, bool ``[operators]``.
 
         What an update was made from is of no use where the full state after it is there.
         """
@@ -102,7 +104,7 @@ class Schedule(ABC):
         return (its == Saved.GRADIENT) & np.logical_or.reduce([np.zeros(len(its), dtype=bool), *newer])
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
-        """What of a snapshot of ``slot`` is written to disk; None: all of it."""
+        """Return what is written to disk of a snapshot of ``slot``; None: all of it."""
         return None
 
     @abstractmethod
@@ -111,7 +113,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def may_begin_at(self, iteration: int) -> bool:
-        """Whether a run may begin with ``SS_iteration``, after some that were left out."""
+        """Return whether a run may begin with ``SS_iteration``, after some that were left out."""
 
     @abstractmethod
     def slots_kept(self, lag: int, *, to_disk: bool) -> int:
@@ -128,10 +130,12 @@ class Schedule(ABC):
 
     @abstractmethod
     def iterations_logged(self, lag: int, *, to_disk: bool) -> int:
-        """How far back logs and records reach at most: no plan begins before the oldest snapshot that is kept."""
+        """Return how many iterations logs and records reach back at most: no plan begins before the oldest snapshot
+        that is kept.
+        """
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """How far back they reach while nothing breaks."""
+        """Return how many iterations they reach back while nothing breaks."""
         return self.iterations_logged(lag, to_disk=to_disk)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
@@ -190,11 +194,11 @@ class Schedule(ABC):
         return max(self.start, iteration + (self.start - iteration) % self.size)
 
     def contents(self, iteration: int) -> Contents | None:
-        """What ``SS_iteration`` holds of each operator; nothing if it is not taken."""
+        """Return what ``SS_iteration`` holds of each operator; None if it is not captured."""
         return self.contents_of_slot(self.slot(iteration))
 
     def slots(self) -> list[int]:
-        """Those of a window in which a snapshot is taken."""
+        """Return the slots of a window in which a snapshot is captured."""
         return [slot for slot in range(self.size) if self.contents_of_slot(slot) is not None]
 
 
@@ -215,7 +219,7 @@ class ScheduleHistory:
 
     @property
     def all(self) -> tuple[Schedule, ...]:
-        """Those that are remembered, the oldest first."""
+        """Schedules that are remembered, the oldest first."""
         return tuple(self._schedules)
 
     @property
@@ -244,7 +248,7 @@ class ScheduleHistory:
         return tuple(self._schedules[max(0, self._index(iteration)) :])
 
     def contents(self, iteration: int) -> Contents | None:
-        """What ``SS_iteration`` holds of each operator; nothing if it is not taken."""
+        """Return what ``SS_iteration`` holds of each operator; None if it is not captured."""
         return self.at(iteration).contents(iteration)
 
     def change(self, now: int, to: Schedule) -> Schedule:

@@ -1,4 +1,4 @@
-"""How skewed the popularity of experts is, and popularities of a wanted skew (MoEvement appendix D)."""
+"""Skew of the popularity of experts, and popularities of a wanted skew (MoEvement appendix D)."""
 
 from __future__ import annotations
 

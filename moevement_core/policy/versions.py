@@ -34,12 +34,12 @@ class VersionRun(NewestStateRun):
 
     @property
     def is_stale(self) -> bool:
-        """Whether some operators are older than others."""
+        """True if some operators are older than others."""
         return True
 
     @property
     def is_redone(self) -> bool:
-        """Whether any version ends with gradients."""
+        """True if any version ends with gradients."""
         return bool((self.version_at > self.full_at).any())
 
     @override
@@ -54,7 +54,7 @@ class VersionRun(NewestStateRun):
 
     @property
     def snapshots(self) -> set[int]:
-        """Those that are read."""
+        """Snapshots that are read."""
         pairs = set(zip(self.full_at.tolist(), self.version_at.tolist(), strict=True))
         return {self.last}.union(*(range(full, version + 1) for full, version in pairs))
 
@@ -87,7 +87,9 @@ NEVER = -(1 << 40)
 
 
 def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
-    """Where such a run may still begin: with every snapshot that is newer than the beginning of the newest run."""
+    """Yield where such a run may still begin: with every snapshot that is newer than the beginning
+    of the newest run.
+    """
     newest = next(version_runs(snapshots), None)
     for iteration, saved in snapshots.items():
         if leaves_out(saved) and (newest is None or iteration > newest.first):
@@ -95,7 +97,7 @@ def open_version_starts(snapshots: Mapping[int, Contents]) -> Iterator[int]:
 
 
 def leaves_out(saved: Contents) -> bool:
-    """Whether a snapshot leaves operators to older ones."""
+    """Return whether a snapshot leaves operators to older ones."""
     return bool((saved == Saved.OMITTED).any())
 
 

@@ -1,4 +1,5 @@
-"""How many iterations a snapshot of everything is spread over: the sparse window (MoEvement section 3.5, Algorithm 1).
+"""Size of the sparse window: iterations over which a snapshot of everything is spread (MoEvement section 3.5, Algorithm
+1).
 
 Two answers live here. :func:`find_window_size` is the paper's, for operators of one size and one bandwidth.
 :func:`choose_window` is what live runs use: sizes as they are, one row for each rank of a stage, and two budgets, what
@@ -32,7 +33,7 @@ from moevement_core.operators import OperatorTable
 from moevement_core.policy.popularity import Order
 
 ROUNDING = 1e-6
-"""Of an iteration: what is not worth one more."""
+"""Share of an iteration that is not worth one more iteration."""
 _BALANCE_STEPS = 10  # the peak is balanced to within 1/1024 of the budget
 
 
@@ -40,21 +41,21 @@ class WindowKind(StrEnum):
     """Which operators a slot saves compute weights of."""
 
     ALIGNED = "aligned"
-    """Those of later slots (the paper's). Recovery needs a whole window: rollback of W to 2W iterations."""
+    """Operators of later slots (the paper's kind). Recovery needs a whole window: rollback of W to 2W iterations."""
     ROLLING = "rolling"
-    """All other operators. Any W consecutive snapshots recover: rollback of W iterations, at more bytes."""
+    """Every other operator. Any W consecutive snapshots recover: rollback of W iterations, at more bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaperWindow:
-    """What ``FindWindowSize()`` returns."""
+    """Result of the paper's ``FindWindowSize()``."""
 
     window: int
     """W_sparse, iterations."""
     active: int
     """O_Active, operators that a slot saves in full."""
     fits: bool
-    """Whether the first snapshot takes no longer than an iteration. The paper stops at two operators either way."""
+    """True if the first snapshot takes no longer than an iteration. The paper stops at two operators either way."""
 
 
 def find_window_size(
@@ -100,14 +101,14 @@ def find_window_size(
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one rank can move in one iteration without stalling it."""
+    """Budget of one rank: what it can move in an iteration without stalling it."""
 
     iteration_s: float
     """Seconds of an iteration."""
     d2h_bytes_per_s: float
     """Copies from device to host."""
     replication_bytes_per_s: float = math.inf
-    """What the network carries for this rank beside training; infinite if nothing is replicated."""
+    """Rate of the network for this rank beside training; infinite if nothing is replicated."""
     replicas: int = 2
     """r: peers that every snapshot is sent to (MoEvement section 3.2)."""
     reserved_d2h_bytes: float = 0.0
@@ -130,17 +131,17 @@ class Budget:
 
     @property
     def d2h_bytes(self) -> float:
-        """What copies can move in an iteration."""
+        """Bytes that copies can move in an iteration."""
         return self.d2h_bytes_per_s * self.iteration_s - self.reserved_d2h_bytes
 
     @property
     def replication_bytes(self) -> float:
-        """How large a snapshot may be for the network to carry it to every peer in an iteration."""
+        """Largest snapshot that the network carries to every peer in an iteration, in bytes."""
         return self.replication_bytes_per_s * self.iteration_s / self.replicas if self.replicas else math.inf
 
     @property
     def bytes(self) -> float:
-        """How large a snapshot may be: the smaller of both."""
+        """Largest snapshot in bytes: the smaller of both limits."""
         return min(self.d2h_bytes, self.replication_bytes)
 
     @property
@@ -167,15 +168,15 @@ class Window:
 
     kind: WindowKind
     ends: tuple[int, ...]
-    """Where each slot ends in the order; its length is W."""
+    """Position in the order at which each slot ends; its length is W."""
     slot_bytes: npt.NDArray[np.int64]
-    """What each slot weighs on each rank, int64 ``[ranks, W]``."""
+    """Bytes of each slot on each rank, int64 ``[ranks, W]``."""
     budget_bytes: float
-    """What a slot may weigh; infinite for an imposed window that had no budget."""
+    """Bytes that a slot may have; infinite for an imposed window without a budget."""
 
     @property
     def size(self) -> int:
-        """W, iterations."""
+        """Size of the window W, in iterations."""
         return len(self.ends)
 
     @property
@@ -266,7 +267,7 @@ class _Cutter:
         self._gain = [row.tolist() for row in self._full - self._compute]
 
     def _before(self, start: int) -> npt.NDArray[np.int64]:
-        """What does not depend on the end of a slot that begins at ``start``, int64 ``[ranks]``."""
+        """Return the bytes that do not depend on the end of a slot that begins at ``start``, int64 ``[ranks]``."""
         before = self._compute[:, -1] - self._full[:, start]
         return before + self._compute[:, start] if self._kind is WindowKind.ROLLING else before
 
@@ -300,7 +301,7 @@ class _Cutter:
         return ends
 
     def balanced(self, slots: int, low: float, high: float) -> list[int]:
-        """At most ``slots`` slots of about the least possible peak, given that ``high`` suffices."""
+        """Return at most ``slots`` slots of about the least possible peak, given that ``high`` suffices."""
         best = self.greedy(high, most=slots)
         for _ in range(_BALANCE_STEPS):
             middle = (low + high) / 2

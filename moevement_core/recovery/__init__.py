@@ -1,1 +1,1 @@
-"""From snapshots back to a dense state: which are used, where they come from, the replay, and what was checked."""
+"""Recovery of a dense state from snapshots: agreement, scope, plan, fetches, replay and checks."""

@@ -1,4 +1,4 @@
-"""What an operator of the job sees of a recovery: one block in the log, one event, and a timeline."""
+"""Account of a recovery for the operator of the job: a block in the log, an event, and a timeline."""
 
 from __future__ import annotations
 
@@ -11,65 +11,66 @@ from moevement_core.recovery.outcome import Recovery
 from moevement_core.words import counted, spares_words
 
 PARTS = ("interrupted recoveries", "detect", "abort", "regroup", "set up and fetch", "enter the loop", "replay")
-"""Of a recovery, in their order; the first where it was begun more than once."""
+"""Names of the parts of a recovery, in order; the first one occurs only if an earlier recovery was interrupted."""
 
 
 @dataclass(frozen=True)
 class Account:
-    """One recovery, from the failure to the first new iteration. Times are seconds since the epoch, of all ranks the
-    latest; the same on every rank.
+    """Account of one recovery, from the failure to the first new iteration; the same on every rank. Times are seconds
+    since the epoch, each the latest of all ranks.
     """
 
     kind: ClassVar[str] = "failure"
     generation: int
     failures: Sequence[str]
-    """Who failed and how, in words."""
+    """Failed ranks, and how each of them failed, as text."""
     noticed_by: str
-    """By what (supervisor, reset, lease), and how many seconds after the last word of who is lost."""
+    """Source that reported the failure (supervisor, reset, lease), and its delay in seconds, as text."""
     failed_at: float
-    """When who failed was seen to end, or was heard of for the last time."""
+    """Time at which the first failed process was seen to end, or was last heard from."""
     interrupted_at: float
-    """When ranks were interrupted and their communication was aborted."""
+    """Time at which ranks were interrupted and their communication was aborted."""
     left_at: float
-    """When the last one had stopped what it did."""
+    """Time at which the last rank had left the interrupted generation."""
     formed_at: float
-    """When every rank was given out again."""
+    """Time at which every rank was assigned to a process again."""
     usable_at: float
-    """When process groups were there again."""
+    """Time at which process groups were ready again."""
     prepared_at: float
-    """When state was found and fetched, and new ranks were built."""
+    """Time at which state was found and fetched, and replacements were built."""
     replay_at: float
-    """When the training loop had been entered and the replay began."""
+    """Time at which ranks had entered the training loop and the replay began."""
     resumed_at: float
-    """When all of the state was there."""
+    """Time at which all state was restored."""
     scope: str
     recovery: Mapping[str, Any] | None
-    """What was replayed; None if nothing was lost."""
+    """Fields of the recovery event; None if no state was lost."""
     effective: float | None
-    """Effective training time ratio so far: iterations committed, each once, over the time since the job was formed."""
+    """Effective training time ratio so far: time of committed iterations, each once, over time since the job formed."""
     kept: str
-    """What was compared of the state that ranks kept, in words."""
+    """Result of comparing the state that survivors kept, as text."""
     spares: int
-    """Spares that were ready when the job was formed again."""
+    """Number of spares that were ready when the job was formed again."""
     copies: str
-    """Whether everything is kept as often as it should be."""
+    """State of replication as text: complete, or the snapshots that are still to be copied to peers."""
     starting: int = 0
-    """Spares that were being started then, in the place of processes that ended."""
+    """Number of spares that were being started then, in place of processes that ended."""
     survivors: str = ""
-    """How many ranks kept their state, and how many of these were compared, in words."""
+    """Number of ranks that kept their state, and of these the number compared, as text."""
     earlier: Sequence[str] = ()
-    """Who had failed before, and how, where the recovery from that was interrupted by this failure."""
+    """Earlier failures, as text, whose recovery this failure interrupted."""
     first_failed_at: float | None = None
-    """When the first of them had; None: there are none."""
+    """Time of the first earlier failure; None if there is none."""
     leaving: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of each phase in which ranks left the generation that was interrupted, on the slowest rank: ``shut_down``
-    connections, ``drain``, ``abort`` communicators, ``unwind`` the main thread, ``collect`` what is left."""
+    """Seconds of each phase in which ranks left the interrupted generation, on the slowest rank: ``shut_down``
+    connections, ``drain`` background threads, ``abort`` communicators, ``unwind`` the main thread, ``collect`` unused
+    memory."""
     free_bytes: int | None = None
-    """Device memory that was free on the rank with the least, when all had left and before communicators were made
-    again (on CPUs: host memory); None if no rank has used a device."""
+    """Bytes of device memory that were free on the rank with the least, after all ranks had left and before
+    communicators were created again (on CPUs: host memory); None if no rank has used a device."""
 
     def parts(self) -> dict[str, float]:
-        """Seconds by part, in order."""
+        """Return the seconds of each part of the recovery, in order."""
         times = (
             self.first_failed_at, self.failed_at, self.interrupted_at, self.left_at, self.usable_at, self.prepared_at,
             self.replay_at, self.resumed_at,
@@ -82,7 +83,7 @@ class Account:
 
     @property
     def total_s(self) -> float:
-        """From the failure to the resumption; where recoveries were interrupted before, from the first failure."""
+        """Seconds from the failure to the resumption; from the first failure if earlier recoveries were interrupted."""
         return max(0.0, self.resumed_at - self._began_at)
 
     @property
@@ -90,25 +91,25 @@ class Account:
         return self.failed_at if self.first_failed_at is None else self.first_failed_at
 
     def lines(self, *, is_verbose: bool = False) -> list[str]:
-        """Return the block in the log; with all that is known of the recovery if ``is_verbose``."""
-        found = Recovery(**self.recovery) if self.recovery is not None else None
+        """Return the lines of the block in the log, with all details if ``is_verbose``."""
+        recovery = Recovery(**self.recovery) if self.recovery is not None else None
         rows = [
             ("failed", "; ".join(self.failures) or "no rank; all ranks restarted"),
             ("before", f"{'; '.join(self.earlier)}; this failure interrupted that recovery" if self.earlier else ""),
             ("noticed", self.noticed_by),
             ("scope", self.scope),
-            ("restored", _restored(found)),
-            ("replayed", _replayed(found)),
+            ("restored", _restored(recovery)),
+            ("replayed", _replayed(recovery)),
             ("seconds", "  ".join(f"{name} {seconds:.2f}" for name, seconds in self.parts().items())),
             ("", f"total {self.total_s:.2f}"),
-            ("lost", found.losses if found is not None else ""),
-            ("verified", "nothing to verify: no state was lost" if found is None else found.verified),
+            ("lost", recovery.losses if recovery is not None else ""),
+            ("verified", "nothing to verify: no state was lost" if recovery is None else recovery.verified),
             ("survivors", (self.kept if is_verbose else self.survivors) or self.kept),
             ("copies", self.copies),
             ("spares", spares_words(self.spares, self.starting)),
             ("ETTR", f"{self.effective:.1%} so far" if self.effective is not None else ""),
             ("leaving", self._left if is_verbose and self.leaving else ""),
-            ("fed", f"{found.fed_bytes / 1e6:.1f} MB from logs" if is_verbose and found is not None else ""),
+            ("fed", f"{recovery.fed_bytes / 1e6:.1f} MB from logs" if is_verbose and recovery is not None else ""),
         ]
         return [f"recovery {self.generation}", *(f"  {name:<9} {text}" for name, text in rows if text)]
 
@@ -118,30 +119,32 @@ class Account:
         return "  ".join(f"{name.replace('_', ' ')} {took:.2f}" for name, took in self.leaving.items()) + free
 
     def as_dict(self) -> dict[str, Any]:
-        """For events."""
+        """Return the fields of the event, with the seconds of each part."""
         return {**asdict(self), "parts": self.parts(), "total_s": self.total_s}
 
 
-def _restored(found: Recovery | None) -> str:
-    """From which snapshots, and where they were."""
-    if found is None:
+def _restored(recovery: Recovery | None) -> str:
+    """Return a text on the snapshots that state was restored from, and their sources."""
+    if recovery is None:
         return "no state was lost"
-    came = ", ".join(f"{count} from {name}" for name, count in found.sources.items() if count)
-    return f"iteration {found.until}, from snapshots of iteration {found.first} on ({came})"
+    sources = ", ".join(f"{count} from {name}" for name, count in recovery.sources.items() if count)
+    return f"iteration {recovery.until}, from snapshots of iteration {recovery.first} on ({sources})"
 
 
-def _replayed(found: Recovery | None) -> str:
-    """What was run again, and by which stages."""
-    if found is None:
+def _replayed(recovery: Recovery | None) -> str:
+    """Return a text on the iterations executed again, by stage, and on redone updates."""
+    if recovery is None:
         return ""
     redone = (
-        f"{counted(found.redone, 'update')} from logged gradients, by {_ranks(found.ranks)}" if found.redone else ""
+        f"{counted(recovery.redone, 'update')} from logged gradients, by {_ranks(recovery.ranks)}"
+        if recovery.redone
+        else ""
     )
-    stages = {stage: count for stage, count in found.replayed_by_stage.items() if count}
+    stages = {stage: count for stage, count in recovery.replayed_by_stage.items() if count}
     if not stages:
         return redone or "no iteration is repeated"
     spread = ", ".join(f"{count} by stage {stage}" for stage, count in stages.items())
-    return "; ".join(filter(None, [f"{counted(found.replayed, 'iteration')} ({spread})", redone]))
+    return "; ".join(filter(None, [f"{counted(recovery.replayed, 'iteration')} ({spread})", redone]))
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -149,7 +152,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 _TRACKS = {"recoveries": 0, "parts of recoveries": 1, "other events": 2, "windows": 3}
-"""Rows of the timeline; windows have one of their own, where they bury nothing."""
+"""Rows of the timeline; windows have a separate row, so that they hide no other events."""
 
 
 def trace_events(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""What of a replayed state was compared with digests of the state that was lost, and up to which iteration.
+"""Comparison of a replayed state with digests of the lost state, up to a known iteration.
 
-Every snapshot says what its tensors were when it was taken, and some say what every operator's whole state was. A
-replay that comes by such an iteration compares. An operator is known up to the newest iteration at which all of its
-state was compared, and a state up to the oldest of its operators; nothing is ever called verified beyond that.
+Every snapshot has digests of its tensors, and some have a digest of every operator's whole state. A replay compares at
+each iteration that has such digests. An operator is known up to the newest iteration at which all of its state was
+compared. A state is known up to the oldest such iteration of its operators, and counts as verified only that far.
 
-What was loaded from a snapshot and is compared with it before any update was only *restored*: its bytes are those that
-were captured, and nothing was recomputed. An operator counts as *recomputed* when it was compared after at least one
-update; where none was, nothing is called verified.
+State that is compared with the snapshot it was loaded from, before any update, is only *restored*: its bytes were not
+recomputed. An operator counts as *recomputed* if it was compared after at least one update. If no operator was, nothing
+counts as verified.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Entry, Snapshot, as_bytes, digest_of
 
 MOST_TOLD = 20
+"""Differences that are described, at most."""
 _PIECE = 1 << 24
-"""Elements that are subtracted at a time: the device may be full."""
+"""Elements that are subtracted at a time, because the device may have little free memory."""
 
 
 def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the largest difference of two flat tensors, relative to the largest magnitude in either.
 
-    From 0 (equal) to 2 (opposite), and 2 where one has a value that is not finite and the other has not the same.
+    The result is from 0 (equal) to 2 (opposite). It is 2 if a value in one tensor is not finite and the other tensor
+    has another value there.
 
     Args:
-        found: of a floating type, on any device.
-        wanted: of the same length, on any device.
+        found: recomputed tensor of a floating type, on any device.
+        wanted: lost tensor of the same length, on any device.
     """
     difference = scale = 0.0
     for start in range(0, found.numel(), _PIECE):
@@ -51,33 +53,37 @@ def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 class StateCheck:
-    """Compares on one rank.
+    """Comparison of one rank's replayed state with the state that was lost.
 
     Args:
         states: live tensors of this rank's operators.
-        whole: gives the digest of every operator's whole live state.
-        enabled: False compares nothing.
+        whole: returns the digest of every operator's whole live state.
+        enabled: False to compare nothing.
     """
 
     def __init__(
         self, states: Mapping[str, OperatorState], whole: Callable[[], Mapping[str, str]], *, enabled: bool = True
     ) -> None:
         self.differences: list[str] = []
-        """In words, the first ones."""
+        """Texts that describe the first :data:`MOST_TOLD` differences."""
         self.differ_as_loaded = False
-        """Whether one of them is of an operator that had not been updated since it was loaded: no other arithmetic of
-        another processor explains that."""
+        """True if an operator differs that was not updated since it was loaded.
+
+        The arithmetic of another processor cannot explain such a difference.
+        """
         self.largest_difference = 0.0
-        """The largest :func:`relative_difference` of a recomputed tensor or loss from the one that was lost; 0 as long
-        as all that was compared by its values is the same."""
+        """Largest :func:`relative_difference` of a recomputed tensor or loss from the lost one.
+
+        It is 0 as long as everything that was compared by value is equal.
+        """
         self.known: dict[str, int] = {}
-        """Of operators with state here: the newest iteration at which all of it was compared and was the same."""
+        """Newest iteration at which all of an operator's state on this rank was compared and equal, by operator."""
         self.recomputed: set[str] = set()
-        """Those of them that had been updated since they were loaded."""
+        """Operators in :attr:`known` that had been updated since they were loaded."""
         self.losses_until = NONE
-        """The newest iteration whose losses were compared and were the same."""
+        """Newest iteration whose losses were compared and equal; ``NONE`` if there is none."""
         self.sends: set[int] = set()
-        """Iterations of which everything that was sent to other stages was compared and was the same."""
+        """Iterations of which everything sent to other stages was compared and equal."""
         self._whole = whole
         self._enabled = enabled
         self._live = {
@@ -89,12 +95,12 @@ class StateCheck:
 
     @property
     def known_until(self) -> int:
-        """The iteration up to which this rank's whole state is known; ``NONE`` if some was never compared."""
+        """Iteration up to which this rank's whole state is known; ``NONE`` if an operator was never compared."""
         return min((self.known.get(operator, NONE) for operator in self._operators), default=NONE)
 
     @property
     def verified_until(self) -> int:
-        """Likewise, if anything of it was recomputed; ``NONE`` if all was only restored."""
+        """Iteration up to which this rank's state is verified; ``NONE`` if no operator was recomputed."""
         return self.known_until if self.recomputed else NONE
 
     @property
@@ -103,12 +109,12 @@ class StateCheck:
         return self.known.keys() - self.recomputed
 
     def compare(self, snapshot: Snapshot, active: frozenset[str], updated: frozenset[str]) -> None:
-        """Compare ``active`` operators, whose live state should be that of ``snapshot``'s iteration.
+        """Compare the live state of ``active`` operators with the digests of ``snapshot``.
 
         Args:
-            snapshot: whose digests are compared with; its payload is read only where they differ.
+            snapshot: snapshot of the live iteration; its payload is read only where digests differ.
             active: operators whose whole state is live.
-            updated: those that were updated at least once since their state was loaded.
+            updated: operators that were updated at least once since their state was loaded.
         """
         if not self._enabled:
             return
@@ -119,9 +125,9 @@ class StateCheck:
             if same and entries[0].saved is Saved.FULL:
                 self._is_known(operator, state, updated)
         if snapshot.header.whole and self._operators & active:
-            found = self._whole()
+            digests = self._whole()
             for operator in sorted(self._operators & active & snapshot.header.whole.keys()):
-                if found[operator] == snapshot.header.whole[operator]:
+                if digests[operator] == snapshot.header.whole[operator]:
                     self._is_known(operator, state, updated)
                 else:
                     self._differs(f"state of {operator} at iteration {state}")
@@ -133,12 +139,12 @@ class StateCheck:
             self.recomputed.add(operator)
 
     def compare_losses(self, iteration: int, losses: Mapping[str, Any], outcome: Mapping[str, Any] | None) -> None:
-        """Compare the losses of a replayed iteration with the recorded ones, where this rank has both."""
+        """Compare the losses of a replayed iteration with the recorded ones, if this rank has both."""
         recorded = (outcome or {}).get("losses") or {}
         if not self._enabled or not recorded:
             return
         for name, value in recorded.items():
-            # An overflow's loss may be NaN, which is the same NaN if its bits are.
+            # The loss of an overflow may be NaN, so bits are compared.
             again = torch.as_tensor(losses.get(name, torch.nan)).detach().cpu()
             if again.dtype != value.dtype or not torch.equal(as_bytes(again.clone()), as_bytes(value.clone())):
                 self._differs(f"{name} of iteration {iteration}: {float(value):.9g}, replayed {float(again):.9g}")
@@ -147,8 +153,12 @@ class StateCheck:
         self.losses_until = iteration
 
     def compare_sent(self, iteration: int, digest: str | None, outcome: Mapping[str, Any] | None) -> None:
-        """Compare what a replayed iteration sent to other stages, or did not send because they have it, with what they
-        were sent then, where the record says what that was.
+        """Compare what a replayed iteration sent to other stages with the record of its first execution.
+
+        Args:
+            iteration: iteration that was replayed.
+            digest: digest of all tensors for other stages, those included that a replay does not send again.
+            outcome: record of the first execution; without a digest in it nothing is compared.
         """
         recorded = (outcome or {}).get("sent")
         if not self._enabled or recorded is None or digest is None:
@@ -174,9 +184,9 @@ class StateCheck:
             self._note_difference(live.detach().reshape(-1), snapshot.bytes_of(entry).view(live.dtype))
         return False
 
-    def _note_difference(self, found: torch.Tensor, wanted: torch.Tensor) -> None:
-        if found.dtype.is_floating_point and found.numel() == wanted.numel():
-            self.largest_difference = max(self.largest_difference, relative_difference(found, wanted))
+    def _note_difference(self, recomputed: torch.Tensor, wanted: torch.Tensor) -> None:
+        if recomputed.dtype.is_floating_point and recomputed.numel() == wanted.numel():
+            self.largest_difference = max(self.largest_difference, relative_difference(recomputed, wanted))
 
     def _differs(self, what: str) -> None:
         if len(self.differences) < MOST_TOLD:

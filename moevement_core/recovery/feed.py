@@ -1,4 +1,4 @@
-"""Healthy neighbours hand a replaying stage what they sent it the first time, in the same order."""
+"""Feeds of a replaying stage: healthy neighbours send it again what they sent in the first execution, in order."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from moevement_core.snapshot.snapshot import as_bytes, digest_of
 def feed(
     rank: int, peer: int, direction: Direction, iterations: Sequence[int], log: BoundaryLog, transport: Transport
 ) -> int:
-    """Send what ``iterations`` sent to ``peer``; on a thread of its own, because the peer asks when it needs it.
+    """Send ``peer`` the logged tensors of ``iterations``; called on a separate thread, because the peer sets the pace.
 
-    Digests are those of when it was logged, so the peer finds what has been damaged since, here or on the way.
+    Digests are those from the time of logging, so the peer detects later damage, in memory or on the way.
 
     Returns:
-        Payload bytes.
+        Payload bytes sent.
     """
     total = 0
     for iteration in iterations:
-        for one in log.sent(iteration, direction) or ():
-            payload = as_bytes(one.tensor)
-            about = {"order": one.order, "dtype": one.dtype, "shape": one.shape, "digest": one.digest}
+        for logged in log.sent(iteration, direction) or ():
+            payload = as_bytes(logged.tensor)
+            about = {"order": logged.order, "dtype": logged.dtype, "shape": logged.shape, "digest": logged.digest}
             header = torch.frombuffer(bytearray(json.dumps(about).encode()), dtype=torch.uint8)
-            said = Message(Kind.TENSOR, rank, iteration, header.numel(), payload.numel(), check=checksum(header))
-            for data in (said.encode(), header, payload):
+            message = Message(Kind.TENSOR, rank, iteration, header.numel(), payload.numel(), check=checksum(header))
+            for data in (message.encode(), header, payload):
                 transport.send(peer, TO_STAGE[direction], data)
             total += payload.numel()
     return total
 
 
 class Feed:
-    """What a replaying rank gets from one healthy neighbour."""
+    """Tensors that a replaying rank receives from one healthy neighbour, in order."""
 
     def __init__(self, peer: int, direction: Direction, transport: Transport) -> None:
         self.received_bytes = 0
@@ -49,14 +49,14 @@ class Feed:
         self._iteration, self._order = -1, 0
 
     def begin(self, iteration: int) -> None:
-        """What is asked for from now on is of ``iteration``."""
+        """Begin to receive the tensors of ``iteration``."""
         self._iteration, self._order = iteration, 0
 
     def next(self) -> torch.Tensor:
-        """The next tensor of the iteration, on the host.
+        """Receive the next tensor of the iteration and return it, on the host.
 
         Raises:
-            RecoveryError: it is not the one that was sent then, or was damaged on the way.
+            RecoveryError: the neighbour sent another tensor than the expected one, or the tensor is damaged.
         """
         tag, data = TO_STAGE[self._direction], torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
         self._transport.receive(self._peer, tag, data)
@@ -76,7 +76,11 @@ class Feed:
         return payload.view(getattr(torch, about["dtype"])).view(about["shape"])
 
     def _whole(self, message: Message, header: torch.Tensor, payload: torch.Tensor) -> dict[str, Any]:
-        """What the header says, if neither it nor the payload is damaged."""
+        """Return the decoded header.
+
+        Raises:
+            RecoveryError: the header or the payload is damaged.
+        """
         what = f"tensor {self._order} of iteration {message.iteration}, which rank {self._peer} feeds"
         try:
             message.refuse_unless_whole(header)
@@ -93,14 +97,14 @@ class Feed:
 
 
 class Feeds:
-    """What a rank that replays gets from healthy neighbours; it sends them nothing."""
+    """Feeds of a replaying rank from its healthy neighbours, to which it sends nothing."""
 
     def __init__(self, before: Feed | None, after: Feed | None) -> None:
         self.before, self.after = before, after
-        """Of the stage before and of the one after; None where that stage replays too, or there is none."""
+        """Feed of the stage before, and of the stage after; None if that stage replays too, or does not exist."""
 
     def begin(self, iteration: int) -> None:
-        """What is received from now on is of ``iteration``."""
+        """Begin to receive the tensors of ``iteration`` from both neighbours."""
         for feed in (self.before, self.after):
             if feed is not None:
                 feed.begin(iteration)
@@ -108,7 +112,7 @@ class Feeds:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """The rank that this one exchanges tensors with on another stage."""
+    """Rank of another stage with which this rank exchanges tensors."""
 
     rank: int
     stage: int
@@ -116,7 +120,7 @@ class Neighbour:
 
 @dataclass(frozen=True, slots=True)
 class Neighbours:
-    """Of the stage before and the one after; the ends of a pipeline have one, those of a ring both."""
+    """Neighbours of a rank on the stage before and after; None at the ends of a pipeline that is no ring."""
 
     before: Neighbour | None
     after: Neighbour | None
@@ -124,20 +128,20 @@ class Neighbours:
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """A replay by some stages, while the others feed them and wait."""
+    """Replay by some stages, while the others feed them and wait."""
 
     neighbours: Neighbours
     stages: frozenset[int]
-    """Those that replay together with this one."""
+    """Stages that replay together with this one."""
     transport: Transport | None
 
     def feeds(self) -> Feeds:
-        """From the neighbours that do not replay."""
+        """Return the feeds from the neighbours that do not replay."""
         before, after = (
-            Feed(one.rank, direction, self.transport)
-            if one is not None and self.transport is not None and one.stage not in self.stages
+            Feed(neighbour.rank, direction, self.transport)
+            if neighbour is not None and self.transport is not None and neighbour.stage not in self.stages
             else None
-            for one, direction in (
+            for neighbour, direction in (
                 (self.neighbours.before, Direction.FORWARD),
                 (self.neighbours.after, Direction.BACKWARD),
             )

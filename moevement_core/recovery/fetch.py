@@ -1,4 +1,4 @@
-"""Carries out the fetches of a plan: every rank gets its own snapshots, from its memory, a peer's, or a file."""
+"""Execution of a plan's fetches: every rank receives its own snapshots, from its memory, a peer, or a file."""
 
 from __future__ import annotations
 
@@ -18,59 +18,63 @@ from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Header, Snapshot
 
 Open = Callable[[Source, int, int], Snapshot | None]
-"""A snapshot that this rank said it has, by source, owner and iteration; nothing if it is gone meanwhile."""
+"""Function that returns a snapshot that this rank reported, by source, owner and iteration; None if it was freed."""
 
 
 def fetch(
     rank: int, plan: RecoveryPlan, open_: Open, transport: Transport | None, open_sum: OpenSum = lambda *which: None
 ) -> dict[int, Snapshot | Fetch]:
-    """Every rank of the job calls it with the same plan.
+    """Carry out the fetches of a plan; every rank of the job calls this function with the same plan.
 
     Args:
-        rank: this one.
-        plan: whose fetches are carried out.
-        open_: gives snapshots that this rank has.
-        transport: between ranks.
-        open_sum: gives parity that this rank has.
+        rank: this rank.
+        plan: plan with the fetches.
+        open_: returns snapshots that this rank holds.
+        transport: connection between ranks; None if all fetches are local.
+        open_sum: returns blocks of parity that this rank holds.
 
     Returns:
-        Of each iteration of the plan this rank's snapshot, checked; or, if it could not be had there, the fetch.
+        This rank's checked snapshot of each iteration of the plan, or the fetch if its holder could not provide it.
     """
     fetched: dict[int, Snapshot | Fetch] = {}
-    for one in plan.fetches:
-        if one.sum is not None:
+    for request in plan.fetches:
+        if request.sum is not None:
             assert transport is not None, "other ranks have the rest"
-            if rank in one.sum.chain:
+            if rank in request.sum.chain:
                 take_part(
-                    rank, one.owner, one.iteration, one.sum,
+                    rank, request.owner, request.iteration, request.sum,
                     lambda term, iteration: _checked(
                         open_(term.source, term.owner, iteration), Fetch(term.owner, iteration, rank, term.source)
                     ),
                     open_sum, transport,
                 )  # fmt: skip
-            if rank == one.owner:
-                fetched[one.iteration] = _receive(one, transport)
+            if rank == request.owner:
+                fetched[request.iteration] = _receive(request, transport)
             continue
-        if rank not in (one.owner, one.holder):
+        if rank not in (request.owner, request.holder):
             continue
-        snapshot = _checked(open_(one.source, one.owner, one.iteration), one) if rank == one.holder else None
-        if one.owner != one.holder:
+        snapshot = (
+            _checked(open_(request.source, request.owner, request.iteration), request)
+            if rank == request.holder
+            else None
+        )
+        if request.owner != request.holder:
             assert transport is not None, "another rank has it, so there are others"
-            if rank == one.holder:
-                _send(rank, one, snapshot, transport)
+            if rank == request.holder:
+                _send(rank, request, snapshot, transport)
                 continue
-            fetched[one.iteration] = _receive(one, transport)
+            fetched[request.iteration] = _receive(request, transport)
             continue
-        fetched[one.iteration] = one if snapshot is None else snapshot
+        fetched[request.iteration] = request if snapshot is None else snapshot
     return fetched
 
 
-def _checked(snapshot: Snapshot | None, one: Fetch) -> Snapshot | None:
-    """The snapshot if it is the wanted one, whole; it may have been freed, or damaged, since it was reported."""
-    if snapshot is None or snapshot.header.rank != one.owner or snapshot.iteration != one.iteration:
+def _checked(snapshot: Snapshot | None, request: Fetch) -> Snapshot | None:
+    """Return the snapshot if it is the requested one and intact; it may have been freed or damaged since its report."""
+    if snapshot is None or snapshot.header.rank != request.owner or snapshot.iteration != request.iteration:
         return None
     try:
-        snapshot.check(_PLACES[one.source])
+        snapshot.check(_PLACES[request.source])
     except SnapshotError as error:
         what, _, _ = str(error).partition(";")
         damage.report("the digest of a snapshot that is fetched", what, "planning again without it")
@@ -87,38 +91,38 @@ _PLACES = {
 }
 
 
-def _send(rank: int, one: Fetch, snapshot: Snapshot | None, transport: Transport) -> None:
+def _send(rank: int, request: Fetch, snapshot: Snapshot | None, transport: Transport) -> None:
     if snapshot is None:
-        transport.send(one.owner, TO_OWNER, Message(Kind.REFUSED, rank, one.iteration).encode())
+        transport.send(request.owner, TO_OWNER, Message(Kind.REFUSED, rank, request.iteration).encode())
         return
     packed, pieces = snapshot.packed()
     header = torch.frombuffer(bytearray(packed.encode()), dtype=torch.uint8)
-    said = Message(
-        Kind.SNAPSHOT, rank, one.iteration, header.numel(), packed.payload_bytes, check=checksum(header)
+    message = Message(
+        Kind.SNAPSHOT, rank, request.iteration, header.numel(), packed.payload_bytes, check=checksum(header)
     )  # fmt: skip
-    for data in (said.encode(), header, *pieces):
-        transport.send(one.owner, TO_OWNER, data)
+    for data in (message.encode(), header, *pieces):
+        transport.send(request.owner, TO_OWNER, data)
 
 
-def _receive(one: Fetch, transport: Transport) -> Snapshot | Fetch:
-    """What the holder sends; the fetch itself if that is nothing, or not what was wanted."""
+def _receive(request: Fetch, transport: Transport) -> Snapshot | Fetch:
+    """Return the snapshot that the holder sends; the request if it refuses, or sends a damaged or another snapshot."""
     data = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
-    transport.receive(one.holder, TO_OWNER, data)
+    transport.receive(request.holder, TO_OWNER, data)
     message = Message.decode(data)
     if message.kind is not Kind.SNAPSHOT:
-        return one
+        return request
     header = torch.empty(message.header_bytes, dtype=torch.uint8)
     payload = torch.empty(message.payload_bytes, dtype=torch.uint8)
-    transport.receive(one.holder, TO_OWNER, header)
+    transport.receive(request.holder, TO_OWNER, header)
     if payload.numel():
-        transport.receive(one.holder, TO_OWNER, payload)
+        transport.receive(request.holder, TO_OWNER, payload)
     try:
         message.refuse_unless_whole(header)
         snapshot = Snapshot(Header.decode(header.numpy().tobytes()), Buffer(payload))
-        snapshot.check(f"as it came from rank {one.holder}")
+        snapshot.check(f"as it came from rank {request.holder}")
     except SnapshotError as error:
         what, _, _ = str(error).partition(";")
         damage.report("the checksums of what another rank sends back", what, "it is asked for again")
-        return replace(one, was_sent=True)
-    is_wanted = snapshot.header.rank == one.owner and snapshot.iteration == one.iteration
-    return snapshot if is_wanted else one
+        return replace(request, was_sent=True)
+    is_wanted = snapshot.header.rank == request.owner and snapshot.iteration == request.iteration
+    return snapshot if is_wanted else request

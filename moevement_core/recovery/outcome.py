@@ -1,4 +1,4 @@
-"""What came of a recovery, for the log, the run's record and the report."""
+"""Outcome of a recovery, for the log, the record of the run, and the report."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from moevement_core.words import counted
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a recovery went; the same on every rank."""
+    """Outcome of a recovery; the same on every rank."""
 
     kind: ClassVar[str] = "recovery"
     first: int
-    """The iteration whose state it began from."""
+    """Iteration whose state the recovery began from."""
     until: int
-    """The iteration whose state it reached."""
+    """Iteration whose state the recovery reached."""
     replayed: int
-    """Iterations that were run again."""
+    """Number of iterations that were executed again."""
     verified_until: int | None
-    """Up to where the state is verified; None: nothing recomputed was compared, or some operator not at all."""
+    """Iteration up to which the state is verified; None if no recomputed state, or not every operator, was compared."""
     restored_until: int | None
-    """Up to where every operator was compared, also if nothing but what had just been loaded."""
+    """Iteration up to which every operator was compared, even if only as it was loaded; None if not every one was."""
     recomputed: int
-    """Operators that were compared after at least one update; each rank counts those it has state of."""
+    """Operators that were compared after at least one update; each rank counts the operators that it holds state of."""
     restored: int
-    """Operators that were compared only as they had been loaded, from bytes whose digests were checked."""
+    """Operators that were compared only as they were loaded, from bytes whose digests were checked."""
     largest_difference: float
-    """The largest difference of a recomputed tensor or loss from the one that was lost, relative to the largest
-    magnitude in either, on any rank: 0 unless bits may differ. What is compared by digests alone has no part in it."""
+    """Largest difference of a recomputed tensor or loss from the lost one, on any rank, relative to the largest
+    magnitude in either: 0 unless bits may differ. Comparisons by digest alone do not count."""
     losses_until: int | None
-    """Up to where recomputed losses were compared with the recorded ones."""
+    """Iteration up to which recomputed losses were compared with the recorded ones; None if none were."""
     sends: int
-    """Iterations of which everything that a rank sends to other stages was compared with what was sent then; of the
-    rank with the most."""
+    """Iterations of which everything sent to other stages was compared with the first execution, on the rank with the
+    most."""
     sources: Mapping[str, int]
-    """Snapshots from own memory, from peers, made from parity, of a replica's live state, and from files."""
+    """Number of snapshots by source: own memory, peers, parity, a replica's live state, and files."""
     replayed_by_stage: Mapping[str, int]
-    """Iterations that each pipeline stage ran again; a stage that kept its state ran none."""
+    """Iterations that each pipeline stage executed again; 0 for a stage that kept its state."""
     redone: int
-    """Updates that were made again from logged gradients, on the rank with the most."""
+    """Updates that were repeated from logged gradients, on the rank with the most."""
     lost_tokens: Mapping[str, int]
-    """By expert that is older than the rest of the state, routed tokens whose updates are lost."""
+    """Routed tokens whose updates are lost, by expert that is older than the rest of the state."""
     proportion_lost: float
-    """PLT of MoC-System: of all routed tokens so far, the share that recoveries have lost; the mean over layers."""
+    """PLT of MoC-System: share of all routed tokens so far that recoveries have lost, as a mean over layers."""
     ranks: Sequence[int]
-    """Those whose state was restored; the others kept theirs."""
+    """Ranks whose state was restored; the other ranks kept their state."""
     fed_bytes: int
-    """What healthy stages handed to those that replayed."""
+    """Bytes that healthy stages sent to replaying stages from their logs."""
     fetch_s: float
     replay_s: float
     replay_cpu_s: float
-    """Processor time of all ranks during the replay, those that wait included."""
+    """Processor seconds of all ranks during the replay, waiting ranks included."""
 
     def sentence(self) -> str:
-        """Return what was done and what is known of it, for the log."""
-        came = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
-        snapshots = f"snapshots of iteration {self.first} on ({came})"
+        """Return a sentence for the log: the work that was done, and how far it is verified."""
+        sources = ", ".join(f"{count} from {name}" for name, count in self.sources.items() if count)
+        snapshots = f"snapshots of iteration {self.first} on ({sources})"
         losses = f"{self.losses}; " if self.losses else ""
         return (
             f"state of iteration {self.until} restored by {self.scope} from {snapshots}; {self.work} in "
@@ -67,7 +67,7 @@ class Recovery:
 
     @property
     def losses(self) -> str:
-        """What is not in the state any more, in words."""
+        """Text on the updates that are lost; empty if none are."""
         lost = sum(self.lost_tokens.values())
         if not lost:
             return ""
@@ -78,7 +78,7 @@ class Recovery:
 
     @property
     def scope(self) -> str:
-        """Who was restored, in words."""
+        """Text on the ranks or stages that were restored."""
         if self.redone and not self.replayed:
             return f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))} alone"
         stages = [stage for stage, count in self.replayed_by_stage.items() if count]
@@ -89,13 +89,13 @@ class Recovery:
 
     @property
     def work(self) -> str:
-        """What was done, in words."""
+        """Text on the updates and iterations that were repeated."""
         updates = f"{counted(self.redone, 'update')} from logged gradients, " if self.redone else ""
         return f"{updates}{counted(self.replayed, 'iteration')} replayed"
 
     @property
     def verified(self) -> str:
-        """What is known of the state, in words."""
+        """Text on the parts of the state that were compared, and the result."""
         parts, how = self.recomputed + self.restored, f"{self.recomputed} by recomputing, {self.restored} by checksum"
         if self.verified_until is None:
             return f"not verified; {parts} parts of the state were compared ({how})"
@@ -109,5 +109,5 @@ class Recovery:
         return f"all {parts} parts of the state have the bits they had before the failure ({how}){sent}{until}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For events and the summary."""
+        """Return the fields for the event and the summary."""
         return asdict(self)

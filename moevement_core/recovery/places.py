@@ -1,4 +1,4 @@
-"""Where a snapshot is, or what it follows from: plain data."""
+"""Places of snapshots, and sums from which lost snapshots follow, as plain data."""
 
 from __future__ import annotations
 
@@ -7,69 +7,69 @@ from enum import IntEnum
 
 
 class Source(IntEnum):
-    """Where a snapshot is, the quickest first."""
+    """Source of a snapshot, quickest first."""
 
     MEMORY = 0
     """Host memory of the rank that took it."""
     PEER = 1
     """Host memory of a peer."""
     PARITY = 2
-    """Nowhere; it follows from others of its group and from parity."""
+    """Parity and other snapshots of the group, from which the snapshot follows; no rank holds it."""
     REPLICA = 3
-    """Live state of a rank that has the same."""
+    """Live state of a live replica."""
     FILE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """What a rank adds to a sum."""
+    """Summand that one rank adds to a sum."""
 
     rank: int
     source: Source
     owner: int
-    """Of the snapshot; of parity the first member of the group."""
+    """Rank that took the snapshot; for a block of parity, the first member of its group."""
     coefficient: int
-    """In GF(256)."""
+    """Factor of the bytes in the sum, in GF(256)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """What a snapshot follows from."""
+    """Sum from which a lost snapshot follows."""
 
     terms: tuple[Term, ...]
     nbytes: int
-    """Of the snapshot, as it is sent."""
+    """Bytes of the snapshot, as it is sent."""
 
     @property
     def chain(self) -> tuple[int, ...]:
-        """Ranks that add to it, in the order in which it comes by; the last has parity, and the header."""
+        """Ranks that add to the sum, in order; the last of them has parity, and the header of the snapshot."""
         last = self.terms[-1].rank
         return (*dict.fromkeys(term.rank for term in self.terms if term.rank != last), last)
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A whole snapshot that a rank can hand out."""
+    """Snapshot that a rank can send to its owner."""
 
     owner: int
-    """The rank that took it."""
+    """Rank that took the snapshot."""
     iteration: int
     state: int
-    """The iteration whose state it holds."""
+    """Iteration whose state the snapshot holds."""
     schedule: str
     contents: str
     source: Source
     sum: Sum | None = None
-    """What it follows from, where it is nowhere."""
+    """Sum from which the snapshot follows; None if a rank holds it."""
 
 
 Place = tuple[Source, int, Holding]
-"""Where a snapshot is: how, on which rank, and what is there."""
+"""Place of a snapshot: its source, the rank that can send it, and its description."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A snapshot of ``owner`` that ``holder`` hands out, to itself if it is the owner."""
+    """Fetch of a snapshot of ``owner`` from ``holder``, which may be the same rank."""
 
     owner: int
     iteration: int
@@ -77,4 +77,4 @@ class Fetch:
     source: Source
     sum: Sum | None = None
     was_sent: bool = False
-    """Whether the holder had it, whole, and it was damaged on its way."""
+    """True if the holder sent the snapshot intact, and it was damaged on the way."""

@@ -1,6 +1,6 @@
-"""Which snapshots a recovery starts from and who has them: plain data, from what the ranks report.
+"""Plan of a recovery: the snapshots that it starts from and the ranks that hold them, from the reports of all ranks.
 
-When all stages roll back together they replay in step, so they begin at the same iteration: the newest one at which a
+Stages that roll back together replay in step, so they begin at the same iteration: the newest one at which a
 recoverable run of every stage begins (MoEvement section 3.3; the paper's global path).
 """
 
@@ -26,79 +26,83 @@ from moevement_core.snapshot.snapshot import contents_of
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one rank has. Whether every byte of it is whole is found when it is fetched."""
+    """Report of one rank on its snapshots and logs. Bytes are checked only when they are fetched."""
 
     rank: int
     stage: int
     holdings: tuple[Holding, ...]
     logged: tuple[int, ...] = ()
-    """Iterations of which it has everything that it sent over its stage's boundaries."""
+    """Iterations of which the rank has logged everything that it sent over its stage's boundaries."""
     outcomes: Mapping[int, Any] = field(default_factory=dict)
-    """What came of recent iterations, by their number."""
+    """Records of recent iterations, by iteration."""
     replica: int = 0
-    """A name that ranks of one model replica, through all stages, have in common."""
+    """Number that ranks of one model replica, through all stages, have in common."""
     summed: tuple[Summed, ...] = ()
-    """Parity that it has."""
+    """Blocks of parity that the rank holds."""
     stands_for: Mapping[int, int] = field(default_factory=dict)
-    """Ranks whose state is live here, too: by rank, the operators of their stage."""
+    """Ranks whose state is live on this rank, too, with the number of operators of their stage."""
     arithmetic: str = ""
-    """What bits depend on in this process, in words (:mod:`moevement_core.arithmetic`)."""
+    """Text on everything in this process that bits of results depend on (:mod:`moevement_core.arithmetic`)."""
     is_repeatable: bool = True
-    """Whether this process comes to the same bits when it repeats a computation."""
+    """True if this process computes the same bits when it repeats a computation."""
     placed_since: int | None = None
-    """The iteration after which all were computed with every rank on the node and device of now, as far as this rank
-    has seen; None: it has seen no iteration."""
+    """Iteration after which every rank was on its present node and device, as far as this rank has seen.
+
+    None if this rank has seen no iteration.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecoveryPlan:
-    """What is replayed and from what."""
+    """Plan of one recovery: snapshots to fetch, and iterations to redo or to execute again."""
 
     first: int
-    """a: where replay begins, from ``state@first``."""
+    """Iteration a: the replay begins from ``state@first``."""
     dense_at: int
-    """The first iteration at which every operator of every stage is active."""
+    """First iteration at which every operator of every stage is active."""
     until: int
-    """The iteration whose state is to be reached."""
+    """Iteration whose state the recovery is to reach."""
     begins: int
-    """The iteration whose state the first snapshots hold; those after it are run again."""
+    """Iteration whose state the first snapshots hold; the iterations after it are repeated."""
     runs: Mapping[int, RecoverableRun]
-    """By stage."""
+    """Run of snapshots of each stage."""
     fetches: tuple[Fetch, ...]
-    """Every snapshot that is used, of every rank, in the order of iterations."""
+    """Fetches of all snapshots that are used, of every rank, in the order of iterations."""
     ranks: frozenset[int] = frozenset()
-    """The ranks whose state is restored: all of the stages, or those alone that lost theirs."""
+    """Ranks whose state is restored: all ranks of the stages, or the failed ranks alone."""
     redone_until: int | None = None
-    """The iteration up to which updates are made again from gradients; iterations are run again after it. None: all are
-    run again."""
+    """Iteration up to which updates are repeated from gradients; later iterations are executed again.
+
+    None if all iterations are executed again.
+    """
 
     @property
     def iterations(self) -> range:
-        """Those that are run again."""
+        """Iterations that are executed again."""
         return range((self.begins if self.redone_until is None else self.redone_until) + 1, self.until + 1)
 
     @property
     def redone(self) -> range:
-        """Those of which only the update is made again."""
+        """Iterations of which only the update is repeated."""
         return range(self.begins + 1, self.iterations.start)
 
     def sources(self) -> dict[Source, int]:
-        """How many snapshots come from where."""
+        """Return the number of snapshots from each source."""
         return {source: sum(fetch.source is source for fetch in self.fetches) for source in Source}
 
 
 def plan_recovery(
     reports: Sequence[Report], until: int | None, roll_back: Collection[int] | None = None
 ) -> RecoveryPlan:
-    """The plan that runs the fewest iterations again.
+    """Return the plan that executes the fewest iterations again.
 
     Args:
-        reports: one of each rank of the job.
-        until: the iteration to reach, nothing for the first dense state of the plan itself.
-        roll_back: the stages that replay, together; nothing for all.
+        reports: report of each rank of the job.
+        until: iteration to reach; None for the newest dense state that snapshots lead to.
+        roll_back: stages that replay together; None for all.
 
     Raises:
-        RecoveryError: no run of snapshots is there for every rank; says which are.
+        RecoveryError: no run of snapshots is available for every rank; the message lists those that are.
     """
     stages = {report.rank: report.stage for report in reports}
     if roll_back is not None:
@@ -107,15 +111,15 @@ def plan_recovery(
 
 
 def plan_from_replicas(reports: Sequence[Report], until: int, ranks: Collection[int]) -> RecoveryPlan | None:
-    """The plan in which ``ranks`` take ``state@until`` from live ones that have the same; nothing is made again.
+    """Return the plan in which ``ranks`` take ``state@until`` from live replicas, and repeat nothing.
 
     Args:
-        reports: one of each rank of the job.
-        until: the iteration to reach.
-        ranks: those that lost their state.
+        reports: report of each rank of the job.
+        until: iteration to reach.
+        ranks: ranks that lost their state.
 
     Returns:
-        Nothing if one of them has no such rank left.
+        None if a rank has no live replica, or ``ranks`` is empty.
     """
     stages = {report.rank: report.stage for report in reports}
     fetches, runs = list[Fetch](), dict[int, RecoverableRun]()
@@ -131,15 +135,15 @@ def plan_from_replicas(reports: Sequence[Report], until: int, ranks: Collection[
 
 
 def plan_redo(reports: Sequence[Report], until: int, ranks: Collection[int]) -> RecoveryPlan | None:
-    """The plan in which ``ranks`` alone come to ``state@until``, by updates that they make again; others keep theirs.
+    """Return the plan in which ``ranks`` alone rebuild ``state@until`` by repeated updates; others keep their state.
 
     Args:
-        reports: one of each rank of the job.
-        until: the iteration to reach.
-        ranks: those that lost their state.
+        reports: report of each rank of the job.
+        until: iteration to reach.
+        ranks: ranks that lost their state.
 
     Returns:
-        Nothing if copies of their gradients do not reach up to there.
+        None if the available copies of gradients do not reach ``until``.
     """
     try:
         held, usable, restored = _found(
@@ -152,10 +156,10 @@ def plan_redo(reports: Sequence[Report], until: int, ranks: Collection[int]) -> 
 
 
 def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int]) -> RecoveryPlan:
-    """For the ranks in ``stages``, which restore their state together.
+    """Return the plan for the ranks in ``stages``, which restore their state together.
 
     Raises:
-        RecoveryError: no run of snapshots is there for every one of them.
+        RecoveryError: no run of snapshots is available for all of these ranks.
     """
     held, usable, ranks = _found(reports, stages)
     plans = [
@@ -169,35 +173,37 @@ def _plan(reports: Sequence[Report], until: int | None, stages: Mapping[int, int
 
 
 def _found(reports: Sequence[Report], stages: Mapping[int, int]) -> tuple[Held, Usable, frozenset[int]]:
-    """Where snapshots of the ranks in ``stages`` are, which of them all ranks of a stage have, and these ranks."""
-    everything = {rank: its for rank, its in _by_owner(reports).items() if rank in stages}
+    """Return places of the snapshots of the ranks in ``stages``, the usable snapshots by stage, and these ranks."""
+    everything = {rank: snapshots for rank, snapshots in _by_owner(reports).items() if rank in stages}
     usable = {stage: _usable(stage, stages, everything) for stage in sorted(set(stages.values()))}
     held = {
-        rank: {at: _with_all_of(usable[stages[rank]].get(at), places) for at, places in its.items()}
-        for rank, its in everything.items()
+        rank: {at: _with_all_of(usable[stages[rank]].get(at), places) for at, places in snapshots.items()}
+        for rank, snapshots in everything.items()
     }
     return held, usable, frozenset(stages)
 
 
 def _with_all_of(contents: Contents | None, places: list[Place]) -> list[Place]:
-    """Where all of ``contents`` is: files may leave operators out, and memory may have given back parts."""
+    """Return the places with all of ``contents``: files may leave operators out, and memory may have freed parts."""
     if contents is None:
         return places
-    return [one for one in places if not (_lacks(contents_of(one[2].contents)) & ~_lacks(contents)).any()]
+    return [place for place in places if not (_lacks(contents_of(place[2].contents)) & ~_lacks(contents)).any()]
 
 
 Usable = Mapping[int, Mapping[int, Contents]]
-"""By stage and iteration, what the snapshots hold that are there for every rank of it."""
+"""Contents of the snapshots that are available for every rank of a stage, by stage and iteration."""
 
 
 def _by_replay(held: Held, usable: Usable, until: int | None, ranks: frozenset[int]) -> RecoveryPlan | None:
-    """From the newest iteration at which a recoverable run of every stage begins."""
-    runs = {stage: {run.first: run for run in recoverable_runs(its, until)} for stage, its in usable.items()}
+    """Return the plan that replays from the newest iteration at which a recoverable run of every stage begins."""
+    runs = {
+        stage: {run.first: run for run in recoverable_runs(snapshots, until)} for stage, snapshots in usable.items()
+    }
     everywhere = set.intersection(*(set(of_stage) for of_stage in runs.values()))
     for first in sorted(everywhere, reverse=True):
         chosen = {stage: of_stage[first] for stage, of_stage in runs.items()}
         dense_at = max(run.last for run in chosen.values())
-        # Up to there every rank needs every snapshot: what a frozen operator's gradient would have said is in them.
+        # Up to the dense state every rank needs every snapshot: only they have the new weights of frozen operators.
         if all(set(range(first, dense_at + 1)) <= set(snapshots) for snapshots in usable.values()):
             end = _state_at(held, dense_at) if until is None else until
             begins = _state_at(held, first)
@@ -208,15 +214,19 @@ def _by_replay(held: Held, usable: Usable, until: int | None, ranks: frozenset[i
 def _by_redo(
     held: Held, usable: Usable, until: int | None, ranks: frozenset[int], *, with_dense: bool = False
 ) -> RecoveryPlan | None:
-    """To the newest iteration that gradients of every stage lead to, or a dense snapshot holds."""
+    """Return the plan that repeats updates up to the newest iteration that gradients of every stage reach.
+
+    A dense snapshot, which needs no update, counts only with ``with_dense``.
+    """
     runs = {
-        stage: {run.last: run for run in redo_runs(its, until, with_dense=with_dense)} for stage, its in usable.items()
+        stage: {run.last: run for run in redo_runs(snapshots, until, with_dense=with_dense)}
+        for stage, snapshots in usable.items()
     }
     everywhere = set.intersection(*(set(of_stage) for of_stage in runs.values()))
     for last in sorted(everywhere, reverse=True):
         chosen = {stage: of_stage[last] for stage, of_stage in runs.items()}
         first = min(run.first for run in chosen.values())
-        if all(set(range(first, last + 1)) <= set(its) for its in usable.values()):
+        if all(set(range(first, last + 1)) <= set(snapshots) for snapshots in usable.values()):
             reaches = _state_at(held, last)
             end = reaches if until is None else until
             begins, fetches = _state_at(held, first), _fetches(held, first, end, last)
@@ -225,10 +235,10 @@ def _by_redo(
 
 
 def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[int, int]) -> RecoveryPlan | None:
-    """From the newest snapshot that every stage has, and of what that leaves out the newest versions before it."""
-    if not any(leaves_out(saved) for its in usable.values() for saved in its.values()):
+    """Return the plan that loads the newest snapshot of every stage, and older versions of operators it leaves out."""
+    if not any(leaves_out(saved) for snapshots in usable.values() for saved in snapshots.values()):
         return None
-    runs = {stage: {run.last: run for run in version_runs(its, until)} for stage, its in usable.items()}
+    runs = {stage: {run.last: run for run in version_runs(snapshots, until)} for stage, snapshots in usable.items()}
     everywhere = set.intersection(*(set(of_stage) for of_stage in runs.values()))
     if not everywhere:
         return None
@@ -250,12 +260,12 @@ def _by_versions(held: Held, usable: Usable, until: int | None, stages: Mapping[
 
 
 def _state_at(held: Held, iteration: int) -> int:
-    """The iteration whose state the snapshots of ``iteration`` hold."""
+    """Return the iteration whose state the snapshots of ``iteration`` hold."""
     return max(holding.state for places in held.values() for _, _, holding in places[iteration])
 
 
 Held = Mapping[int, Mapping[int, list[Place]]]
-"""By owner and iteration: where a snapshot is."""
+"""Places of each snapshot, by owner and iteration."""
 
 
 def _by_owner(reports: Sequence[Report]) -> Held:
@@ -265,7 +275,7 @@ def _by_owner(reports: Sequence[Report]) -> Held:
             if holding.owner in held:
                 held[holding.owner].setdefault(holding.iteration, []).append((holding.source, report.rank, holding))
     in_memory = {
-        owner: {at: [one for one in its if one[0] is not Source.FILE] for at, its in places.items()}
+        owner: {at: [place for place in candidates if place[0] is not Source.FILE] for at, candidates in places.items()}
         for owner, places in held.items()
     }
     for place in places_in_sums({report.rank: report.summed for report in reports}, in_memory):
@@ -275,22 +285,22 @@ def _by_owner(reports: Sequence[Report]) -> Held:
 
 
 def _usable(stage: int, stages: Mapping[int, int], held: Held) -> dict[int, Contents]:
-    """Snapshots that are there for every rank of a stage, taken under one schedule."""
-    ranks = [rank for rank, its_stage in stages.items() if its_stage == stage]
+    """Return the contents of snapshots that every rank of a stage has under one schedule, by iteration."""
+    ranks = [rank for rank, rank_stage in stages.items() if rank_stage == stage]
     common = set.intersection(*(set(held[rank]) for rank in ranks))
     usable = {}
     for iteration in sorted(common):
         schedules = {holding.schedule for rank in ranks for _, _, holding in held[rank][iteration]}
-        if len(schedules) == 1:  # otherwise some are left over from another run
+        if len(schedules) == 1:  # otherwise some are left from another run of the job
             usable[iteration] = _held_by_all([held[rank][iteration] for rank in ranks])
     return usable
 
 
 def _held_by_all(places: Sequence[Sequence[Place]]) -> Contents:
-    """What every rank's snapshot holds, in whichever place holds the most of it."""
+    """Return the contents that the snapshots of all ranks share, each taken from the most complete place."""
     contents: Contents | None = None
     for of_rank in places:
-        most = min((contents_of(one.contents) for _, _, one in of_rank), key=_left_out)
+        most = min((contents_of(holding.contents) for _, _, holding in of_rank), key=_left_out)
         contents = most if contents is None else np.where(_lacks(most), most, contents)
     assert contents is not None
     return contents
@@ -305,10 +315,10 @@ def _left_out(contents: Contents) -> int:
 
 
 def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, ...]:
-    """Everything up to ``dense_at``, and beyond it what every rank has in memory, to check the replay with."""
+    """Return fetches of all snapshots up to ``dense_at``, and of later ones of all ranks, which check the replay."""
     fetches = []
     for iteration in range(first, max(until, dense_at) + 1):
-        if iteration > dense_at and not all(iteration in its for its in held.values()):
+        if iteration > dense_at and not all(iteration in snapshots for snapshots in held.values()):
             continue
         for owner in held:
             fetches.append(_nearest(held, owner, iteration))
@@ -316,7 +326,7 @@ def _fetches(held: Held, first: int, until: int, dense_at: int) -> tuple[Fetch, 
 
 
 def _nearest(held: Held, owner: int, iteration: int) -> Fetch:
-    """From where it comes the quickest."""
+    """Return the fetch of a snapshot from its quickest place."""
     source, holder, holding = min(held[owner][iteration], key=lambda place: (place[0], place[1] != owner, place[1]))
     return Fetch(owner, iteration, holder, source, holding.sum)
 
@@ -334,7 +344,7 @@ def _missing(usable: Mapping[int, Mapping[int, Contents]], until: int | None) ->
 
 
 def _ranges(iterations: Sequence[int]) -> str:
-    """``1 to 3, 7``."""
+    """Return iterations as text, such as ``1 to 3, 7``."""
     ranges: list[list[int]] = []
     for iteration in iterations:
         if ranges and ranges[-1][1] == iteration - 1:

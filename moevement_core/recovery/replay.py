@@ -1,11 +1,11 @@
-"""From snapshots to a dense state: the state machine that is figure 8 of MoEvement (section 3.3), and redo.
+"""Replay from snapshots to a dense state: the state machine of MoEvement's figure 8 (section 3.3), and redo.
 
 Before iteration a+1 the first slot is loaded: full state of some operators, compute weights of the others. Iteration
-a+1 runs with the others frozen, the next slot is loaded, and so on. With the last slot every operator is active and the
-state is dense; from there iterations run as they always do, up to the last one that was committed.
+a+1 runs with the others frozen, the next slot is loaded, and so on. After the last slot every operator is active and
+the state is dense. From there iterations run as usual, up to the last committed one.
 
-Where snapshots have gradients no iteration is run on the way to the dense state: in its place the updates of the
-operators whose full state is loaded are made again.
+If snapshots hold gradients, no iteration is executed on the way to the dense state. Instead the updates of the
+operators whose full state is loaded are repeated.
 """
 
 from __future__ import annotations
@@ -23,94 +23,96 @@ from moevement_core.recovery.plan import RecoveryPlan
 from moevement_core.snapshot.snapshot import Snapshot
 
 BOUNDARY, ITERATION = "boundary", "iteration"
-"""The two parts of a snapshot's record: what stood between two iterations, and what came of the one before."""
+"""Keys of a snapshot's record: state between two iterations, and the outcome of the iteration before it."""
 
 
 class Trainer(ABC):
-    """The training that a replay drives, on one rank; all ranks that replay drive theirs alike."""
+    """Interface of the training that a replay drives on one rank; all ranks that replay make the same calls."""
 
     @abstractmethod
     def load(self, snapshot: Snapshot, loads: Mapping[str, Saved], *, is_shared: bool = True) -> None:
-        """Bring state from ``snapshot`` into the live tensors: of each operator named, full state or compute weights.
+        """Load full state or compute weights of some operators from ``snapshot`` into the live tensors.
 
         Args:
-            snapshot: of this rank.
-            loads: what of which operator.
-            is_shared: whether replicas of one state exchange what each of them has saved; all of them load then.
-                Otherwise this waits for nobody, and :meth:`complete` does it in the end.
+            snapshot: snapshot of this rank.
+            loads: kind of state to load, by operator.
+            is_shared: True if replicas of a state exchange the parts that each of them has saved; all of them call this
+                method then. False to wait for no rank; :meth:`complete` exchanges the parts in the end.
         """
 
     def redo(self, iteration: int, gradients: Mapping[str, Sequence[tuple[str, torch.Tensor]]], outcome: Any) -> None:
-        """Make the update of ``iteration`` again, for some operators; waits for nobody.
+        """Repeat the update of ``iteration`` for some operators, without waiting for other ranks.
+
+        It is called only if the binding provides gradients (``OperatorState.gradient``).
 
         Args:
-            iteration: whose boundary before it was put.
-            gradients: by operator, keys and values of the gradients that the update was made from; flat, on the host.
-                Operators that are not named stay as they are.
-            outcome: the record of the first time.
-
-        Only where the binding gives gradients (``OperatorState.gradient``).
+            iteration: iteration of the update; the boundary state before it is already set.
+            gradients: keys and values of the gradients of the update, by operator; flat, on the host. Operators that
+                are not named stay as they are.
+            outcome: record of the first execution.
         """
         raise NotImplementedError
 
     def complete(self) -> None:
-        """After updates that ranks made again by themselves: see ``Binding.complete``."""
+        """Exchange state among ranks after each has repeated its updates; see ``Binding.complete``."""
         raise NotImplementedError
 
     def before_load(self, boundary: Any) -> None:
-        """What state that is loaded next has to find: the boundary it belongs to, which is put when it is loaded."""
+        """Prepare for the next :meth:`load`; ``boundary`` is the boundary state that is set after it."""
 
     @abstractmethod
     def put_boundary(self, boundary: Any) -> None:
-        """Set everything that stands between two iterations: random states, router buffers, loss scalers, ..."""
+        """Set all state between two iterations: random states, router buffers, loss scalers, ..."""
 
     @abstractmethod
     def freeze(self, iteration: int, frozen: frozenset[str]) -> None:
-        """From now on these operators of the stage are frozen and all others active; ``iteration`` comes next."""
+        """Freeze these operators of the stage, and activate all others, before ``iteration`` is executed."""
 
     @abstractmethod
     def run(self, iteration: int, outcome: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        """Run ``iteration`` again.
+        """Execute ``iteration`` again and return its losses.
 
         Args:
-            outcome: the record of the first time: whether the update was skipped, the norm that gradients were clipped
-                by. Without it (every operator is active then, or the iteration was left out) it is worked out again.
+            iteration: iteration to execute.
+            outcome: record of the first execution: if the update was skipped, and the norm that gradients were clipped
+                by. Without it the trainer computes both: every operator is active, or the iteration was left out.
 
         Returns:
-            The losses, where this rank has them.
+            Losses by name; empty if this rank has none.
         """
 
     def record(self) -> Mapping[str, Any]:
-        """Returns what came of the step of the iteration that was run last, as its record has it: ``step`` and what the
-        trainer gives beside it. Only asked for where updates may be lost, and iterations have another outcome.
+        """Return the outcome of the last executed step in the form of a record: ``step``, and the trainer's own keys.
+
+        It matters only for iterations without a record of their first execution, which takes precedence.
         """
         return {}
 
     @property
     def gradients_stay(self) -> bool:
-        """Whether the gradients of an iteration are still there when :meth:`run` or :meth:`load` returns."""
+        """True if the gradients of an iteration are still live when :meth:`run` or :meth:`load` returns."""
         return True
 
     def sent(self, iteration: int) -> str | None:
-        """A digest of what ``iteration``, which was run last, sent to other stages or would have; None: not known."""
+        """Return a digest of what the last executed iteration sent to other stages, or would have; None if unknown."""
         return None
 
 
 class Observer:
-    """Is told how far a replay is; does nothing itself."""
+    """Observer of a replay's progress, with methods that do nothing."""
 
     def runs(self, iteration: int, frozen: int) -> None:
-        """``iteration`` is run again next, with so many operators frozen."""
+        """Note that ``iteration`` is executed next, with ``frozen`` operators frozen."""
 
     def redoes(self, iteration: int) -> None:
-        """The update of ``iteration`` is made again next."""
+        """Note that the update of ``iteration`` is repeated next."""
 
     def is_dense(self, iteration: int, record: Mapping[str, Any]) -> None:
-        """The dense state of ``iteration``, which is not the last one, is live.
+        """Note that the dense state of ``iteration`` is live; not called for the last iteration of the plan.
 
         Args:
-            iteration: whose state it is.
-            record: what came of it, the first time or now.
+            iteration: iteration of the state.
+            record: outcome of the iteration, from its snapshot or from the replay.
         """
 
 
@@ -124,20 +126,20 @@ def replay(
     observer: Observer,
     outcomes: Mapping[int, Any] | None = None,
 ) -> Mapping[str, Any]:
-    """Turn ``snapshots`` into the dense state of iteration ``plan.until``; what differs is in ``check``.
+    """Turn ``snapshots`` into the dense state of iteration ``plan.until``; ``check`` collects the differences.
 
     Args:
-        plan: which iterations.
-        stage: this rank's.
-        names: the operators of its table.
-        snapshots: this rank's own, by iteration: all of the plan's up to where the state is dense, some beyond.
-        trainer: this rank's part of training.
-        check: compares what comes out with what was.
-        observer: is told how far it is.
-        outcomes: records of iterations that no snapshot here has, from ranks that remember them.
+        plan: iterations to load, to redo and to execute.
+        stage: stage of this rank.
+        names: operators of the stage's table.
+        snapshots: snapshots of this rank, by iteration: all up to the dense state, and some later ones.
+        trainer: training on this rank.
+        check: compares the result with the lost state.
+        observer: receives the progress of the replay.
+        outcomes: records of iterations that no snapshot of this rank has, from ranks that keep them.
 
     Returns:
-        The record of the last iteration that was run; empty if none was.
+        Record of the last executed iteration; empty if none was executed.
     """
     run = plan.runs[stage]
     came_of: Mapping[str, Any] = {}
@@ -159,12 +161,12 @@ def replay(
         if iteration >= run.last:
             observer.is_dense(iteration, came_of if snapshot is None else snapshot.record()[ITERATION])
         if iteration < plan.begins:
-            continue  # snapshots from before the run began: nothing was run from here to the next
+            continue  # snapshots from before the job's first iteration: no iteration lies between this one and the next
         following = snapshots.get(iteration + 1)
         if iteration + 1 in plan.redone:
             redone = frozenset(_chosen(names, run.active_in(iteration + 1)))
             if not redone:
-                continue  # other stages have operators whose newest state is older
+                continue  # only other stages have operators whose newest full state is older
             assert following is not None, "a run of snapshots has no gap where gradients are used"
             observer.redoes(iteration + 1)
             if outcome := following.record()[ITERATION] or None:
@@ -177,7 +179,7 @@ def replay(
         outcome = following.record()[ITERATION] if following is not None else (outcomes or {}).get(iteration + 1)
         outcome = outcome or None
         is_left_out = following is not None and outcome is None
-        if not is_left_out and not (outcome or {}).get("skipped"):  # an overflow updates nothing either
+        if not is_left_out and not (outcome or {}).get("skipped"):  # an overflow updates nothing, either
             updated |= frozenset(_chosen(names, run.active_in(iteration + 1)))
         losses = trainer.run(iteration + 1, outcome)
         check.compare_losses(iteration + 1, losses, outcome)
@@ -190,7 +192,7 @@ def replay(
 
 
 def _gradients(snapshot: Snapshot, active: frozenset[str]) -> dict[str, list[tuple[str, torch.Tensor]]]:
-    """By operator, what its update was made from: none of those that the snapshot holds in full."""
+    """Return the gradients of ``active`` operators, by operator; those with full state in the snapshot have none."""
     gradients: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for entry, tensor in snapshot.tensors_of(dict.fromkeys(active, Saved.GRADIENT)):
         gradients.setdefault(entry.operator, []).append((entry.key, tensor))

@@ -1,7 +1,7 @@
-"""Which stages roll back when some have lost their state (MoEvement section 3.4 and appendix A).
+"""Scope of a recovery: the stages that roll back when some lost their state (MoEvement section 3.4 and appendix A).
 
-Neighbouring stages that are both lost have no log of each other and replay together, with live sends between them: a
-*segment*. Segments that do not touch replay at the same time, each fed by its healthy neighbours.
+Neighbouring stages that both lost their state have no log of each other. They replay together, with live sends between
+them, as a *segment*. Segments that do not touch replay at the same time, each fed by its healthy neighbours.
 """
 
 from __future__ import annotations
@@ -12,42 +12,44 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What ties stages to each other."""
+    """Connections between the stages of a pipeline."""
 
     stages: int
     is_ring: bool = False
-    """Whether the last stage also sends to the first: interleaved schedules."""
+    """True if the last stage also sends to the first, as in interleaved schedules."""
     tied: frozenset[int] = frozenset()
-    """Stages that each have a copy of one embedding, whose gradient is a sum over all of them: first and last with tied
-    embeddings, first and those of multi-token prediction; none where there is one copy."""
+    """Stages with a copy of one embedding, whose gradient is a sum over all of them; empty if there is one copy.
+
+    They are the first and the last stage with tied embeddings, and the first and those of multi-token prediction.
+    """
 
     def neighbours(self, stage: int) -> set[int]:
-        """Stages that ``stage`` exchanges tensors with."""
+        """Return the stages that ``stage`` exchanges tensors with."""
         near = {stage - 1, stage + 1}
         if self.is_ring:
-            near = {one % self.stages for one in near}
-        return {one for one in near if 0 <= one < self.stages} - {stage}
+            near = {other % self.stages for other in near}
+        return {other for other in near if 0 <= other < self.stages} - {stage}
 
 
 def neighbours_of(pipeline: Pipeline, segment: frozenset[int]) -> set[int]:
-    """Healthy stages that feed a segment."""
-    return {one for stage in segment for one in pipeline.neighbours(stage)} - segment
+    """Return the healthy stages that feed a segment."""
+    return {neighbour for stage in segment for neighbour in pipeline.neighbours(stage)} - segment
 
 
 def segments(pipeline: Pipeline, lost: Iterable[int]) -> list[frozenset[int]]:
-    """The stages that roll back, by groups that replay together; the smallest stage first."""
+    """Return the stages that roll back, in segments that replay together, ordered by their smallest stage."""
     left = set(lost)
     if left & pipeline.tied:
         left |= pipeline.tied
-    found = []
+    complete = []
     while left:
         segment, edge = set[int](), {min(left)}
         while edge:
             segment |= edge
-            near = {one for stage in edge for one in pipeline.neighbours(stage)}
+            near = {neighbour for stage in edge for neighbour in pipeline.neighbours(stage)}
             if edge & pipeline.tied:
                 near |= pipeline.tied
             edge = (near & left) - segment
         left -= segment
-        found.append(frozenset(segment))
-    return sorted(found, key=min)
+        complete.append(frozenset(segment))
+    return sorted(complete, key=min)

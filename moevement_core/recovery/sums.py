@@ -1,4 +1,4 @@
-"""Snapshots that nobody has any more, as they follow from parity and from what is left of the group: pure planning."""
+"""Pure planning of snapshots that no rank holds, but that follow from parity and the rest of their group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moevement_core.recovery.places import Holding, Place, Source, Sum, Term
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A member's snapshot in a sum."""
+    """Description of one member's snapshot in a parity sum."""
 
     owner: int
     state: int
@@ -24,31 +24,31 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """A block of parity that a rank has, in which no member is in part."""
+    """Block of parity that a rank holds; each member's snapshot is in it wholly or not at all."""
 
     iteration: int
     members: tuple[int, ...]
-    """Of the group."""
+    """Ranks of the group."""
     size: tuple[int, int]
-    """See :attr:`~moevement_core.parity.groups.Group.size`."""
+    """Members and blocks of parity of the code; see :attr:`~moevement_core.parity.groups.Group.size`."""
     number: int
     parts: tuple[Part, ...]
-    """Of the members that are in it."""
+    """Snapshots of the members that are in the block."""
 
 
 def places_in_sums(
     reported: Mapping[int, Sequence[Summed]], places: Mapping[int, Mapping[int, Sequence[Place]]]
 ) -> Iterator[Place]:
-    """Snapshots that follow from parity, and from no other place.
+    """Yield the snapshots that follow from parity and that no rank holds.
 
     Args:
-        reported: by rank, the parity that it has.
-        places: by owner and iteration, where snapshots are.
+        reported: blocks of parity that each rank holds.
+        places: places of snapshots, by owner and iteration.
     """
     alike: dict[tuple[Any, ...], list[tuple[int, int, Summed]]] = defaultdict(list)
-    for rank, its in sorted(reported.items()):
-        for one in its:
-            alike[one.iteration, one.members, one.size, one.parts].append((one.number, rank, one))
+    for rank, held in sorted(reported.items()):
+        for block in held:
+            alike[block.iteration, block.members, block.size, block.parts].append((block.number, rank, block))
     for (iteration, *_, parts), blocks in sorted(alike.items(), key=lambda each: each[0][0]):
         group = blocks[0][2]
         here = {part.owner: places.get(part.owner, {}).get(iteration, ()) for part in parts}
@@ -57,7 +57,7 @@ def places_in_sums(
         if not lost or len(distinct) < len(lost):
             continue
         place_of = {owner: place for place, owner in enumerate(group.members)}
-        known = [owner for owner, its in here.items() if its]
+        known = [owner for owner, locations in here.items() if locations]
         ways = recover(
             [place_of[part.owner] for part in lost], [place_of[owner] for owner in known],
             [number for number, _ in distinct], group.size,

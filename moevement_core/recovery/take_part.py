@@ -1,7 +1,7 @@
-"""Makes snapshots that nobody has any more from parity and what is left of the group.
+"""Computation of lost snapshots from parity and the remaining snapshots of a group, by a chain of ranks.
 
-Each rank that has a part of the sum adds it to what comes from the one before, a piece at a time, so a snapshot comes
-to its owner about as quickly as one that is sent from one rank to another, and no rank has more than its own part.
+Each rank of the chain adds its terms to the piece that it receives from the rank before, and passes the piece on. So
+the owner receives its snapshot about as quickly as from a single rank, and no rank needs more than its own terms.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from moevement_core.snapshot.buffer import Buffer
 from moevement_core.snapshot.snapshot import Snapshot
 
 PIECE = 4 << 20
-"""Bytes that go from rank to rank at a time."""
+"""Bytes that a rank passes on at a time."""
 
 
 def summed(store: GroupStore) -> Iterator[Summed]:
-    """What a rank reports of the parity that it keeps."""
+    """Yield the report of each block of parity in ``store``."""
     for stripe in store.stripes():
         parts = tuple(
             Part(owner, header.state, header.schedule, header.contents, header.payload_bytes)
@@ -35,15 +35,27 @@ def summed(store: GroupStore) -> Iterator[Summed]:
 
 
 OpenSum = Callable[[int, int], tuple[GroupStore, Stripe] | None]
-"""By the first member of the group and the iteration, a block of parity, leased; nothing if it is gone."""
+"""Function that leases a block of parity, by first member of the group and iteration; None if it was freed."""
 Open = Callable[[Term, int], Snapshot | None]
-"""A member's snapshot, checked; nothing if it is gone."""
+"""Function that returns a member's snapshot, checked; None if it was freed or is damaged."""
 
 
 def take_part(
     rank: int, owner: int, iteration: int, sum_: Sum, open_: Open, open_sum: OpenSum, transport: Transport
 ) -> None:
-    """Add this rank's terms to what comes from the rank before, and send it on: to the next, or to the owner."""
+    """Add this rank's terms to the sum from the rank before, and send it to the next rank, or to the owner.
+
+    If a term is missing, the rank refuses instead, and so do all ranks after it.
+
+    Args:
+        rank: this rank, which is in the chain of the sum.
+        owner: rank whose snapshot is computed.
+        iteration: iteration of the snapshot.
+        sum_: the sum from which it follows.
+        open_: returns snapshots of members that this rank holds.
+        open_sum: returns blocks of parity that this rank holds.
+        transport: connection between ranks.
+    """
     chain = sum_.chain
     before = chain[chain.index(rank) - 1] if rank != chain[0] else None
     after = chain[chain.index(rank) + 1] if rank != chain[-1] else owner
@@ -51,7 +63,7 @@ def take_part(
     try:
         parts = [_open(term, iteration, open_, open_sum, leases) for term in sum_.terms if term.rank == rank]
         is_here = all(part is not None for part in parts)
-        if after == owner:  # whose header is wanted; the sum may have been begun without it meanwhile
+        if after == owner:  # the block must have the owner's header; it may have been begun anew without it
             is_here &= bool(leases) and owner in leases[-1][1].members
         comes = before is None or _receive(transport, before).kind is Kind.GO
         if not (is_here and comes):
@@ -75,7 +87,7 @@ def take_part(
 
 
 def _add(parts: Sequence[_Added], nbytes: int, before: int | None, after: int, transport: Transport) -> None:
-    """Piece by piece what comes from ``before``, or nothing, and this rank's parts, on to ``after``."""
+    """Add this rank's ``parts`` to the pieces from ``before``, or to zeros if that is None, and send them on."""
     total = torch.empty(min(PIECE, nbytes), dtype=torch.uint8)
     for start in range(0, nbytes, PIECE):
         piece = total[: min(PIECE, nbytes - start)]
@@ -91,17 +103,17 @@ def _add(parts: Sequence[_Added], nbytes: int, before: int | None, after: int, t
 
 
 _Added = tuple[int, Callable[[int, int], Iterator[tuple[int, torch.Tensor]]]]
-"""A coefficient, and what gives the bytes between two places of the sum: where, and the bytes."""
+"""Coefficient, and function that yields the bytes between two offsets of the sum, each with its offset."""
 
 
 def _open(
     term: Term, iteration: int, open_: Open, open_sum: OpenSum, leases: list[tuple[GroupStore, Stripe]]
 ) -> _Added | None:
     if term.source is Source.PARITY:
-        if (found := open_sum(term.owner, iteration)) is None:
+        if (leased := open_sum(term.owner, iteration)) is None:
             return None
-        leases.append(found)
-        total = found[1].total
+        leases.append(leased)
+        total = leased[1].total
         return term.coefficient, lambda start, end: _between(total, start, min(end, total.nbytes))
     snapshot = open_(term, iteration)
     if snapshot is None:
@@ -117,7 +129,7 @@ def _between(total: Buffer, start: int, end: int) -> Iterator[tuple[int, torch.T
 
 
 def _let_pass(transport: Transport, peer: int, nbytes: int) -> None:
-    """What comes and is of no use."""
+    """Receive and discard the pieces that ``peer`` sends."""
     piece = torch.empty(min(PIECE, nbytes), dtype=torch.uint8)
     for start in range(0, nbytes, PIECE):
         transport.receive(peer, TO_OWNER, piece[: min(PIECE, nbytes - start)])

@@ -1,1 +1,1 @@
-"""Who takes part in a job, and as which rank, through failures."""
+"""Rendezvous of a job through failures: its members, their leases, and the rosters that assign ranks to them."""

@@ -1,39 +1,42 @@
-"""When a job that fails again and again without coming further is given up, and how long it waits before it retries."""
+"""Limits on repeated failures: when the coordinator gives up a job without progress, and the backoff before a retry."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 FAILURES = 4
-"""How often in a row ranks may fail by themselves, without a death, at the same iteration."""
+"""Number of failures in a row, without a death and at the same iteration, that end the job."""
 DEATHS = 5
-"""How often in a row the same rank may die at the same iteration."""
+"""Number of deaths of one rank at the same iteration that end the job."""
 BACK_OFF_S = 1.0
-"""The first wait, after the third failure without progress; doubled for each one after it."""
+"""Seconds of backoff after the third failure without progress; the backoff doubles for each further failure."""
 LONGEST_BACK_OFF_S = 30.0
+"""Seconds of backoff at most."""
 
 
 class Attempts:
-    """Counts failures since the job last committed an iteration that it had not committed before."""
+    """Counters of failures since the job last made progress: since it committed an iteration for the first time."""
 
     def __init__(self) -> None:
         self._committed = self._here = -1
-        """The newest iteration of all; and of this attempt, which may have begun from an older window."""
+        """Newest committed iteration: of the job, and of this attempt, which may have resumed from an older window."""
         self._failures = 0
         self._deaths: dict[tuple[int, int], int] = {}
-        """By rank and the iteration that it died in."""
+        """Number of deaths without progress, by rank and the iteration in which it died."""
         self._in_a_row = 0
+        """Number of failures in a row without progress."""
         self._generation = -1
+        """Newest generation whose failure was counted."""
         self._replaced: set[int] = set()
-        """Ranks that got another process because of a result that was not finite, since the last progress."""
+        """Ranks whose process was replaced since the last progress because it computed a result that is not finite."""
 
     @property
     def has_committed(self) -> bool:
-        """Whether any iteration of the job was committed."""
+        """True if the job has committed an iteration."""
         return self._committed >= 0
 
     def committed(self, iteration: int) -> None:
-        """Some rank is known to have committed it."""
+        """Note that some rank has committed ``iteration``; a new iteration is progress and resets the counters."""
         self._here = max(self._here, iteration)
         if iteration > self._committed:
             self._committed = iteration
@@ -42,21 +45,22 @@ class Attempts:
             self._replaced.clear()
 
     def formed(self) -> None:
-        """A new attempt begins; where it goes on from its ranks will tell."""
+        """Begin a new attempt, whose resume iteration is unknown until its ranks report a commit."""
         self._here = -1
 
     def failed(self, generation: int, dead_ranks: Collection[int], reasons: Sequence[str]) -> str | None:
-        """A generation was interrupted; called again when more of its ranks die before the next one has started.
+        """Count the failure of a generation, and decide if the job may be tried again.
 
-        Those that die later, while they wait for the next attempt, do so in no iteration, and count for none.
+        The coordinator calls this again if more ranks of the same generation die before the next one starts. Those
+        ranks die while they wait, in no iteration, so their deaths do not count.
 
         Args:
-            generation: that was interrupted.
+            generation: the interrupted generation.
             dead_ranks: ranks that died since the last call.
-            reasons: what ranks that live found wrong, in their words.
+            reasons: errors that survivors reported when they left the generation.
 
         Returns:
-            Why the job must not be tried again; nothing if it may.
+            The reason why the job must not be tried again; None if it may.
         """
         is_new = generation != self._generation
         self._generation = generation
@@ -78,10 +82,16 @@ class Attempts:
         return None
 
     def suspected(self, ranks: Collection[int]) -> int | None:
-        """Return the rank whose process is to be replaced, of those that computed a result that is not finite.
+        """Choose the rank whose process is replaced because it may have computed a result that is not finite.
 
-        One at a time, the lowest first: each process that is replaced takes its part of the copies with it. None if all
-        of them were replaced since the last progress: then the batch is to blame, or the model.
+        One process is replaced at a time, because each takes the snapshots that it keeps with it.
+
+        Args:
+            ranks: ranks that computed such results.
+
+        Returns:
+            The lowest rank that was not replaced since the last progress. None if all were: then the batch or the
+            model is the cause.
         """
         rank = min(set(ranks) - self._replaced, default=None)
         if rank is not None:
@@ -90,7 +100,7 @@ class Attempts:
 
     @property
     def back_off_s(self) -> float:
-        """How long to wait before the job is formed again."""
+        """Seconds of backoff before the job is formed again; 0 up to the second failure without progress."""
         if self._in_a_row < 3:
             return 0.0
         return float(min(BACK_OFF_S * 2 ** (self._in_a_row - 3), LONGEST_BACK_OFF_S))

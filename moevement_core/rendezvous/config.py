@@ -1,4 +1,4 @@
-"""The flags of leases: when silence is a loss."""
+"""Flags of leases: the times after which silence counts as a failure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from moevement_core.flags import flag, positive
 from moevement_core.rendezvous.coordinator import LEASE_S
 
 SHORTEST_LEASE_S = 1.0
+"""Seconds of the shortest lease time that is accepted."""
 LEASES_TO_HANG = 6
-"""For how many lease times the main thread of a rank may run nothing before it is taken to hang."""
+"""Number of lease times without progress of a rank's main thread after which it counts as hung."""
 
 
 def lease_seconds(text: str) -> float:
-    """The value of ``--moevement-lease-seconds``.
+    """Return the value of ``--moevement-lease-seconds`` as a number.
 
     Raises:
-        ConfigError: it is no lease.
+        ConfigError: the value is not a number, or shorter than :data:`SHORTEST_LEASE_S`.
     """
     try:
         value = float(text)
@@ -31,7 +32,7 @@ def lease_seconds(text: str) -> float:
 
 @dataclass(frozen=True)
 class TimeoutsConfig:
-    """When silence is a loss."""
+    """Times after which a silent node or rank counts as failed, and a silent peer is reported."""
 
     peer_timeout: float | None = flag(
         "--moevement-peer-timeout", type=float, metavar="S", check=positive(None),
@@ -46,5 +47,5 @@ class TimeoutsConfig:
 
     @property
     def peer_s(self) -> float:
-        """After so many seconds a peer that does not answer is reported."""
+        """Seconds after which a peer that does not answer is reported."""
         return LEASES_TO_HANG * self.lease_s if self.peer_timeout is None else self.peer_timeout

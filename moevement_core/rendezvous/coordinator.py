@@ -1,10 +1,11 @@
-"""Forms the job: the first time, and again after every failure. One per job, where its store is.
+"""Coordinator of a job: forms the job at the start and after every failure. It runs in the process that has the store.
 
-It decides alone, so that nobody has to agree on anything while processes die. Every member, rank or spare, has a lease
-that its supervisor renews; one whose lease runs out is dead, whether anybody saw it end or not. Survivors keep their
-ranks, and a spare takes over each rank that is lost. An elastic job goes on with fewer ranks where no spare is left,
-and with more again when processes have come. A roster is a proposal until all of its members have acknowledged
-it: only then does any of them enter training.
+The coordinator decides alone, so no agreement is needed while processes fail. Every member, rank or spare, has a lease
+that its supervisor renews. A member whose lease runs out counts as dead, even if no supervisor saw its process end.
+
+Survivors keep their ranks, and a spare takes over each failed rank. An elastic job goes on with fewer ranks if no spare
+is left, and grows again when processes join. A roster is a proposal until all its members have acknowledged it. Only
+then do they enter training.
 """
 
 from __future__ import annotations
@@ -44,42 +45,47 @@ from moevement_core.rendezvous.signed_store import CLAIMED, SignedStore
 from moevement_core.rendezvous.takeover import split_blocks, take_over
 
 LEASE_S = 10.0
-"""The default of ``--moevement-lease-seconds``, from which every other timeout derives."""
+"""Default of ``--moevement-lease-seconds``, in seconds; every other timeout derives from the lease time."""
 
 WRITTEN_ONCE = ("job/", "tasks/", "injected/")
-"""What processes write once in the life of the job, and may not be there to write again."""
+"""Prefixes of store keys that a process writes once in the life of the job.
+
+The writer may be gone when a value is lost, so the coordinator keeps these values and restores them.
+"""
 
 
 MOST_REPORTED = 5
-"""Groups of ranks that span nodes, of which each is named."""
+"""Number of groups of ranks across nodes that are reported by name for one roster; further groups are counted."""
 
 
 class State(Enum):
-    """Where the job stands."""
+    """State of the job, as the coordinator sees it."""
 
     FORMING = "forming"
+    """The coordinator waits for members, or for survivors to leave their generation."""
     PROPOSED = "proposed"
-    """A roster waits for the acknowledgement of its members."""
+    """A roster waits for the acknowledgements of its members."""
     RUNNING = "running"
+    """The ranks of the newest roster train."""
     STOPPED = "stopped"
-    """No rank will go on; the reason has been published."""
+    """The job has ended early; the reason is in the store."""
     DONE = "done"
-    """Every rank has come to the end."""
+    """Every rank has reached the end of the job."""
 
 
 class Coordinator:
-    """To be asked to :meth:`step` often, by one thread.
+    """Coordinator of one job. One thread calls all methods, and calls :meth:`step` often.
 
     Args:
-        store: the job's.
-        ranks: of the job.
-        spare_timeout_s: how long to wait for a spare where none is left.
-        report: called, in words, with what an operator should know.
-        interrupt: interrupts the ranks of a generation; called with the generation and the rank that is lost.
-        lease_s: after so many seconds without a word of it a member is dead.
-        clock: seconds, monotonic.
-        respawn_wait_s: how long to wait for the first process that is started in the place of another one on its node,
-            where ranks that communicate in every layer would come to be on several nodes without it; 0: none comes.
+        store: store of the job.
+        ranks: number of ranks of the job.
+        spare_timeout_s: seconds that the job waits for a spare when none is left.
+        report: called with a line of text for the operator.
+        interrupt: interrupts the ranks of a generation; called with the generation and the failed rank.
+        lease_s: lease time in seconds; a member that is silent for so long counts as dead.
+        clock: returns monotonic seconds.
+        respawn_wait_s: seconds to wait for the first process that is started on a node in place of another, if ranks
+            that communicate in every layer would otherwise span nodes; 0: no such process is started.
     """
 
     def __init__(
@@ -96,13 +102,13 @@ class Coordinator:
     ) -> None:
         self.state = State.FORMING
         self.roster = Roster(-1, {})
-        """The newest; a proposal while the state is PROPOSED."""
+        """Newest roster; a proposal while the state is PROPOSED."""
         self.membership = Membership(store, lease_s, clock)
         self.losses = Losses()
         self.given_up: set[int] = set()
-        """Members that the job goes on without though nobody saw them end: whoever started them ends them."""
+        """Members that count as dead although no supervisor saw them end; their supervisors kill them."""
         self.waits_for_respawn = False
-        """Whether spares wait, and the job still waits for a process on the node of one that ended."""
+        """True while enough spares wait, but the job waits for a process that is being started on a certain node."""
         self._store, self._ranks, self._spare_timeout_s, self._report = store, ranks, spare_timeout_s, report
         self._interrupt, self._clock = interrupt, clock
         self._entered = Entered(store, clock)
@@ -110,37 +116,38 @@ class Coordinator:
         self._is_reported = False
         self._interrupted_at = self._proposed_at = 0.0
         self._leave_by: dict[int, float] = {}
-        """When each member is given up that has not left since the interruption."""
+        """Time in seconds of the clock by which each member must have left the interrupted generation."""
         self._form_at: float | None = None
-        """When the job may be formed again; nothing while that is not decided for this interruption."""
+        """Time in seconds of the clock at which the job may be formed again; None until the backoff is decided."""
         self._short_since: float | None = None
-        """Since when everyone else is there and only spares are missing."""
+        """Time in seconds of the clock since which the job waits for nothing but spares; None if it does not."""
         self._grid: Grid | None = None
-        """Of an elastic job, as soon as any of its ranks has said that it is one."""
+        """Grid of an elastic job, once a rank has published it; None for a job of fixed size."""
         self._is_winding_down = False
+        """True if the job was asked to end at the next boundary."""
         self._judged = -1
-        """The newest generation whose results that were not finite were acted upon."""
+        """Newest generation whose results that are not finite were acted upon."""
         self._suspect_nodes: set[str] = set()
-        """Nodes of processes that computed them; a spare on such a node is the last to be taken."""
+        """Nodes of processes that computed such results; spares on these nodes take over ranks last."""
         self._broken: set[str] = set()
         """Identities of devices that no process can use."""
         self._respawns = Respawns(clock, respawn_wait_s)
         self._block = 1
-        """Consecutive ranks that communicate in every layer, and are kept on one node."""
+        """Number of consecutive ranks that communicate in every layer, and should be on one node."""
         self._split: set[int] = set()
-        """Blocks of them that span nodes, as they were reported."""
+        """Numbers of the blocks that span nodes and were reported."""
         self._adopts = Now(clock)
-        store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # whoever asks later finds it, and it is kept from here on
+        store.claim(JOB_NAME, uuid.uuid4().hex[:8])  # The claim also makes this process restore a lost name.
         store.set(NEWEST, "-1")
 
     @property
     def members(self) -> Mapping[int, MemberInfo]:
-        """Everyone who has joined and lives."""
+        """Members that have joined and live."""
         return self.membership.alive
 
     @property
     def lease_s(self) -> float:
-        """After so many seconds without a word of it a member is dead."""
+        """Lease time in seconds: a member that is silent for so long counts as dead."""
         return self.membership.lease_s
 
     @lease_s.setter
@@ -149,26 +156,40 @@ class Coordinator:
 
     @property
     def deaths(self) -> Sequence[Death]:
-        """All of the job, spares included, in the order in which they were noticed."""
+        """Every death of the job, including those of spares, in the order in which they were noticed."""
         return self.losses.all
 
-    # Who lives
+    # Leases and deaths
 
     def renew(self, members: Mapping[int, int | None]) -> None:
-        """A supervisor has found these members alive; with the newest iteration that each has committed, if any."""
+        """Renew the leases of members that a supervisor has found alive.
+
+        Args:
+            members: the members, each with the newest iteration that it has committed; None before the first.
+        """
         for member, committed in members.items():
             self.membership.renew(member)
             if committed is not None:
                 self._attempts.committed(committed)
 
     def disconnected(self, members: Iterable[int]) -> None:
-        """The connection of the supervisor of these members broke."""
+        """Note that the connection of the supervisor of ``members`` broke."""
         self.membership.disconnected(members)
 
     def died(self, member: int, pid: int, how: str, noticed_by: NoticedBy = NoticedBy.SUPERVISOR) -> int | None:
-        """A member is gone; returns the rank that it was, nothing if it was none."""
+        """Record the death of a member, and interrupt its generation if it had a rank.
+
+        Args:
+            member: the member.
+            pid: its process id.
+            how: description of its end, for log lines.
+            noticed_by: the detector.
+
+        Returns:
+            The rank that the member had; None if it had none, or its death was recorded before.
+        """
         if member in self.membership.dead:
-            return None  # given up before its process ended
+            return None  # The member was given up before its process ended.
         node = self.members[member].node if member in self.members else ""
         is_stopped = noticed_by is NoticedBy.LEASE and self.membership.hears(node, but=member)
         if noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.TIMEOUT) or is_stopped:
@@ -185,29 +206,33 @@ class Coordinator:
         if rank is not None and self.state not in (State.STOPPED, State.DONE):
             self._interrupt(self.roster.generation, rank)
             self._interrupted()
-            self._form_at = self._short_since = None  # a process for this one has only begun to start
+            self._form_at = self._short_since = None  # The wait for spares begins anew with each failed rank.
         return rank
 
     def has_trained(self, member: int | None = None) -> bool:
-        """Return whether the job has committed an iteration, or was formed without ``member`` among its ranks."""
+        """Return True if the job has committed an iteration, or was formed without ``member`` among its ranks.
+
+        A process that fails before that has probably met a mistake that ends the job.
+        """
         is_outside = member is not None and self.roster.generation >= 0 and self.roster.rank_of(member) is None
         return self._attempts.has_committed or is_outside
 
     def wind_down(self) -> None:
-        """Note that the job was asked to end at the next boundary: it does not begin again once all its ranks are lost.
+        """Note that the job was asked to end at the next boundary.
 
-        It would begin with what was saved last, or with the first iteration, and end after one more.
+        If all ranks are lost before it, the job stops. Otherwise it would restart from a restore point or from the
+        beginning, only to end after one iteration.
         """
         self._is_winding_down = True
 
     def stop(self, reason: str) -> None:
-        """End the job; everyone who waits finds the reason."""
+        """Stop the job, and publish the reason in the store, where every waiting process finds it."""
         self._store.set(STOP, reason)
         self.state = State.STOPPED
 
     @property
     def rejected(self) -> int:
-        """Values in the job's store that were of none of its processes, and did not count."""
+        """Number of values in the job's store that had no valid signature, and were ignored."""
         return self._store.rejected
 
     def _report_rejected(self) -> None:
@@ -215,7 +240,7 @@ class Coordinator:
             self._report(f"{rejected} values in the job's store were of none of its processes, and did not count")
 
     def step(self) -> None:
-        """Look at the store and the leases and do what is to be done; never waits."""
+        """Look at the store and the leases, and move the job to its next state if it is time; never block."""
         self._store.keep_written()
         if self._adopts.is_due(rung=self._store.has_rung(CLAIMED)):
             with self._adopts:
@@ -224,8 +249,9 @@ class Coordinator:
             self._respawns.has_joined(info.node)
         for member, how, noticed_by in self.membership.lost():
             self._lose(member, how, noticed_by)
-        if self._store.has_rung(GIVEN_BACK):  # a process that cannot end, because of its device, is not waited for
-            for member in [one for one in self.members if self._store.check([f"{GIVEN_BACK}/{one}"])]:
+        # A process may be unable to end because of its device. So its word that it gives its rank back is enough.
+        if self._store.has_rung(GIVEN_BACK):
+            for member in [number for number in self.members if self._store.check([f"{GIVEN_BACK}/{number}"])]:
                 self._lose(member, "gave its rank back", NoticedBy.DEVICE)
         if self.state in (State.STOPPED, State.DONE):
             return
@@ -241,10 +267,9 @@ class Coordinator:
             self._form()
 
     def waiting(self) -> list[int]:
-        """Members that could take a rank, those of the roster not among them; in the order in which they came.
+        """Return the members without a rank that could take one, in the order in which they joined.
 
-        Those on the nodes of processes that computed results that were not finite come last. Those for which no device
-        is left are not among them, once the job was formed.
+        Members on suspect nodes come last. Once the job was formed, members for which no device is left are omitted.
         """
         waiting = sorted(self._without_rank(), key=lambda info: info.node in self._suspect_nodes)
         if self.roster.generation >= 0 and any(info.devices for info in waiting):
@@ -259,7 +284,7 @@ class Coordinator:
         return {identity(info, number) for info, number in ranks if info is not None} | self._broken
 
     def who(self) -> list[dict[str, Any]]:
-        """Return everyone who takes part, as ``ranks.json`` has it: ranks in their order, spares, those that start."""
+        """Return the entries of ``ranks.json``: ranks in their order, then spares, then processes that are starting."""
         ranks: list[tuple[int | None, int]] = [
             *sorted(self.roster.ranks.items()),
             *((None, info.member) for info in self._without_rank()),
@@ -284,7 +309,11 @@ class Coordinator:
         self.died(member, info.pid if info is not None else 0, how, noticed_by)
 
     def _take_back(self, node: str, given_back: GivenBack) -> str:
-        """Leave out the device of a member that has given its rank back, if it is broken; return why, in words."""
+        """Exclude the device of a member that has given its rank back, if it is broken.
+
+        Returns:
+            The description of the member's end, for log lines.
+        """
         how = f"gave its rank back because its device cannot be used ({given_back.reason})"
         if given_back.is_broken and given_back.device:
             self._broken.add(given_back.device)
@@ -305,15 +334,17 @@ class Coordinator:
             self.waits_for_respawn = False
 
     def _leaving(self) -> bool:
-        """Whether any survivor has left; what they wrote is kept."""
+        """Read what survivors wrote when they left the generation; return True if any has left.
+
+        If the job counts as running, the coordinator also interrupts the other ranks.
+        """
         for left in self._entered.leaving():
             self._attempts.committed(left["committed"])
             if left["had_recovered"]:
                 self.losses.recovered()
         if self._entered.left and self.state is State.RUNNING:
-            self._interrupt(
-                self.roster.generation, self.roster.rank_of(min(self._entered.left)) or 0
-            )  # it has said so, and may not be heard
+            # The rank that left has interrupted the others itself, but that record may have been lost.
+            self._interrupt(self.roster.generation, self.roster.rank_of(min(self._entered.left)) or 0)
         return bool(self._entered.left)
 
     def _all_finished(self) -> bool:
@@ -358,7 +389,11 @@ class Coordinator:
     # Ranks that communicate in every layer stay on one node
 
     def _learn_blocks(self, nodes: Mapping[int, str]) -> None:
-        """Keep those groups together that are on one node when the job begins: the largest, where groups are nested."""
+        """Choose the size of the blocks that are kept on one node.
+
+        The ranks have published the sizes of their groups. The choice is the largest size of which some groups are on
+        one node when the job begins, or else the smallest size.
+        """
         if self.roster.generation < 0 and (text := self._store.read(BLOCKS)) is not None:
             sizes = sorted(map(int, text.split(b",")))
             fitting = [size for size in sizes if len(split_blocks(nodes, size)) * size < len(nodes)]
@@ -371,7 +406,12 @@ class Coordinator:
         return take_over(missing, kept, self.roster.nodes, waiting, self._block, avoided)
 
     def _wait_for_respawn(self, missing: Sequence[int], ranks: Mapping[int, int]) -> None:
-        """Wait for processes that are being started where ranks were, if blocks would span nodes without them."""
+        """Decide whether to wait for processes that are being started, because blocks would span nodes without them.
+
+        Args:
+            missing: the failed ranks.
+            ranks: the member of each rank, if the job does not wait.
+        """
         block, before = self._block, self.roster.nodes
         nodes = {rank: self.members[member].node for rank, member in ranks.items()}
         new = split_blocks(nodes, block) - split_blocks(before, block)
@@ -383,7 +423,7 @@ class Coordinator:
         self.waits_for_respawn = bool(expected)
 
     def _blocks_split(self, nodes: Mapping[int, str]) -> tuple[tuple[int, int], ...]:
-        """Return first and last rank of the blocks that span nodes and were not reported yet."""
+        """Return the first and the last rank of each block that spans nodes and was not reported yet."""
         block, new = self._block, sorted(split_blocks(nodes, self._block) - self._split)
         return tuple((number * block, min((number + 1) * block, len(nodes)) - 1) for number in new)
 
@@ -403,7 +443,10 @@ class Coordinator:
         return self._grid
 
     def _is_to_grow(self) -> bool:
-        """Whether those who wait make the job larger, and nobody has come for a while: all ranks are interrupted."""
+        """Return True if waiting members can enlarge the job and no member has joined for a while.
+
+        The method then interrupts all ranks.
+        """
         grid = self._elastic()
         if grid is None or self._clock() - max(self.membership.joined_at, self._proposed_at) < grid.join_wait_s:
             return False
@@ -416,7 +459,7 @@ class Coordinator:
         return True
 
     def _resize(self, grid: Grid, survivors: Mapping[int, int]) -> None:
-        """Propose the largest job that those who are there make."""
+        """Propose the largest job that survivors and waiting members make, or wait if it is too small."""
         waiting = self.waiting()
         replicas = grid.replicas(min(len(survivors) + len(waiting), self._ranks))
         if not replicas:
@@ -430,15 +473,19 @@ class Coordinator:
         self._propose(ranks, len(survivors) + len(waiting) - world)
 
     def _waits_for_the_first(self) -> bool:
-        """The first ones are the ranks, in their order; others are where some of them do not come."""
-        gone = [
+        """Return True while the job waits for its first members, which are to be the ranks in their order.
+
+        After the spare timeout, the job begins with other members in place of the absent ones. If too few have joined,
+        the method stops the job.
+        """
+        absent = [
             member for member in range(self._ranks) if member not in self.members and member not in self.membership.dead
         ]
-        if not gone:
+        if not absent:
             return False
         if not self.members or self._clock() - self.membership.joined_at < self._spare_timeout_s:
             return True
-        missing = ", ".join(map(str, gone[:5])) + (f" and {len(gone) - 5} more" if len(gone) > 5 else "")
+        missing = ", ".join(map(str, absent[:5])) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
         since = f"members {missing} have not come within {self._spare_timeout_s:g} s of the last one"
         if len(self.members) < self._ranks:
             self.stop(f"{since}: {len(self.members)} are there, and the job has {self._ranks} ranks")
@@ -449,9 +496,10 @@ class Coordinator:
         return False
 
     def _have_left(self, survivors: Mapping[int, int]) -> bool:
-        """Whether everyone who had entered training has stopped; who does not in time is given up.
+        """Return True if every survivor that had entered training has left it.
 
-        A member that reports another phase of leaving has the same time again.
+        The coordinator gives up a member that does not leave in time. A member that reports a further phase of leaving
+        gets the same time again.
         """
         if self._entered.generation < 0:
             return True
@@ -468,9 +516,12 @@ class Coordinator:
         return not entered
 
     def _replace_suspect(self) -> bool:
-        """Give up a process that computes results that are not finite, or the job; return whether any of it was done.
+        """Replace a process that computed results that are not finite, or stop the job.
 
-        Every process of the ranks concerned is replaced once, one after the other, before the batch is blamed.
+        Before the job stops because of the batch or the model, each process concerned is replaced once, one per failure.
+
+        Returns:
+            True if a process was given up or the job was stopped.
         """
         entered = self._entered
         if self._judged == entered.generation or not entered.suspects:
@@ -487,14 +538,14 @@ class Coordinator:
             return True
         member = self.roster.ranks[rank]
         if member not in self.members:
-            return False  # lost meanwhile
+            return False  # The member has died in the meantime.
         info = self.members[member]
         self._suspect_nodes.add(info.node)
         self.died(member, info.pid, f"computed results that are not finite ({reason})", NoticedBy.RESULT)
         return True
 
     def _decide_to_go_on(self) -> float:
-        """How long to wait before the job is formed again; stops it if there is no point in that."""
+        """Return the backoff in seconds before the job is formed again; stop the job if it fails repeatedly."""
         entered = self._entered
         if entered.generation < 0:
             return 0.0
@@ -509,7 +560,7 @@ class Coordinator:
         self._attempts.formed()
         members = {rank: self.members[member] for rank, member in ranks.items()}
         had = {self.roster.ranks[rank]: device for rank, device in self.roster.devices.items()}
-        kept = {rank: had[member] for rank, member in ranks.items() if member in had}  # by whatever rank it is now
+        kept = {rank: had[member] for rank, member in ranks.items() if member in had}
         nodes = {rank: info.node for rank, info in members.items()}
         devices = assign_devices(members, kept, self._broken)
         self._learn_blocks(nodes)
@@ -532,7 +583,7 @@ class Coordinator:
             identities={rank: identity(info, devices[rank]) for rank, info in members.items()},
         )
         generation = self.roster.generation
-        self._store.forget(f"generation/{generation - 2}/")  # who joins now begins with the newest
+        self._store.forget(f"generation/{generation - 2}/")  # New members begin with the newest generation.
         self._store.set(ROSTER.format(generation), self.roster.encode())
         self._store.set(NEWEST, str(generation))
         self._proposed_at = self._clock()
@@ -555,13 +606,13 @@ class Coordinator:
 
     @property
     def _acknowledge_s(self) -> float:
-        """How long a process may take to acknowledge the rank that it has in a proposal; devices are checked first."""
+        """Seconds that a process has to acknowledge the rank that a proposal gives it, with a check of its device."""
         has_devices = any(self.members[member].devices for member in self.roster.ranks.values())
         return LEASES_TO_LEAVE * self.lease_s + (CHECK_S if has_devices else 0.0)
 
     def _wait_for_spares(self, missing: int) -> None:
         if self.roster.generation < 0:
-            return  # the first ones are still starting; who started them knows whether they come
+            return  # The first members are still starting, and their supervisors notice if they cannot.
         if self._short_since is None:
             self._short_since = self._clock()
             idle = len(self._without_rank()) - len(self.waiting())

@@ -1,4 +1,4 @@
-"""Which device each rank has, by the identity of devices: each process numbers those that it sees from 0."""
+"""Assignment of devices to ranks, by the identities of devices, because each process counts its devices from 0."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Collection, Mapping, Sequence
 from moevement_core.rendezvous.roster import MemberInfo
 
 CHECK_S = 30.0
-"""How long a process may check the device that comes with its rank, before it acknowledges the rank."""
+"""Seconds that a process may take to check the device of its rank, before it acknowledges the rank."""
 
 
 def assign_devices(
     members: Mapping[int, MemberInfo], before: Mapping[int, int], broken: Collection[str] = ()
 ) -> dict[int, int]:
-    """Return the local device of each rank: survivors keep theirs, all others take a free one that they see.
+    """Return the local device number of each rank.
 
-    A process that sees no free device, or runs on a CPU, keeps the number that it was started with.
+    Survivors keep their devices, and every other process takes a free device that it sees. A process that sees no free
+    device, or runs on a CPU, keeps the number that it was started with.
 
     Args:
-        members: the process of each rank.
-        before: devices of the ranks that keep their processes, by rank.
-        broken: identities of devices that nobody gets.
+        members: member of each rank.
+        before: local device numbers of the ranks that keep their processes.
+        broken: identities of devices that no process may use.
     """
     kept = {rank: number for rank, number in before.items() if rank in members}
     taken = {*broken, *(identity(members[rank], number) for rank, number in kept.items())}
@@ -34,10 +35,10 @@ def assign_devices(
 
 
 def with_free_device(waiting: Sequence[MemberInfo], taken: Collection[str]) -> list[MemberInfo]:
-    """Return those of the waiting processes that could all have a device at once, in their order.
+    """Return the waiting processes for which devices are free, in their order; each is counted with its own device.
 
     Args:
-        waiting: processes without a rank; those on CPUs need no device.
+        waiting: processes without a rank; processes on CPUs need no device.
         taken: identities of devices that are in use or broken.
     """
     taken, able = set(taken), list[MemberInfo]()
@@ -52,11 +53,11 @@ def with_free_device(waiting: Sequence[MemberInfo], taken: Collection[str]) -> l
 
 
 def identity(info: MemberInfo, number: int) -> str:
-    """Return the identity of a device by the number that a process gives it; empty where it has none."""
+    """Return the identity of the device that a process knows by ``number``; empty if it has no such device."""
     return info.devices[number] if number < len(info.devices) else ""
 
 
 def _free_device(info: MemberInfo, taken: Collection[str]) -> int | None:
-    """Return the number of a device that is not taken, preferably the one that the process was started for."""
+    """Return the number of a device that is not taken, if possible the one that the process was started for."""
     free = [number for number, device in enumerate(info.devices) if device not in taken]
     return info.device if info.device in free else min(free, default=None)

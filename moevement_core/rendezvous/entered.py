@@ -1,4 +1,4 @@
-"""The generation whose ranks have entered training, and what they wrote since."""
+"""Account of the generation whose ranks have entered training, from the values that they write into the store."""
 
 from __future__ import annotations
 
@@ -13,54 +13,63 @@ from moevement_core.rendezvous.signed_store import SignedStore
 
 
 class Entered:
-    """As the coordinator sees it.
+    """Account, for the coordinator, of the newest generation in training: its members, and which have left it or ended.
 
     Args:
-        store: the job's.
-        clock: seconds, monotonic.
+        store: store of the job.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, store: SignedStore, clock: Callable[[], float] = time.monotonic) -> None:
         self.generation = -1
-        """The newest whose ranks have entered training."""
+        """Newest generation whose ranks have entered training; -1 before the first."""
         self.members: Collection[int] = ()
+        """Members of that generation's roster."""
         self.left: dict[int, Mapping[str, Any]] = {}
-        """What survivors of it wrote when they left it."""
+        """Values that survivors wrote when they left the generation, by member (:meth:`Member.leave`)."""
         self._finished: set[int] = set()
+        """Members that have reached the end of the job."""
         self._phases: dict[int, bytes] = {}
-        """The phase of leaving that each member was last known to be in."""
+        """Phase of leaving that each member last reported."""
         self._found: dict[str, int] = {}
+        """Number of values found in the last look, by key."""
         self._looks: dict[str, Now] = {}
-        """So that a job of a thousand ranks is not asked a thousand questions at every step."""
+        """Backoff of looks by key, so that a step of a job of 1000 ranks does not read 1000 values from the store."""
         self._store, self._clock = store, clock
 
     def begin(self, generation: int, members: Collection[int]) -> None:
-        """These have entered it."""
+        """Note that ``members`` have entered training in ``generation``, and forget the generation before."""
         self.generation, self.members = generation, members
         self.left, self._finished, self._phases = {}, set(), {}
         self._looks.clear()
         self._found.clear()
 
     def written_by(self, key: str, generation: int, members: Collection[int]) -> dict[int, bytes] | None:
-        """Return what ``members`` have written under ``key``; None if that is nobody new since the last look.
+        """Return the values that members have written under a key of the store.
 
-        Each value is read once: a second look at it may find what an unauthenticated peer has made of it meanwhile, and
-        a member that counts as seen is not looked at again.
+        Args:
+            key: key with a place for the generation; the bell of the key rings when a member has written.
+            generation: the generation.
+            members: members that may have written.
+
+        Returns:
+            Values by member; None if no further member has written since the last look, or no look is due.
         """
         name = key.format(generation)
         look = self._looks.setdefault(name, Now(self._clock))
         if not look.is_due(rung=self._store.has_rung(name)):
             return None
+        # Read each value once. A stranger may overwrite it between two reads, and a counted member is not read again.
         with look:
             values = {member: self._store.read(f"{name}/{member}") for member in members}
-            found = {member: value for member, value in values.items() if value is not None}
-        if len(found) == self._found.get(name, 0):
+            written = {member: value for member, value in values.items() if value is not None}
+        if len(written) == self._found.get(name, 0):
             return None
-        self._found[name] = len(found)
-        return found
+        self._found[name] = len(written)
+        return written
 
     def leaving(self) -> list[Mapping[str, Any]]:
-        """What members wrote that have left since the last look."""
+        """Return the values of the members that have left the generation since the last call."""
         newly = []
         for member, text in (self.written_by(LEFT, self.generation, self.members) or {}).items():
             if member not in self.left:
@@ -69,7 +78,7 @@ class Entered:
         return newly
 
     def has_come_further(self, member: int) -> bool:
-        """Return whether a member has reported another phase of leaving since it was last asked for."""
+        """Return True if a member has reported a further phase of leaving since the last call."""
         phase = self._store.read(f"{LEAVING.format(self.generation)}/{member}")
         if phase is None or phase == self._phases.get(member):
             return False
@@ -77,17 +86,17 @@ class Entered:
         return True
 
     def all_finished(self) -> bool:
-        """Whether every member has come to the end of the job."""
+        """Return True if every member has reached the end of the job."""
         self._finished |= (self.written_by(FINISHED, self.generation, self.members) or {}).keys()
-        # What dies on its way out after everyone has come to the end takes nothing of the job with it.
+        # Dead members count too: a process that dies after all have reached the end takes nothing of the job with it.
         return bool(self._finished) and set(self.members) <= self._finished
 
     @property
     def suspects(self) -> set[int]:
-        """Ranks whose processes compute results that are not finite, as members reported when they left."""
+        """Ranks whose processes computed results that are not finite, as members reported when they left."""
         return {rank for left in self.left.values() for rank in left.get("suspects", ())}
 
     @property
     def reasons(self) -> list[str]:
-        """Why members left, those that had a reason of their own."""
+        """Errors of the members that left because of an error of their own, sorted."""
         return sorted({left["reason"] for left in self.left.values() if left["reason"]})

@@ -1,9 +1,9 @@
-"""What decides which computation the processes of a job run: script, flags, modules beside the script, packages.
+"""Check that all processes of a job run the same code: script, flags, modules beside the script, and packages.
 
-A launcher reads the script and its ``--config`` files once and hands both to every process that it starts, however much
-later: an edit for the next experiment concerns no job that runs. Processes of other nodes, and fresh interpreters,
-which import packages anew, may still differ. So the first process that joins a job records what it runs, each later one
-compares itself with that, and one that differs does not join.
+A launcher reads the script and its ``--config`` files once, and passes both to every process that it starts. So an edit
+for the next experiment does not affect a running job. Processes on other nodes, and fresh interpreters, may still
+differ. So the first process that joins a job records its code in the store. Each later process compares its own code
+with the record, and does not join if it differs.
 """
 
 from __future__ import annotations
@@ -24,86 +24,92 @@ from moevement_core.memory_file import MemoryFile
 from moevement_core.rendezvous.signed_store import SignedStore
 
 SCRIPT_ENV = "MOEVEMENT_SCRIPT"
-"""Absolute path of the script that this process, and the processes it spawns, run."""
+"""Environment variable: absolute path of the script that this process, and the processes that it spawns, run."""
 SCRIPT_TEXT_ENV = "MOEVEMENT_SCRIPT_TEXT"
-"""``PATH:SCRIPT``, where PATH has the text of SCRIPT as the launcher read it; unset: it is read where it stands."""
+"""Environment variable: ``PATH:SCRIPT``, where the file PATH holds the text of SCRIPT as the launcher read it.
+
+If the variable is unset, the script is read from its own path.
+"""
 CODE = "job/code"
-"""Key of the store; written once by the first process that joins."""
+"""Key of the store for the code of the job; the first process that joins writes it."""
 PACKAGES = ("torch", "megatron-core", "transformer-engine", "moevement")
+"""Packages whose versions must be the same in all processes."""
 OURS = ("moevement_core", "megatron.moevement")
-"""Packages of this project, which may be a checkout that is edited: their version says little."""
+"""Packages of this project, compared by source: they may be an edited checkout, whose version says little."""
 NODE_FLAGS = ("--data-cache-path", "--tensorboard-dir", "--wandb-save-dir", "--run-dir")
-"""Folders, which may be others on another node without any change of what is computed."""
+"""Flags for folders, whose values may differ between nodes without changing the computation."""
 _MOST_SHOWN = 3
+"""Number of differences that an error message shows."""
 
 
 @dataclass(frozen=True)
 class JobCode:
-    """What one process runs."""
+    """Code that one process runs."""
 
     script: str
     """Digest of the script's text."""
     flags: Mapping[str, Sequence[str]]
-    """Values of each flag, configuration files included; the last one of a flag that is given twice."""
+    """Values of each flag, including those from configuration files; the last occurrence of a flag counts."""
     modules: Mapping[str, str]
-    """Digests of modules that the script had imported from its own folder when the process joined."""
+    """Digests of the modules that the script had imported from its own folder when the process joined, by name."""
     packages: Mapping[str, str]
-    """Versions; of this project's own, digests of their sources, too."""
+    """Versions of packages, and digests of the sources of this project's packages, by name."""
 
     def differences(self, job: JobCode) -> list[str]:
-        """Return in words in what this process differs from the job; empty if in nothing."""
-        found = ["the script is another one"] if self.script != job.script else []
-        found += [
+        """Return descriptions of the differences between this process and the job; empty if there are none."""
+        descriptions = ["the script is another one"] if self.script != job.script else []
+        descriptions += [
             f"{flag} {_shown(self.flags.get(flag))}, and {_shown(job.flags.get(flag))} in the job"
             for flag in sorted(self.flags.keys() | job.flags.keys())
             if flag not in NODE_FLAGS and self.flags.get(flag) != job.flags.get(flag)
         ]
-        # Which modules a rank has imported by then may depend on the rank.
-        found += [
+        # The modules that a process has imported by now may depend on its rank, so only common ones are compared.
+        descriptions += [
             f"module {name} is another one"
             for name in sorted(self.modules.keys() & job.modules.keys())
             if self.modules[name] != job.modules[name]
         ]
-        found += [
+        descriptions += [
             f"{name} {self.packages.get(name, 'is missing')}, and {job.packages.get(name, 'none')} in the job"
             for name in sorted(self.packages.keys() | job.packages.keys())
             if self.packages.get(name) != job.packages.get(name)
         ]
-        return found
+        return descriptions
 
 
 def script_text(script: str) -> bytes:
-    """Return the text of a script, as the launcher read it at the start of the job."""
+    """Return the text of a script as the launcher read it, or from its path if the launcher read another script."""
     path, _, kept = os.environ.get(SCRIPT_TEXT_ENV, "").partition(":")
     with open(path if path and kept == os.path.abspath(script) else script, "rb") as file:
         return file.read()
 
 
 class KeptScript:
-    """Text of the job's script, in memory for as long as its launcher runs.
+    """Text of the job's script, kept in memory while its launcher runs.
 
     Args:
-        script: its path.
+        script: path of the script.
     """
 
     def __init__(self, script: str) -> None:
         self._file = MemoryFile("moevement-script", Path(script).read_bytes())
         self.environment = {SCRIPT_TEXT_ENV: f"{self._file.path}:{os.path.abspath(script)}"}
-        """Variables for every process that is to run it."""
+        """Environment variables for every process that runs the script."""
 
     def close(self) -> None:
-        """Give it back, when no process is started any more."""
+        """Release the memory, when the launcher starts no more processes."""
         self._file.close()
 
 
 def join_with_same_code(store: SignedStore) -> None:
-    """Record what this process runs, if it is the first of its job, or compare it with what the job runs.
+    """Record the code of this process if it is the first of its job, or else compare it with the recorded code.
 
     Raises:
-        CodeDiffers: it is not the same.
+        CodeDiffers: the code of this process differs from the job's.
+        ExchangeError: the record cannot be decoded.
     """
-    mine = _code_of_this_process()
-    encoded = msgspec.json.encode(mine).decode()
+    own_code = _code_of_this_process()
+    encoded = msgspec.json.encode(own_code).decode()
     recorded = store.claim(CODE, encoded)
     if recorded == encoded:
         return
@@ -111,7 +117,7 @@ def join_with_same_code(store: SignedStore) -> None:
         job = msgspec.json.decode(recorded, type=JobCode)
     except msgspec.MsgspecError as error:
         raise ExchangeError(f"{CODE} in the job's store: {error}; all processes need the same version") from None
-    if differences := mine.differences(job):
+    if differences := own_code.differences(job):
         shown = "; ".join(differences[:_MOST_SHOWN])
         more = f"; and {len(differences) - _MOST_SHOWN} more" if len(differences) > _MOST_SHOWN else ""
         raise CodeDiffers(
@@ -138,7 +144,7 @@ def _flags(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _modules_beside(script: Path) -> dict[str, str]:
-    # Thousands of modules are looked at whenever a process joins: by their names alone.
+    # Every process looks at thousands of modules when it joins, so most are excluded by the beginning of their paths.
     folders = tuple({f"{script.parent.absolute()}{os.sep}", f"{script.parent.resolve()}{os.sep}"})
     digests = {}
     for name, module in list(sys.modules.items()):
@@ -147,16 +153,16 @@ def _modules_beside(script: Path) -> dict[str, str]:
             continue
         try:
             digests[name] = _digest(Path(path).read_bytes())
-        except OSError:  # gone meanwhile; it is in memory
+        except OSError:  # The file was removed after the import.
             continue
     return digests
 
 
 @functools.cache
 def packages() -> dict[str, str]:
-    """Return versions of the packages that decide what is computed.
+    """Return versions of the packages that decide the computation, with digests of this project's packages.
 
-    Reads the sources of this project's packages, 2 MB; ranks that are forked after it do so no more.
+    The function reads the sources of this project, 2 MB. Ranks that are forked after a call inherit the cached result.
     """
     versions = {}
     for name in PACKAGES:

@@ -12,7 +12,7 @@ from moevement_core.rendezvous.status_page import boot_time_s
 from moevement_core.rendezvous.token import Token
 
 BEATS = 10
-"""How often a lease is renewed in its time."""
+"""Renewals of a lease within its time."""
 CONNECT_S = 1.0
 
 
@@ -30,18 +30,18 @@ class LeaseClient:
     def __init__(self, name: str, address: tuple[str, int], lease_s: float, token: Token, started_by: str = "") -> None:
         self.lease_s = lease_s
         self.held_until = boot_time_s() + lease_s
-        """In seconds of the boot-time clock."""
+        """Time until which the lease lasts, in seconds of the boot-time clock."""
         self.given_up: set[int] = set()
         """Processes of this supervisor that the job goes on without."""
         self.stop: dict[str, Any] | None = None
         """Why the job has ended, and the exit code, once it has."""
         self.is_winding_down = False
-        """Whether the job is to end at the next boundary between iterations."""
+        """True if the job is to end at the next boundary between iterations."""
         self.is_connected = False
         self.generation = -1
         """The newest that has started; before the job was formed -1."""
         self.has_trained = False
-        """Whether the job has committed an iteration."""
+        """True if the job has committed an iteration."""
         self._configured_lease_s, self._token = lease_s, token
         self._name, self._address, self._started_by = name, address, started_by
         self._lines: SignedLines | None = None
@@ -157,6 +157,6 @@ class LeaseClient:
             self._replaced = None
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close all connections of this client."""
         self._close_replaced()
         self._disconnect()

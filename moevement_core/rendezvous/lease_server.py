@@ -19,9 +19,9 @@ from moevement_core.rendezvous.signed_lines import Side, SignedLines
 from moevement_core.rendezvous.token import Token
 
 ADDRESS = "leases/address"
-"""In the job's store: ``host:port`` of the lease server."""
+"""Key in the job's store of the lease server's address, ``host:port``."""
 GREETING_S = 10.0
-"""How long a connection has to show that it has the job's token."""
+"""Seconds within which a caller has to show that it has the job's token."""
 MOST_UNKNOWN = 64
 """Connections that have not yet; of more the oldest is cut off."""
 
@@ -33,7 +33,7 @@ class LeaseHolder(Protocol):
     given_up: set[int]
 
     def renew(self, members: Mapping[int, int | None]) -> None:
-        """These members live."""
+        """Renew the leases of these live members."""
 
     def disconnected(self, members: Iterable[int]) -> None:
         """The connection of their supervisor broke."""
@@ -152,23 +152,25 @@ class LeaseServer:
 
     @property
     def supervisors(self) -> int:
-        """How many have been heard of within the lease time."""
+        """Number of supervisors heard within the lease time."""
         since = time.monotonic() - self._holder.lease_s
         return sum(supervisor.heard_at > since for supervisor in self._by_name.values())
 
     @property
     def heard(self) -> set[str]:
-        """Who started the supervisors that have been heard of within the lease time."""
+        """Starters of the supervisors heard within the lease time."""
         since = time.monotonic() - self._holder.lease_s
         return {supervisor.started_by for supervisor in self._by_name.values() if supervisor.heard_at > since}
 
     @property
     def connected(self) -> set[str]:
-        """Who started the supervisors that have a connection now, as they say; it breaks with their processes."""
+        """Starters of the supervisors that have a connection now, by their own report; it breaks
+        with their processes.
+        """
         return {supervisor.started_by for supervisor in self._by_name.values()}
 
     def close(self) -> None:
-        """Close every connection."""
+        """Close every connection and the listener."""
         for supervisor in list(self._connections.values()):
             supervisor.lines.close()
         self._selector.close()

@@ -8,15 +8,15 @@ from moevement_core.rendezvous.roster import Death, NoticedBy
 
 
 class Losses:
-    """As the coordinator sees them."""
+    """Deaths as the coordinator sees them."""
 
     def __init__(self) -> None:
         self.all: list[Death] = []
         """Spares included, in the order in which they were noticed."""
         self.new: list[Death] = []
-        """Of ranks, since the last generation that entered training."""
+        """Deaths of ranks since the last generation that entered training."""
         self.unrecovered: list[Death] = []
-        """Those before them, from which the job has not recovered yet."""
+        """Deaths before them, from which the job has not recovered yet."""
         self._uncounted: list[int] = []
 
     def add(self, member: int, rank: int | None, pid: int, how: str, noticed_by: NoticedBy, silent_s: float) -> None:

@@ -130,7 +130,9 @@ class Member:
             raise JobStopped(reason)
 
     def _write(self, key: str, value: str) -> None:
-        """For the coordinator, which looks at single members when the bell has rung, and now and then."""
+        """Write a value for the coordinator, which reads single members when the bell has rung, and otherwise with a
+        backoff.
+        """
         name = key.format(self._generation)
         self._store.set(f"{name}/{self._info.member}", value)
         self._store.ring(name)

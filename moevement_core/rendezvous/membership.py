@@ -1,4 +1,4 @@
-"""Who lives: members that have joined, and their leases."""
+"""Live members of a job, and their leases."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from moevement_core.rendezvous.roster import CARDS, JOINED, MEMBER, MemberInfo, 
 from moevement_core.rendezvous.signed_store import SignedStore
 
 LEASES_TO_LEAVE = 3
-"""How many lease times a rank has to stop what it does after an interruption, or to acknowledge a roster."""
+"""Lease times that a rank has to stop after an interruption, or to acknowledge a roster."""
 LEASES_TO_LEAVE_DEVICES = 12
-"""How many it has to stop where members have devices: all communicators are aborted, and each waits for its device."""
+"""Lease times that a rank has to stop where members have devices: all communicators are aborted, and each waits for its
+device.
+"""
 RESET_GRACE_S = 0.5
-"""How long a supervisor whose connection broke has to connect again."""
+"""Seconds that a supervisor has to connect again after its connection broke."""
 
 
 class Membership:
-    """As the coordinator sees it; every member's lease is renewed by its supervisor.
+    """Membership as the coordinator sees it; supervisors renew the leases of members.
 
     Args:
         store: the job's.
@@ -31,11 +33,11 @@ class Membership:
         self.dead: set[int] = set()
         self.lease_s = lease_s
         self.joined_at = clock()
-        """When the newest member joined."""
+        """Time at which the newest member joined."""
         self._store, self._clock = store, clock
         self._look = Now(clock)
         self._renewed: dict[int, float] = {}
-        """When the lease of each member was last renewed."""
+        """Time of the last renewal of each member's lease."""
         self._disconnected: dict[int, float] = {}
         """Members whose supervisor's connection broke, and when."""
         self._stepped_at = clock()
@@ -63,7 +65,7 @@ class Membership:
         return new
 
     def renew(self, member: int) -> None:
-        """Its supervisor has found it alive."""
+        """Renew the lease of a member that its supervisor has found alive."""
         if member not in self.dead:
             self._renewed[member] = self._clock()
             self._disconnected.pop(member, None)
@@ -90,7 +92,7 @@ class Membership:
                 yield member, f"was silent for {self.lease_s:g} s", NoticedBy.LEASE
 
     def remove(self, member: int) -> float:
-        """It is dead; returns seconds since anybody heard of it."""
+        """Mark a member as dead; return the seconds since it was last heard."""
         silent_s = self._clock() - self._renewed.get(member, self._clock())
         self.dead.add(member)
         for known in (self.alive, self._renewed, self._disconnected):

@@ -1,4 +1,4 @@
-"""When to look at something again that costs time to look at."""
+"""Backoff for checks that cost time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Now:
         self._clock, self._next_at = clock, -float("inf")
 
     def is_due(self, *, rung: bool) -> bool:
-        """Whether to look now.
+        """Return whether to check now.
 
         Args:
             rung: whether the bell has rung since the last call.

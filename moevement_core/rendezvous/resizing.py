@@ -1,4 +1,4 @@
-"""With how many ranks an elastic job goes on, and who is which of them."""
+"""Sizes of an elastic job, and the ranks of its members."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Grid:
-    """How ranks are numbered, and what an elastic job may be cut down to.
+    """Numbering of ranks, and the sizes to which an elastic job may shrink.
 
     Ranks count through a *unit* first, then data-parallel replicas, then pipeline stages: Megatron's default order.
     """
@@ -22,10 +22,10 @@ class Grid:
     sizes: tuple[int, ...] = ()
     """Numbers of replicas that the job may have, ascending."""
     join_wait_s: float = 0.0
-    """How long a process that could enlarge the job waits for others, so that several are taken in together."""
+    """Seconds that a process that could enlarge the job waits for others, so that several join together."""
 
     def encode(self) -> str:
-        """As it stands in the store."""
+        """Return the text that stands in the store."""
         return json.dumps(asdict(self))
 
     @staticmethod

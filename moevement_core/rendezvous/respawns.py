@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 WAIT_S = 20.0
-"""How long a process is expected before any start of the job was measured."""
+"""Seconds for which a process is expected before any start of the job was measured."""
 LONGEST_WAIT_S = 60.0
 
 
@@ -20,7 +20,7 @@ class Respawns:
     def __init__(self, clock: Callable[[], float], wait_s: float = WAIT_S) -> None:
         self._clock, self._wait_s, self._slowest_s = clock, wait_s, 0.0
         self._begun: dict[str, list[float]] = {}
-        """When each start began that nobody has come of yet, by node."""
+        """Beginnings of the starts whose process has not come yet, by node."""
 
     def begins(self, node: str) -> None:
         """A process of this node has ended, and its supervisor lives."""

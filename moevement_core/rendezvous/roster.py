@@ -1,4 +1,4 @@
-"""What members and the coordinator write into the job's store, and what it means.
+"""Messages of members and the coordinator in the job's store.
 
 A *member* is a process that can take part: its number is one that no other process of the job ever had. A *generation*
 is the time from one forming of the job to the next failure; its *roster* says which member is which rank. Members that
@@ -18,7 +18,7 @@ from moevement_core.errors import ExchangeError
 JOB_NAME = "job/name"
 """Eight hexadecimal digits."""
 RANKS = "job/ranks"
-"""How many ranks the job has."""
+"""Key of the number of ranks of the job."""
 TASK = "tasks/{}"
 """Which process runs the n-th of the tasks that were started together."""
 LATE_TASK = "tasks/late/{}"
@@ -27,7 +27,7 @@ JOINED = "members/joined"
 """Rings when a member has joined."""
 CARDS = "members/card/"
 MEMBER = CARDS + "{}/{}"
-"""By member, with the tag of its number, its information."""
+"""Key of a member's information, by member and the tag of its number."""
 ROSTER = "generation/{}/roster"
 """A proposal, until :data:`START` says that all of its members have acknowledged it."""
 ACKNOWLEDGED = "generation/{}/acknowledged"
@@ -37,29 +37,31 @@ START = "generation/{}/start"
 LEFT = "generation/{}/left"
 """Rings when a survivor has left the generation and waits for the next roster; and by member why."""
 LEAVING = "generation/{}/leaving"
-"""By member: the phase of leaving that it is in, where that takes long."""
+"""Key of the phase of leaving that a member is in, where that takes long."""
 FINISHED = "generation/{}/finished"
 """Rings when a rank has come to the end of training; and by member."""
 INTERRUPTED = "generation/{}/interrupted"
-"""That ranks are to leave the generation, and which of them is why."""
+"""Key of the interruption of a generation, and of the rank that caused it."""
 GIVEN_UP = "members/{}/given_up"
-"""By member: the job goes on without it."""
+"""Key of the note that the job continues without a member."""
 GIVEN_BACK = "members/given_back"
 """Rings when a member has given its rank back; and by member, with ``/member`` behind it, the :class:`GivenBack`."""
 NEWEST = "generation/newest"
 ELASTIC = "job/elastic"
 """The :class:`~moevement_core.rendezvous.resizing.Grid` of a job that may change its size."""
 BLOCKS = "job/blocks"
-"""How many consecutive ranks communicate in every layer, and should be on one node: one or more numbers (``2,8``)."""
+"""Key of how many consecutive ranks communicate in every layer and should be on one node: one or
+more numbers (``2,8``).
+"""
 STOP = "stop"
 """Why the job ends; empty when it has come to its end."""
 
 
 class NoticedBy(StrEnum):
-    """What a death was noticed by."""
+    """Detectors of a death."""
 
     SUPERVISOR = "supervisor"
-    """Who started the process saw it end."""
+    """Supervisor that started the process and saw it end."""
     RESET = "reset"
     """The connection to the supervisor broke: its processes end with it."""
     LEASE = "lease"
@@ -74,7 +76,7 @@ class NoticedBy(StrEnum):
 
 @dataclass(frozen=True)
 class MemberInfo:
-    """How a member introduces itself."""
+    """Introduction of a member to the job."""
 
     member: int
     pid: int
@@ -87,7 +89,7 @@ class MemberInfo:
     """Identities of the devices that it sees, in the order of the numbers that it gives them; empty without a GPU."""
 
     def encode(self) -> str:
-        """As it stands in the store."""
+        """Return the text that stands in the store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -105,14 +107,14 @@ class GivenBack:
     """Word of a member that it can do nothing with its device any more, and ends."""
 
     reason: str
-    """In words."""
+    """Reason in words."""
     device: str = ""
     """The identity of the device; empty if it has none."""
     is_broken: bool = False
-    """Whether nobody else can use the device, either."""
+    """True if no other process can use the device, either."""
 
     def encode(self) -> str:
-        """As it stands in the store."""
+        """Return the text that stands in the store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
@@ -131,28 +133,28 @@ class Death:
 
     member: int
     rank: int | None
-    """None: it was a spare."""
+    """Rank of the process; None if it was a spare."""
     pid: int
     how: str
-    """In words: ``was killed by signal 9``."""
+    """Cause in words: ``was killed by signal 9``."""
     at: float
-    """When that was noticed, seconds since the epoch."""
+    """Time at which the death was noticed, in seconds since the epoch."""
     noticed_by: str = NoticedBy.SUPERVISOR
     last_seen: float = 0.0
-    """When it was last known to live, seconds since the epoch."""
+    """Time at which the process was last known to live, in seconds since the epoch."""
 
 
 @dataclass(frozen=True)
 class Roster:
-    """Who is who in a generation."""
+    """Assignment of ranks to members in a generation."""
 
     generation: int
     ranks: Mapping[int, int]
     """The member that is each rank."""
     deaths: tuple[Death, ...] = ()
-    """Since the last generation that started; empty if ranks only restart because one of them failed and lives."""
+    """Deaths since the last generation that started; empty if ranks only restart because a live one of them failed."""
     earlier: tuple[Death, ...] = ()
-    """Those before, the recovery from which was interrupted."""
+    """Deaths before those, the recovery from which was interrupted."""
     reasons: tuple[str, ...] = ()
     """Why ranks that live had to restart, in their words."""
     formed_at: float = 0.0
@@ -160,9 +162,9 @@ class Roster:
     first_formed_at: float = 0.0
     """Likewise, of the first generation."""
     left_at: float = 0.0
-    """When the last survivor had stopped what it did."""
+    """Time at which the last survivor had stopped, in seconds since the epoch."""
     ranks_before: int | None = None
-    """How many ranks the last generation had that entered training, where this one has another number."""
+    """Number of ranks of the last generation that entered training, where this one has another number."""
     spares: int = 0
     """Members that wait, this roster's not among them."""
     starting: int = 0
@@ -186,7 +188,7 @@ class Roster:
         return next((rank for rank, holder in self.ranks.items() if holder == member), None)
 
     def encode(self) -> str:
-        """As it stands in the store."""
+        """Return the text that stands in the store."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod

@@ -20,12 +20,12 @@ from moevement_core.rendezvous.token import Token
 
 MAX_LINE_BYTES = 1 << 20
 MAX_UNKNOWN_BYTES = 512
-"""From somebody who has not shown yet that it has the token."""
+"""Most bytes accepted from a caller that has not shown yet that it has the token."""
 _MAC_CHARACTERS = 64
 
 
 class Side(Enum):
-    """Of a connection."""
+    """Sides of a connection."""
 
     CALLER = "caller"
     CALLED = "called"
@@ -57,11 +57,11 @@ class SignedLines:
 
     @property
     def is_open(self) -> bool:
-        """Whether messages can be sent; on the side that was called: whether the caller has the token."""
+        """True if messages can be sent. On the called side: True if the caller has shown that it has the token."""
         return self._key is not None
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has come.
+        """Return the messages that have arrived.
 
         Raises:
             ConnectionError: the other side is gone, or is none of ours.
@@ -139,5 +139,5 @@ class SignedLines:
                 raise ConnectionError(str(error)) from None
 
     def close(self) -> None:
-        """Close it."""
+        """Close the connection's socket."""
         self.socket.close()

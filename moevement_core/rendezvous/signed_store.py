@@ -21,14 +21,14 @@ from moevement_core import log
 from moevement_core.rendezvous.token import Token
 
 _ABSENT = "-"
-"""What the store gives for a key that is not there; shorter than anything signed."""
+"""Value that the store gives for an absent key; shorter than anything signed."""
 _MAC_CHARACTERS = 64
 _ANNOUNCED = "moevement/token"
 """Outside of the prefix, so that a process with another token finds it."""
 CLAIMED = "claimed"
 """Rings when a process has claimed something, which whoever holds the store is to keep."""
 KEEP_S = 0.25
-"""How often it is looked whether what was written is still there."""
+"""Seconds between two checks that written values are still there."""
 MOST_ADOPTED = 100
 """Keys that are looked at, at a time."""
 _LOOK_S = 0.05
@@ -36,7 +36,7 @@ POLL = timedelta(seconds=1)
 
 
 class SignedStore:
-    """For one thread.
+    """Signed view of the job's store. For one thread.
 
     Args:
         base: any ``torch.distributed.Store``.
@@ -68,7 +68,7 @@ class SignedStore:
         return self._verified(key, self._raw(key))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of them have a value that counts."""
+        """Return whether all keys have a valid value."""
         return all(self.read(key) is not None for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
@@ -124,18 +124,20 @@ class SignedStore:
         self._store.set(bell, secrets.token_hex(8))
 
     def has_rung(self, bell: str) -> bool:
-        """Whether it was rung since the last call."""
+        """Return whether the bell was rung since the last call."""
         raw = self._raw(bell)
         is_new = raw != self._bells.get(bell, _ABSENT.encode())
         self._bells[bell] = raw[:64]
         return is_new
 
     def tag(self, name: str) -> str:
-        """What ``name`` has beside it in a key that nobody else can make, so that no key is read in vain."""
+        """Return the tag that stands beside ``name`` in a key that no other job can make, so that
+        no key is read in vain.
+        """
         return self._token.mac("tag", name.encode()).hex()[:32]
 
     def keys(self, prefix: str) -> list[str]:
-        """Those that begin so, whoever wrote them."""
+        """Return the keys with a prefix, whichever process wrote them."""
         return [key for key in self._store.list_keys() if key.startswith(prefix)]
 
     def keep_written(self) -> None:
@@ -160,7 +162,7 @@ class SignedStore:
                 self._written[key] = self._sign(key, value)
 
     def forget(self, prefix: str) -> None:
-        """What begins so is needed by nobody any more."""
+        """Forget the keys with a prefix: no process needs them any more."""
         for key in [key for key in self._written if key.startswith(prefix)]:
             del self._written[key]
         for key in [key for key in self._refused if key.startswith(prefix)]:
@@ -172,7 +174,7 @@ class SignedStore:
         self._announce()
 
     def is_of_this_job(self, patience_s: float) -> bool:
-        """Whether this process has the token of the job that the store is of.
+        """Return whether this process has the token of the job that the store belongs to.
 
         Args:
             patience_s: how long to wait for the job's word on it.
@@ -220,11 +222,11 @@ class SignedStore:
 
 
 _is_reported = False
-"""Whether this process has said that there are values that do not count."""
+"""True if this process has reported that there are invalid values."""
 
 
 def prefix_of(token: Token) -> str:
-    """Of all keys of the job."""
+    """Return the prefix of all keys of the job."""
     return f"moevement/{token.mac('prefix').hex()[:32]}"
 
 

@@ -30,7 +30,7 @@ def boot_time_s() -> float:
 
 
 class StatusPage:
-    """One process's page.
+    """Status page of one process.
 
     Args:
         path: of a page that another process made; None: make one, with a lease that never ends.
@@ -46,7 +46,7 @@ class StatusPage:
             self._file = MemoryFile("moevement-status", page)
             path = self._file.path
         self.path = str(path)
-        """Where another process opens it."""
+        """Path under which another process opens the page."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             self._memory = mmap.mmap(descriptor, _FIELDS.size)
@@ -87,17 +87,17 @@ class StatusPage:
 
     @property
     def is_winding_down(self) -> bool:
-        """Whether the job is to end at the next boundary."""
+        """True if the job is to end at the next boundary."""
         return bool(struct.unpack_from("<q", self._memory, _WINDS_DOWN)[0])
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the process is to do nothing yet: a recovery is under way, and needs the processors more."""
+        """True if the process has to pause: a recovery is under way, and needs the processors more."""
         return bool(struct.unpack_from("<q", self._memory, _WAITS)[0])
 
     @property
     def is_held(self) -> bool:
-        """Whether this process may act."""
+        """True while this process may act."""
         return boot_time_s() < float(struct.unpack_from("<d", self._memory, 0)[0])
 
 

@@ -24,7 +24,7 @@ HOW = f"give every process of the job the same {TOKEN_ENV} (openssl rand -hex 32
 
 
 class Token:
-    """Of a job.
+    """Secret of a job.
 
     Args:
         text: at least :data:`SHORTEST` characters that nobody can guess.
@@ -49,12 +49,12 @@ class Token:
         return made.digest()
 
     def verifies(self, mac: bytes, purpose: str, *parts: bytes) -> bool:
-        """Whether ``mac`` is of them."""
+        """Return whether ``mac`` was made from these parts."""
         return hmac.compare_digest(mac, self.mac(purpose, *parts))
 
     @property
     def environment(self) -> dict[str, str]:
-        """For the processes of the job that this one starts."""
+        """Environment variables for the processes of the job that this one starts."""
         return {TOKEN_ENV: self.text}
 
     def __repr__(self) -> str:
@@ -62,7 +62,7 @@ class Token:
 
     @staticmethod
     def new() -> Token:
-        """One that no other job has."""
+        """Return a token that no other job has."""
         return Token(secrets.token_hex(32))
 
 

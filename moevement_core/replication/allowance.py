@@ -6,12 +6,12 @@ import threading
 from collections.abc import Collection
 
 Who = str | int | tuple[int, ...]
-"""What memory is for: :data:`OWN` snapshots, the :data:`LOG`, copies of a rank, or parity of some."""
+"""Purpose of memory: :data:`OWN` snapshots, the :data:`LOG`, copies of a rank, or parity of several ranks."""
 OWN, LOG = "own", "log"
 
 
 class Allowance:
-    """How much is allowed, and who has taken what of it. Safe to use from several threads.
+    """Host memory that is allowed, and how much of it each purpose has taken. Safe to use from several threads.
 
     Not a share for each source: sources differ in size, and what one of them needs more than an equal share another one
     needs less.

@@ -30,7 +30,7 @@ def _streams(flag_name: str, count: int) -> int:
 
 @dataclass(frozen=True)
 class CopiesConfig:
-    """Where copies are kept."""
+    """Configuration of copies of snapshots."""
 
     replicas: int | None = flag(
         "--moevement-replicas", type=int, metavar="R", check=at_least(0),

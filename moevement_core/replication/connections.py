@@ -28,17 +28,17 @@ from moevement_core.replication.stripes import STRIPE_BYTES, Stripes
 from moevement_core.replication.transport import Refusable, Transport, changed, lock
 
 CONNECT_S = 30.0
-"""How long a connection may take to be made."""
+"""Seconds within which a connection has to be made."""
 GREETING_S = 30.0
-"""How long who made it has to show who it is."""
+"""Seconds that a caller has to show which rank it is."""
 
 RETRY_S = 1.0
-"""Where the host has no descriptors left, say."""
+"""Seconds until the next attempt, for example where the host has no descriptors left."""
 
 _SO_MAX_PACING_RATE = getattr(socket, "SO_MAX_PACING_RATE", 47)
-"""Of Linux, for which Python has no name; see socket(7)."""
+"""Linux's option for the rate of a socket, for which Python has no name; see socket(7)."""
 _UNLIMITED = 0xFFFFFFFF
-"""What the kernel takes for no limit; as a rate it is 34 Gbit/s of one connection."""
+"""Rate that the kernel takes for no limit; it is 34 Gbit/s of one connection."""
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", 25)
 UNSENT_BYTES = 1 << 20
 """Bytes that wait inside a connection at most: they leave although sends pause."""
@@ -66,12 +66,12 @@ _Key = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens."""
+    """Address at which a rank listens."""
 
     host: str
     port: int
     secret: bytes
-    """Of this rank in this generation."""
+    """Secret of this rank in this generation."""
 
 
 class Connections(Refusable):
@@ -91,7 +91,7 @@ class Connections(Refusable):
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._sockets = {self._listener}
         self._unknown: dict[socket.socket, None] = {}
-        """Whose caller has not shown yet who it is, the oldest first."""
+        """Connections whose caller has not shown yet which rank it is, the oldest first."""
         self._to: dict[_Key, socket.socket] = {}
         self._from: dict[_Key, socket.socket] = {}
         self._background = set[str]()
@@ -100,7 +100,7 @@ class Connections(Refusable):
 
     @cached_property
     def addresses(self) -> Sequence[Address]:
-        """Of all ranks, this one too."""
+        """Addresses of all ranks, this one included."""
         raise RuntimeError("open() comes first")
 
     def open(self, rank: int, addresses: Sequence[Address]) -> None:
@@ -240,7 +240,7 @@ class Connections(Refusable):
 
 
 def _token_of(address: Address) -> Token:
-    """What is known to ranks of this generation alone, with the job's token where there is one."""
+    """Return the token of the ranks of this generation, made with the job's token where there is one."""
     job = given_token()
     return Token(address.secret.hex() + (job.text if job is not None else ""))
 

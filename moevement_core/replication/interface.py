@@ -1,4 +1,4 @@
-"""How much goes over the network of this host, whoever sends it: the counters of its interfaces."""
+"""Counters of this host's network interfaces, which include all traffic of the host."""
 
 from __future__ import annotations
 

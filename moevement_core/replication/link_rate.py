@@ -1,4 +1,4 @@
-"""How much the links to all peers carry, from what senders have brought since it was last asked."""
+"""Rate of the links to all peers, from what senders have delivered since the last question."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ PROFILED = 8
 PATIENCE = 100
 """Iterations in which so many have to come; where copies never end, none does, and they are sent at once."""
 LOOK_S = 0.001
-"""Between two looks at the counters."""
+"""Seconds between two readings of the counters."""
 STEP_S = 0.01
-"""At most, between two looks at whether a copy that waits has to hurry."""
+"""Longest sleep while waiting for an idle span, in seconds."""
 FIRST_CHUNK = 1 << 20
 SMALLEST_CHUNK = 64 << 10
 LARGEST_CHUNK = 64 << 20
@@ -29,7 +29,7 @@ LARGEST_CHUNK = 64 << 20
 
 
 class Pace:
-    """Of one rank in one process.
+    """Pace of one rank in one process.
 
     Args:
         moved: gives the bytes that went over the network so far.
@@ -48,7 +48,7 @@ class Pace:
         threading.Thread(target=self._look, name="moevement-pace", daemon=True).start()
 
     def begin(self, *, was_quiet: bool) -> None:
-        """An iteration begins.
+        """Start the clock of an iteration.
 
         Args:
             was_quiet: whether nothing was saved beside the one before, from its beginning to its end.
@@ -94,7 +94,7 @@ class Pace:
 
     @property
     def is_known(self) -> bool:
-        """Whether it is known when training communicates."""
+        """True if it is known when training communicates."""
         return self._is_over
 
     def _look(self) -> None:
@@ -106,7 +106,7 @@ class Pace:
 
 
 class Profile:
-    """What went over the network in some iterations, by counters that are looked at now and then, by any thread."""
+    """Network traffic in some iterations, by counters that any thread may read from time to time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class Profile:
             return self._iterations
 
     def look(self, now_s: float, moved: int) -> None:
-        """At the counter, which stood at ``moved`` at ``now_s``; nothing if somebody has looked since."""
+        """Note that the counter stood at ``moved`` at ``now_s``; ignored if a later reading is there."""
         with self._lock:
             self._add(now_s, moved)
 

@@ -1,4 +1,4 @@
-"""What a rank keeps for another one, as copies or in parity, as far as everybody but its receiver needs to know."""
+"""Store of what a rank keeps for another one, as copies or in parity, for all users but its receiver."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moevement_core.snapshot.snapshot import Snapshot, SnapshotLease
 
 
 class PeerStore(ABC):
-    """Of one source. May be used from any thread.
+    """Store of one source. May be used from any thread.
 
     Args:
         source: the rank whose snapshots are kept.
@@ -25,7 +25,7 @@ class PeerStore(ABC):
 
     @property
     def key(self) -> Who:
-        """What its memory is allowed for."""
+        """Purpose under which its memory is allowed."""
         return self.source
 
     floor: int = NONE
@@ -36,7 +36,7 @@ class PeerStore(ABC):
         self.floor = min(self.floor, iteration)
 
     def is_part_of(self, others: Collection[PeerStore]) -> bool:
-        """Whether one of ``others`` has the same memory."""
+        """Return whether one of ``others`` uses the same memory."""
         return self in others
 
     @property
@@ -51,15 +51,15 @@ class PeerStore(ABC):
 
     @abstractmethod
     def schedules(self) -> Mapping[int, str]:
-        """Of what is kept now, by iteration, the id of the schedule; every one was whole when it came."""
+        """Return the id of the schedule of each kept snapshot, by iteration; every one was whole when it arrived."""
 
     @abstractmethod
     def snapshots(self) -> Mapping[int, Snapshot]:
-        """Those that can be handed out, by iteration."""
+        """Return the snapshots that can be handed out, by iteration."""
 
     @abstractmethod
     def lease(self, iteration: int) -> SnapshotLease | None:
-        """One of those, whose memory stays as it is until it is given back; nothing if there is none."""
+        """Return one of them, whose memory stays unchanged until it is released; None if there is none."""
 
     @abstractmethod
     def free_before(self, iteration: int) -> None:

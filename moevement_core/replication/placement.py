@@ -11,11 +11,11 @@ from moevement_core.errors import ConfigError
 from moevement_core.words import counted
 
 Placement = list[tuple[int, ...]]
-"""For each rank its peers, nearest first."""
+"""Peers of each rank, the nearest first."""
 
 
 class PlacementKind(StrEnum):
-    """By what peers are chosen."""
+    """Rules by which peers are chosen."""
 
     SPREAD = "spread"
     """Every copy on another node, every rank keeping as many copies as it makes."""
@@ -32,17 +32,17 @@ WANTED = 2
 
 @dataclass(frozen=True)
 class Copies:
-    """How many copies are made of each snapshot, and where they may be."""
+    """Number of copies of each snapshot, and where they may be."""
 
     replicas: int
     same_node: bool
-    """Whether they may stay on the rank's own node, where they survive a process and not the node."""
+    """True if copies may stay on the rank's own node, where they survive a process and not the node."""
     warning: str | None = None
-    """What an operator should know, if it is less than was wanted."""
+    """Warning for the job's operator if there are fewer copies than wanted."""
 
 
 def allowed_copies(nodes: Sequence[Hashable], replicas: int | None, *, same_node: bool, is_running: bool) -> Copies:
-    """What the nodes of a job allow.
+    """Return the copies that the nodes of a job allow.
 
     Args:
         nodes: the node that each rank runs on.
@@ -137,7 +137,7 @@ def _at_home_too(
 
 
 def _that_will_do(rank: int, peers: Sequence[int], nodes: Sequence[Hashable], replicas: int) -> tuple[int, ...]:
-    """Those of ``peers`` that are on another node than ``rank`` and, where that is possible, than each other."""
+    """Return the peers that are on another node than ``rank`` and, where that is possible, than each other."""
     others = [peer for peer in peers if peer < len(nodes) and nodes[peer] != nodes[rank]]
     if len(set(nodes)) > replicas:
         others = list({nodes[peer]: peer for peer in reversed(others)}.values())
@@ -173,7 +173,7 @@ def _in_groups(nodes: Sequence[Hashable], replicas: int) -> Placement:
 
 
 def peer_nodes(nodes: int, replicas: int) -> list[tuple[int, ...]]:
-    """For each node the nodes of its group, or the next ones of the ring of what is left over.
+    """Return for each node the other nodes of its group, or the next ones of the ring of left-over nodes.
 
     Args:
         nodes: how many there are, more than ``replicas``.
@@ -196,7 +196,9 @@ def _near_redundancy(
     groups: Sequence[Sequence[int]],
     kept: Sequence[Sequence[int]] = (),
 ) -> Placement:
-    """For each rank in turn the least loaded ranks: of its own group first, always of other nodes, new nodes first."""
+    """Choose for each rank in turn the least loaded ranks: of its own group first, always of other nodes, new nodes
+    first.
+    """
     group_of = {rank: set(group) for group in groups for rank in group}
     load = [sum(rank in peers for peers in kept) for rank in range(len(nodes))]
     peers: Placement = []

@@ -1,4 +1,4 @@
-"""What guards snapshots against the loss of nodes: copies on others, or parity of groups."""
+"""Protection of snapshots against the loss of nodes: copies on other nodes, or parity of groups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class Protection:
-    """What was asked for; neither: as many copies as there are by default."""
+    """Protection that was asked for; neither field: the default number of copies."""
 
     replicas: int | None = None
     parity: Parity | None = None

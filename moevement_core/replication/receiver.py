@@ -23,11 +23,13 @@ from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
 
 Report = Callable[[str], None]
 PATIENCE_S = 0.2
-"""How long a snapshot waits for room before its source is told that there is none; it may have something to drop."""
+"""Seconds that a snapshot waits for room before its source hears that there is none; the source may have something to
+drop.
+"""
 
 
 class Receiver(ABC):
-    """Of the snapshots of one source, over one connection.
+    """Receiver of the snapshots of one source, over one connection.
 
     Args:
         rank: this rank.
@@ -117,7 +119,7 @@ class Receiver(ABC):
         return Kind.GO
 
     def _room_bytes(self) -> int:
-        """That the source may count on."""
+        """Bytes that the source may count on."""
         return self.store.room_bytes
 
     def _receive(self, message: Message) -> None:

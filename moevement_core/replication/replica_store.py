@@ -39,7 +39,7 @@ class ReplicaStore(PeerStore):
         self._promised = 0
         """Bytes that the source asked for and was given: some of them may have been given back meanwhile."""
         self._is_fitting = False
-        """Whether memory is given back as far as it turns out not to be needed."""
+        """True if memory that turns out not to be needed is released."""
         self._replicas: dict[int, _Replica] = {}
         self._lock = threading.Lock()
 
@@ -54,7 +54,7 @@ class ReplicaStore(PeerStore):
         return max(self._arena.nbytes, self._promised)
 
     def snapshots(self) -> dict[int, Snapshot]:
-        """What is kept now, by iteration; every one was whole when it came."""
+        """Return the kept snapshots by iteration; every one was whole when it arrived."""
         with self._lock:
             return {iteration: one.snapshot for iteration, one in self._replicas.items()}
 
@@ -137,7 +137,7 @@ class ReplicaStore(PeerStore):
         self._arena.release(buffer)
 
     def add(self, snapshot: Snapshot) -> None:
-        """It is whole; kept, unless a newer window was agreed on while it came."""
+        """Add a whole snapshot; it is dropped if a newer window was agreed on while it arrived."""
         with self._lock:
             if snapshot.iteration < self.floor:
                 self._arena.release(snapshot.buffer)

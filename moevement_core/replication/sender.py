@@ -25,18 +25,18 @@ from moevement_core.snapshot.snapshot import Header, Snapshot
 
 Report = Callable[[str], None]
 ATTEMPTS = 3
-"""How often a snapshot that arrives damaged is sent."""
+"""Attempts to send a snapshot that arrives damaged."""
 RETRY_S = 0.05
-"""How long to wait before asking a peer again whose buffers are all taken."""
+"""Seconds before the next question to a peer whose buffers are all taken."""
 LAST_S = 1.0
-"""For how long it is asked again at the end of the job."""
+"""Seconds for which such a peer is asked again at the end of the job."""
 CHUNK_S = 0.01
 """Seconds between two looks at a pause."""
 SMALLEST_CHUNK, FIRST_CHUNK = 256 << 10, 8 << 20
 """Bytes between two such looks: at least, and before anything was sent. With each look a thread of low priority takes
 the interpreter's lock, and where processors are busy a training thread may wait for it to be given back."""
 STEP_S = 0.1
-"""In which the end is waited for: a main thread that runs nothing for long is taken to hang."""
+"""Seconds of one wait for the end: a main thread that runs nothing for long counts as hanging."""
 
 
 _URGENT = object()
@@ -95,7 +95,7 @@ class Sender:
         self._report = report
         self._pace, self._pause = pace, pause or Pause()
         self.spread = Spread()
-        """How fast snapshots leave."""
+        """Rate at which snapshots leave."""
         self._bytes_per_s = math.inf
         """Rate that the connection has."""
         self._payload_bytes = 0
@@ -108,11 +108,11 @@ class Sender:
         self._abandoned = False
         self._answered = threading.Event()
         self.is_refused = False
-        """Whether the peer has no host memory for copies."""
+        """True if the peer has no host memory for copies."""
         self._asks_until_s = float("inf")
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.is_full = False
-        """Whether the peer has no room for the next one yet."""
+        """True if the peer has no room for the next snapshot yet."""
         self._urgent: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"moevement-send-{peer}", daemon=True)
         self._thread.start()
@@ -141,7 +141,7 @@ class Sender:
         return True
 
     def deliver(self, delivery: Delivery) -> None:
-        """Bring a snapshot."""
+        """Queue a snapshot for the peer."""
         self._delivered += 1
         self._jobs.put(delivery)
         if self.gone is not None:  # asked after queueing, so that none slips in behind the thread's last look
@@ -235,7 +235,7 @@ class Sender:
         return answer
 
     def _offer(self, delivery: Delivery) -> Kind | None:
-        """One attempt; None if the snapshot was freed before it could be sent."""
+        """Make one attempt; return None if the snapshot was freed before it could be sent."""
         while (snapshot := delivery.begin()) is not None:
             try:
                 self._say_urgent()  # a peer that is full may have room then
@@ -273,7 +273,7 @@ class Sender:
         return self._send(pieces)
 
     def _wanted(self, snapshot: Snapshot, packed: Header, answer: Message) -> list[torch.Tensor]:
-        """Of a snapshot that is added to parity the blocks that are not in it yet."""
+        """Return the blocks that are not yet in the parity to which the snapshot is added."""
         flags = torch.empty(answer.payload_bytes, dtype=torch.uint8)
         self._transport.receive(self.peer, TO_SOURCE, flags)
         answer.refuse_unless_whole(flags)
@@ -326,7 +326,7 @@ class Sender:
         return rate
 
     def _must_hurry(self) -> bool:
-        """Whether the next snapshot waits, or the end."""
+        """Return whether the next snapshot, or the end, waits."""
         return self._is_ending() or self._delivered > self._taken
 
     def _keep_to_pause(self) -> None:
@@ -335,7 +335,7 @@ class Sender:
         self._paused_s += time.perf_counter() - began_s
 
     def _is_ending(self) -> bool:
-        """Whether the job ends, or its generation."""
+        """Return whether the job or its generation ends."""
         return self._abandoned or self._asks_until_s < float("inf")
 
     def _say_urgent(self) -> None:

@@ -1,4 +1,4 @@
-"""How fast copies leave: at a part of what the link carries, so that messages of training do not wait behind them.
+"""Rate at which copies leave: a part of what the link carries, so that messages of training do not wait behind them.
 
 A bulk stream that is sent as fast as it can fills the queues of a slow link, and every small message of training waits
 in them: on a link of 100 Mbit/s training stood still while copies left. At a rate well below that of the link queues
@@ -37,7 +37,7 @@ class Spread:
         self.usual_backlog = 1
         """Snapshots that may wait without the sender having fallen behind: those of a window."""
         self.link_bytes_per_s = math.inf
-        """What the link carries for this sender, as far as sends have shown; infinite before one has."""
+        """Rate of the link for this sender, as far as sends have shown; infinite before one has."""
         self._sends = 0
 
     def bytes_per_s(self, backlog: int) -> float:

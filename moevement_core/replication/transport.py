@@ -1,4 +1,6 @@
-"""How bytes get to another rank beside training: blocking sends and receives, most of them in background threads."""
+"""Transport of bytes to another rank beside training: blocking sends and receives, most of them in
+background threads.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ class Transport(ABC):
 
 
 class Refusable(ABC):
-    """What others wait in, and an abort frees them from."""
+    """Operation in which other threads wait, and from which an abort frees them."""
 
     def __init__(self) -> None:
         self.is_refused = False

@@ -1,4 +1,4 @@
-"""What travels between a rank and a peer that keeps its snapshots: fixed 64-byte messages, then headers and raw bytes.
+"""Protocol between a rank and a peer that keeps its snapshots: fixed 64-byte messages, then headers and raw bytes.
 
 For each snapshot: message, header, answer; and if the answer is GO, the payload and another answer. No pickle: a
 stranger's bytes can at worst be refused.
@@ -27,7 +27,7 @@ TO_STAGE = (4, 5)
 
 
 class Kind(IntEnum):
-    """What a message says."""
+    """Kinds of messages between source and peer."""
 
     OPEN = 1
     """Source: make ready ``payload_bytes`` for all that is kept at a time."""
@@ -56,7 +56,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message."""
+    """Message of the protocol."""
 
     kind: Kind
     rank: int
@@ -68,7 +68,7 @@ class Message:
     """Checksum of what follows and has no digest of its own: a header, or flags. See :func:`checksum`."""
 
     def encode(self) -> torch.Tensor:
-        """As it travels, uint8 ``[64]``."""
+        """Return the message as it travels, uint8 ``[64]``."""
         fields = _FIELDS.pack(
             _MAGIC, self.kind, self.rank, self.iteration, self.header_bytes, self.payload_bytes, self.count, self.check
         )
@@ -101,7 +101,7 @@ class Message:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Of a header, or of flags, as :attr:`Message.check` has it.
+    """Return the checksum of a header, or of flags, for :attr:`Message.check`.
 
     Headers name every tensor, and hold the record of an iteration; digests of tensors say nothing of either.
     """

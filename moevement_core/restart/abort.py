@@ -14,7 +14,7 @@ from moevement_core.restart.leaving import Leaving, LeavingPhase
 from moevement_core.tcp import Endpoint, Ends
 
 DRAIN_S = 5.0
-"""How long sends and receives of background threads have to notice that their connections are gone."""
+"""Seconds that sends and receives of background threads have to notice that their connections are gone."""
 
 
 class AbortAll(Abort):
@@ -44,7 +44,7 @@ class AbortAll(Abort):
         self._groups = AbortTorchDistributed()
 
     def __call__(self, state: FrozenState) -> FrozenState:  # on the wrapper's monitoring thread
-        """Abort."""
+        """Abort all communication of this process."""
         leaving = self._leaving
         self._before()
         leaving.begin(LeavingPhase.SHUT_DOWN)

@@ -1,4 +1,4 @@
-"""What process groups communicate through, made at once instead of at the first use."""
+"""Communicators of process groups, made at once instead of at the first use."""
 
 from __future__ import annotations
 

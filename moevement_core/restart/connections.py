@@ -17,21 +17,21 @@ from pathlib import Path
 from moevement_core.tcp import Ends, connections, duplicate, is_tcp, moved
 
 LOOK_S = 0.005
-"""Between two looks at what has moved."""
+"""Seconds between two checks of what has moved."""
 _WATCHED_INODE = re.compile(r"^tfd:.*\bino:\s*([0-9a-f]+)", re.MULTILINE)
-"""In what ``/proc`` shows of an epoll: a line for each descriptor that it watches (Linux 5.1)."""
+"""Line of a watched descriptor in what ``/proc`` shows of an epoll (Linux 5.1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long is waited for what is under way, seconds."""
+    """Limits of waiting for messages under way, in seconds."""
 
     idle_s: float = 0.02
-    """For how long nothing may have moved on a connection before it is taken to be idle."""
+    """Seconds without movement after which a connection counts as idle."""
     moved_s: float = 0.06
     """The same for one on which something has: who sends the rest of a message may not be scheduled just then."""
     limit_s: float = 0.5
-    """At most, for all of them: whoever was lost while it sent sends no more."""
+    """Most seconds for all connections together: a rank that failed while it sent sends no more."""
 
 
 def listening() -> set[int]:
@@ -108,12 +108,12 @@ def shut_down(is_meant: Callable[[Ends], bool], patience: Patience = Patience())
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """Of a connection, when it was looked at last."""
+    """State of a connection at its last check."""
 
     moved: tuple[int, int]
     """Bytes that have arrived at the other side, and here."""
     since_s: float
-    """When something had moved last, or was on its way."""
+    """Time at which something had moved last, or was on its way."""
     has_moved: bool
 
     def is_quiet(self, now_s: float, patience: Patience) -> bool:
@@ -132,7 +132,7 @@ def _look(connection: socket.socket, before: _Seen | None, now_s: float) -> _See
 
 
 def _is_pending(connection: socket.socket) -> bool:
-    """Whether something has come that nobody has read, or was sent and has not arrived."""
+    """Return whether bytes have arrived that were not read, or were sent and have not arrived."""
     return any(
         struct.unpack("=i", fcntl.ioctl(connection, request, bytes(4)))[0]
         for request in (termios.FIONREAD, termios.TIOCOUTQ)

@@ -1,4 +1,4 @@
-"""Whether this process can go on with its device, and whether another process could.
+"""Health of this process's device: whether the process can continue with it, and whether another process could.
 
 A fault of a device, or of a kernel, ends the CUDA context of its process for good: whatever the process asks of the
 device fails from then on, or never returns. Such a process gives its rank back. Most faults end with the process. NVML
@@ -19,9 +19,11 @@ import torch
 from moevement_core.persistence.bounded import within
 
 LIMIT_S = 20.0
-"""How long a device has to answer; the first time it has to make a context for the process, too."""
+"""Seconds that a device has to answer; the first time it also makes a context for the process."""
 NVML_LIMIT_S = 5.0
-"""Both together are less than the coordinator waits for (:data:`~moevement_core.rendezvous.devices.CHECK_S`)."""
+"""Seconds that NVML has to answer. Both together are less than the coordinator's limit
+(:data:`~moevement_core.rendezvous.devices.CHECK_S`).
+"""
 HARDWARE_ERRORS = {214: "uncorrectable ECC error", 220: "uncorrectable NVLink error"}
 """Codes of the CUDA runtime (driver_types.h) that say that a device is broken."""
 
@@ -33,9 +35,9 @@ class DeviceFault:
     """Reason why a process cannot go on with its device."""
 
     reason: str
-    """In words."""
+    """Reason in words."""
     is_broken: bool
-    """Whether no other process can use the device, either."""
+    """True if no other process can use the device, either."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Errors:
 
     uncorrected: int = 0
     is_remap_pending: bool = False
-    """Whether rows of its memory are to be replaced when it is reset."""
+    """True if rows of its memory are to be replaced when the device is reset."""
 
 
 class DeviceHealth:
@@ -60,7 +62,7 @@ class DeviceHealth:
         self.number, self.identity = number, identity
         self._probe = probe or use_device
         self._errors: Errors | None = None
-        """Those that were counted when the process got the device; None: it was not checked yet."""
+        """Errors that were counted when the process got the device; None if it was not checked yet."""
 
     def check(self) -> DeviceFault | None:
         """Use the device, and ask NVML; return what is wrong. Returns in time also where the device does not answer.

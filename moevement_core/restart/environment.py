@@ -1,4 +1,4 @@
-"""What the launcher tells a process about the job that it is to take part in; light to import."""
+"""Environment variables by which the launcher describes a job to its processes; light to import."""
 
 from __future__ import annotations
 

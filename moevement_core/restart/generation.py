@@ -17,11 +17,11 @@ from moevement_core.restart.guard import Guard
 from moevement_core.restart.leaving import Leaving
 
 NOTICED_S = 2.0
-"""How long the death of a process takes to be noticed at most; its broken connections are seen at once."""
+"""Most seconds that the death of a process takes to be noticed; its broken connections are seen at once."""
 
 
 class Regroup(Exception):
-    """All ranks leave their generation at the same place and meet again: nothing has failed."""
+    """Request that all ranks leave their generation at the same place and meet again: nothing has failed."""
 
 
 class GenerationInterrupted(Exception):
@@ -30,26 +30,28 @@ class GenerationInterrupted(Exception):
 
 @dataclass
 class Generation:
-    """What this process knows of the generation it is in."""
+    """State of this process in its generation."""
 
     roster: Roster
     rank: int
     aborting: bool = False
     """Whatever fails now fails because everything is being aborted."""
     interrupted_at: float = 0.0
-    """When this process was interrupted in the generation before; 0 if it was not in it."""
+    """Time at which this process was interrupted in the previous generation, in seconds since the epoch; 0 if it was
+    not in it.
+    """
     aborted_at: float = 0.0
-    """When this one was; seconds since the epoch, both."""
+    """Time at which this generation was aborted, in seconds since the epoch."""
     left_in: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase in which this process left the generation before; empty if it was not in it."""
     free_before: int | None = None
     """Bytes of device memory that were free when it had; None if it was not in it, or has used no device."""
     leaving: Leaving = field(default_factory=Leaving)
-    """How this process leaves this one."""
+    """Phases in which this process leaves the generation."""
     free_bytes: int | None = None
     """Bytes of device memory that were free when it had left this one."""
     guard: Guard | None = None
-    """Of this generation, while it runs."""
+    """Guard of this generation, while it runs."""
     is_interrupted: Callable[[], bool] = lambda: False
     """Reads from the job's store whether any rank was interrupted in this generation; for the main thread."""
 
@@ -79,7 +81,7 @@ def enter_generation(roster: Roster, rank: int) -> Generation:
 
 
 def is_aborting() -> bool:
-    """Whether errors of communication are those of an abort, and nothing to report."""
+    """Return whether errors of communication are caused by an abort, and not worth a report."""
     return _generation is not None and _generation.aborting
 
 
@@ -101,7 +103,7 @@ def refuse_if_interrupted() -> None:
 
 
 def is_fault_of_others(its: Generation | None = None, since_s: float | None = None) -> bool:
-    """Whether an error of communication came from a failure somewhere else; waits a moment for that to be noticed.
+    """Return whether an error of communication came from a failure elsewhere; wait a moment for that to be noticed.
 
     Args:
         its: the generation in which the error came; None: that of now.
@@ -140,5 +142,5 @@ def connecting() -> AbstractContextManager[Any]:
 
 
 def working() -> AbstractContextManager[Any]:
-    """Within :func:`waiting_for_others`: this rank is one of those that are at work."""
+    """Mark, within :func:`waiting_for_others`, that this rank is one of those that work."""
     return _generation.guard.working() if _generation is not None and _generation.guard is not None else nullcontext()

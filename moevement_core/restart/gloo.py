@@ -20,7 +20,7 @@ from typing import Any, cast, override
 import torch.distributed as dist
 
 LOOK_S = 0.05
-"""How often a waiting thread runs Python code, in which an interruption is raised."""
+"""Seconds between two moments at which a waiting thread runs Python code, in which an interruption is raised."""
 
 
 def make_gloo_interruptible() -> None:

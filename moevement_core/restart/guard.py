@@ -1,4 +1,4 @@
-"""One generation's training on this rank, guarded: interrupted when any rank fails, and when this one hangs.
+"""Guard of one generation's training on this rank: interrupts it when any rank fails, and when this one hangs.
 
 What notices, aborts and interrupts is nvidia-resiliency-ext's: its monitoring thread, its watchdog of the main thread.
 Its ``Wrapper`` around them is not used. It has ranks meet in barriers of the generation that has just failed, which a
@@ -26,19 +26,19 @@ from nvidia_resiliency_ext.inprocess.progress_watchdog import ProgressWatchdog, 
 from nvidia_resiliency_ext.inprocess.state import Mode, State
 
 LOOK_S = 0.25
-"""How often it is looked whether the main thread makes progress."""
+"""Seconds between two checks of the main thread's progress."""
 PATIENCE = 10
-"""By how much longer a rank that waits for others that are at work may seem to hang."""
+"""Factor by which a rank that waits for working ranks may seem to hang for longer."""
 
 
 class Outcome(Enum):
-    """How a guarded generation ended, where it did not come to its result."""
+    """Outcomes of a guarded generation that did not come to its result."""
 
     INTERRUPTED = "interrupted"
 
 
 class Guard:
-    """For one generation of one rank; the main thread makes it and calls :meth:`run` once.
+    """Guard for one generation of one rank; the main thread makes it and calls :meth:`run` once.
 
     Args:
         rank: this one.
@@ -68,10 +68,12 @@ class Guard:
         """The limit of the innermost context."""
         self._main_thread = threading.get_ident()
         self.hang: str | None = None
-        """Where this rank hung and for how long, in words; None while it did not."""
+        """Place and length of this rank's hang, in words; None while it did not hang."""
         self._seen = Timestamp(auto=time.monotonic())
         self._has_ended = False
-        """No event: an exception from outside could leave the lock of one behind (:mod:`moevement_core.gate`)."""
+        """True once the generation has ended. No event: an exception from outside could leave the lock of one behind
+        (:mod:`moevement_core.gate`).
+        """
         self._atomic = threading.RLock()
         self._watchdog = ProgressWatchdog(rank, self, timedelta(seconds=min(1.0, hang_s / 4)))
         state = State(rank, world, active_rank=rank, active_world_size=world, mode=Mode.ACTIVE)
@@ -88,7 +90,7 @@ class Guard:
         )
 
     def send_timestamp(self, timestamp: Timestamp) -> None:
-        """When the main thread last ran Python code; called by the watchdog."""
+        """Note when the main thread last ran Python code; called by the watchdog."""
         if timestamp.auto > self._seen.auto:
             self._seen = timestamp
 
@@ -111,7 +113,7 @@ class Guard:
         return self._limit(max(PATIENCE * self._hang_s, self._usual_s))
 
     def working(self) -> AbstractContextManager[None]:
-        """Within :meth:`waiting_for_others`: this rank is one of those that are at work."""
+        """Mark, within :meth:`waiting_for_others`, that this rank is one of those that work."""
         return self._limit(self._usual_s)
 
     def connecting(self) -> AbstractContextManager[None]:

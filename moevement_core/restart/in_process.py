@@ -55,35 +55,36 @@ from moevement_core.restart.leaving import Leaving, LeavingPhase
 from moevement_core.restart.store import GenerationStore, connect, connect_breakable, endpoints, store_address
 
 DUMP_AFTER = 1 / 3
-"""After which part of the time for a hang a rank that does not stop prints what its threads do: two lease times of the
-three after which the job goes on without it."""
+"""Share of the hang limit after which a rank that does not stop prints the stacks of its threads: two lease times of
+the three after which the job continues without it.
+"""
 QUIET = 1 / 6
-"""After which part of that time the coordinator hears of each further phase of leaving: a lease time."""
+"""Share of the hang limit after which the coordinator hears of each further phase of leaving: a lease time."""
 REPORT_S = 5.0
-"""How long a process may take to give its rank back; then it ends without a word, by its exit code."""
+"""Seconds that a process may take to give its rank back; then it ends without a report, by its exit code."""
 
 
 @dataclass(frozen=True)
 class Watching:
-    """How a rank is watched while it trains."""
+    """Settings of the watch over a training rank."""
 
     hang_s: float
-    """For how long the main thread may run no Python code before it is taken to hang."""
+    """Seconds for which the main thread may run no Python code before it counts as hanging."""
     interval_s: float = 0.5
-    """How often the monitoring thread looks."""
+    """Seconds between two checks of the monitoring thread."""
     faults: Sequence[Fault] = ()
-    """That are injected."""
+    """Faults that are injected."""
     devices: tuple[str, ...] = ()
     """Identities of the accelerators that this process sees (:func:`~moevement_core.device.visible_devices`)."""
 
 
 class Training(ABC):
-    """What is entered again and again, in one process; every method is called on its main thread."""
+    """Training that is entered again and again in one process; every method is called on its main thread."""
 
     @property
     @abstractmethod
     def watching(self) -> Watching:
-        """How it is watched."""
+        """Settings of the watch over this rank."""
 
     @abstractmethod
     def enter(self, store: Any) -> Any:
@@ -98,7 +99,7 @@ class Training(ABC):
 
     @property
     def grid(self) -> Grid | None:
-        """How an elastic job may change its size; None: a job that keeps it."""
+        """Sizes to which an elastic job may change; None for a job that keeps its size."""
         return None
 
     @property
@@ -125,7 +126,7 @@ class Training(ABC):
     @property
     @abstractmethod
     def has_begun(self) -> bool:
-        """Whether training has begun, so that there is something to keep through a failure."""
+        """Return whether training has begun, so that there is state to keep through a failure."""
 
     @property
     @abstractmethod
@@ -139,7 +140,7 @@ class Training(ABC):
 
 
 def is_restarted_in_process() -> bool:
-    """Whether this process takes part in a job that goes on after failures."""
+    """Return whether this process takes part in a job that continues after failures."""
     return MEMBER_ENV in os.environ
 
 
@@ -158,7 +159,7 @@ _was_entered = False
 
 
 def was_entered() -> bool:
-    """Whether training of this process has taken part in its job."""
+    """Return whether training of this process has taken part in its job."""
     return _was_entered
 
 
@@ -173,12 +174,12 @@ class _Restarts:
         self._info = _introduction(training.watching.devices)
         self._member = Member(self._store, self._info)
         self._health: DeviceHealth | None = None
-        """Of the device that came with the rank; None on CPUs, and for a spare."""
+        """Health of the device that came with the rank; None on CPUs, and for a spare."""
         self._reason = ""
         self._suspects: tuple[int, ...] = ()
 
     def run(self) -> Any:
-        """To the end of the job."""
+        """Run to the end of the job."""
         # It logs every interruption at every level; what an operator should know the coordinator reports.
         logging.getLogger(LogConfig.name).disabled = True
         make_gloo_interruptible()
@@ -259,7 +260,9 @@ class _Restarts:
             os._exit(BROKEN_DEVICE)
 
     def _enter(self, now: Generation) -> Any:
-        """One generation: what training returned, the planned exit that it ended with, or ``INTERRUPTED``."""
+        """Run one generation. Return the result of training, the planned exit that it ended with,
+        or ``INTERRUPTED``.
+        """
         watching = self._training.watching
         injection.begin(watching.faults, lambda: self._training.iteration)
         world = len(now.roster.ranks)

@@ -29,7 +29,7 @@ from moevement_core.restart.store import connect, store_address
 _INJECTED = "injected/{}"
 _BEGAN = "injected/began"
 MOST_WAIT_S = 60.0
-"""How long a rank stays where it is for another one to fail."""
+"""Most seconds that a rank stays where it is for another one to fail."""
 
 
 class Injector:
@@ -60,7 +60,7 @@ class Injector:
                 strike(fault, f"iteration {iteration}")
 
     def _is_first(self, number: int) -> bool:
-        """Whether it has not happened yet, to whichever process had the rank then."""
+        """Claim the fault for this process; return False if it has happened to an earlier process with the rank."""
         mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
         return self._store is None or self._store.claim(_INJECTED.format(number), mine) == mine
 
@@ -112,12 +112,12 @@ def at(phase: Phase, iteration: int | None = None) -> None:
 
 
 def is_armed() -> bool:
-    """Whether any fault is to happen in this process."""
+    """Return whether any fault is to happen in this process."""
     return bool(injector._faults)
 
 
 def phases() -> frozenset[Phase]:
-    """Those in which something is to happen."""
+    """Return the phases in which a fault is to happen."""
     return frozenset(fault.phase for _, fault in injector._faults)
 
 

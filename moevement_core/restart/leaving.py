@@ -1,4 +1,4 @@
-"""How this rank leaves a generation that was interrupted: in which phase it is, and what each phase took."""
+"""Phases in which this rank leaves an interrupted generation, with the seconds of each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LeavingPhase(StrEnum):
     UNWIND = "unwind"
     """The main thread comes out of training."""
     COLLECT = "collect"
-    """What the interruption left half done is put away, and memory that nobody uses is given back."""
+    """Cleaning up after the interruption, and releasing unused memory."""
 
 
 class Leaving:

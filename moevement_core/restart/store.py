@@ -22,7 +22,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def store_address() -> tuple[str, int] | None:
-    """Where the job's store is, if there is one."""
+    """Return the address of the job's store; None if there is no store."""
     if not (address := os.environ.get(STORE_ENV)):
         return None
     host, port = address.rsplit(":", 1)
@@ -57,7 +57,7 @@ def connect_breakable(address: tuple[str, int]) -> tuple[Any, set[Ends]]:
 
 
 def endpoints(address: tuple[str, int]) -> set[Endpoint]:
-    """Where the store may be reached, by every address that its host's name has."""
+    """Return the endpoints at which the store may be reached, by every address that its host's name has."""
     found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
     return {(str(name[0]), int(name[1])) for *_, name in found}
 
@@ -72,7 +72,7 @@ def _to(port: int) -> set[Ends]:
 
 
 class GenerationStore(StoreMixin):
-    """Where the ranks of one generation, and the coordinator, interrupt each other. For one thread.
+    """Store in which the ranks of one generation, and the coordinator, interrupt each other. For one thread.
 
     Of ``StoreMixin`` what the monitoring thread uses; its own values are not signed, and it would end a rank with an
     exception for one that a stranger has written.
@@ -114,7 +114,7 @@ class GenerationStore(StoreMixin):
 
 
 def interrupt_in(store: SignedStore) -> Callable[[int, int], None]:
-    """What the coordinator interrupts ranks by; called with their generation and the rank that is lost.
+    """Return the function with which the coordinator interrupts ranks; it takes their generation and the failed rank.
 
     Args:
         store: the job's.

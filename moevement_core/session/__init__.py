@@ -1,1 +1,1 @@
-"""One rank's fault tolerance, on top of a trainer that a :class:`~moevement_core.session.binding.Binding` describes."""
+"""Fault tolerance of one rank, for a trainer that a :class:`~moevement_core.session.binding.Binding` describes."""

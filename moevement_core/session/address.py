@@ -1,4 +1,4 @@
-"""By which address other ranks reach this one."""
+"""Address at which other ranks reach this one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moevement_core.replication.connections import Connections
 from moevement_core.restart.store import store_address
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
-"""What torch has ranks listen on; we do likewise."""
+"""Variable with the interfaces that torch's ranks listen on; this project follows it."""
 
 
 def own_address(interfaces: Sequence[str] = ()) -> str:

@@ -1,4 +1,5 @@
-"""What a trainer tells a session, and what a session asks of it: the one interface between both.
+"""The interface between a trainer and its fault tolerance: calls that the trainer makes, and methods that it
+implements.
 
 Megatron's trainer implements it in ``megatron/moevement/binding.py``; ``examples/plain_torch/train.py`` is the smallest
 implementation there is. Unless a method says otherwise, it is called on the main thread, by every rank of the job at
@@ -44,15 +45,17 @@ from moevement_core.run_record import RunRecord
 from moevement_core.session.commit import Commit, Vote
 
 Replicas = tuple[str, tuple[int, ...], str]
-"""What it is (empty: all of their compute weights), the ranks that have it alike, a digest of what one of them has."""
+"""Operator name (empty: all compute weights of these ranks), the ranks that hold it alike, and the digest of one of
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this rank stands in the job; all ranks are numbered as in the job's default process group."""
+    """Position of this rank in the job; ranks are numbered as in the job's default process group."""
 
     stage: int = 0
-    """Of the pipeline; 0 without one. The ranks of a stage roll back together."""
+    """Pipeline stage; 0 without a pipeline. The ranks of a stage roll back together."""
     replica: int = 0
     """The smallest rank of its model replica: ranks of one replica clip gradients by the same norm."""
     same_state: int = 0
@@ -60,19 +63,20 @@ class Place:
     pipeline: tuple[int, ...] = ()
     """The ranks of its pipeline, by stage; nothing without a pipeline."""
     is_ring: bool = False
-    """Whether the last stage also sends to the first: interleaved schedules."""
+    """True if the last stage also sends to the first, as in interleaved schedules."""
     embedding_ranks: tuple[int, ...] = ()
-    """Those whose gradients of an embedding are summed with this rank's; nothing where there is one copy."""
+    """Ranks whose gradients of an embedding are summed with this rank's; empty where there is one copy."""
     step_spans_job: bool = False
-    """Whether the last reduction of every step has a part of every rank of the job, so that whoever has its result
-    knows that all have come to it."""
+    """True if each step ends with a reduction over all ranks; finishing it proves that every rank reached the commit
+    point.
+    """
 
 
 class Counts(Protocol):
     """Counts what routers decide, without waiting for the device."""
 
     paused: bool
-    """Whether nothing counts: a replay does not count tokens twice."""
+    """True while nothing counts: a replay does not count tokens twice."""
 
     def take(self) -> torch.Tensor:
         """Returns this rank's sums since the last call, and starts over."""
@@ -89,18 +93,18 @@ class ExpertRoom(Counts, Protocol):
 
 
 class Binding(ABC):
-    """One rank of a training job, as its fault tolerance sees it."""
+    """Description of one rank of a training job for its fault tolerance."""
 
     iteration: int = 0
     """The last committed iteration; 0 before the first. Kept by the trainer, put by :meth:`put_progress`."""
     record: RunRecord | None = None
-    """Where this rank records events; None on ranks that record nothing."""
+    """Record of the run that this rank writes events to; None on ranks that write none."""
     boundary_log: BoundaryLog | None = None
     """Set by the session where there is a pipeline: what this rank sends to other stages is to be noted in it."""
 
     @cached_property
     def losses(self) -> dict[int, Mapping[str, Any]]:
-        """By iteration, losses by name: of those that ran lately on this rank, trained or replayed."""
+        """Return losses by name for each recent iteration of this rank, trained or replayed."""
         return {}
 
     # The rank and its state
@@ -164,7 +168,7 @@ class Binding(ABC):
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends to other stages in an iteration."""
+        """Return the bytes that this rank sends to other stages in an iteration."""
         return 0
 
     # An iteration
@@ -178,7 +182,9 @@ class Binding(ABC):
         """
 
     def plan_exit(self, committed: int, *, is_winding_down: bool) -> None:
-        """Before each iteration: whether the job is to end after the next one, with everything saved."""
+        """Plan the end of the job. Called before each iteration; the job may end after the next one, with everything
+        saved.
+        """
 
     # After a failure
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other, as bytes: msgpack, checked against the expected type. Never pickle: data is only data."""
+"""Encoding of messages between ranks: msgpack, checked against the expected type, never pickle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Plain:
 
 
 def encode(value: Any) -> bytes:
-    """``value`` as bytes."""
+    """Return ``value`` as bytes."""
     return msgspec.msgpack.encode(value, enc_hook=_encode)
 
 

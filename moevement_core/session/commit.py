@@ -32,9 +32,9 @@ class Mark:
 
     iteration: int
     boundary: Mapping[str, Any]
-    """What stands between it and the next one (``Binding.boundary``); copies."""
+    """Boundary record between this iteration and the next (``Binding.boundary``); copies."""
     outcome: Mapping[str, Any]
-    """What came of its step; empty if there was none."""
+    """Outcome of the iteration's step; empty if there was no step."""
     resumed: Mapping[str, Any] | None = None
     """The boundary where the next iteration began, if it did: after everything that was due between the two."""
 
@@ -87,7 +87,7 @@ class Commit(ABC):
 
 
 class Stepping(Protocol):
-    """What :class:`UpdateCommit` asks of a trainer."""
+    """Methods that :class:`UpdateCommit` needs of a trainer."""
 
     iteration: int
 
@@ -105,7 +105,7 @@ class Stepping(Protocol):
 
 
 class UpdateCommit(Commit):
-    """For a trainer whose step is a reduction and an update, which it makes itself.
+    """Commit of a trainer whose step is a reduction and an update, both made by itself.
 
     Args:
         trainer: whose step it is.

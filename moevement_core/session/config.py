@@ -1,4 +1,4 @@
-"""How a session is configured: the flags of its parts, each declared where it is used."""
+"""Configuration of a session: the flags of its parts, each declared where it is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SWITCH = "--moevement-sparse-ckpt"
 
 @dataclass(frozen=True)
 class SessionConfig:
-    """All of it."""
+    """Configuration of every part of a session."""
 
     strategy: StrategyConfig
     copies: CopiesConfig
@@ -74,7 +74,8 @@ class SessionConfig:
 
 
 def _copies(copies: CopiesConfig, strategy: StrategyConfig, disk: DiskConfig) -> CopiesConfig:
-    """As the strategy has them: GEMINI's in groups, MoEtion's among replicas, none of what counts on disk alone.
+    """Return the copies that the strategy asks for: GEMINI's in groups, MoEtion's among replicas, none where only disk
+    counts.
 
     Raises:
         ConfigError: there is no disk, or copies were asked for.

@@ -1,4 +1,4 @@
-"""Whether iterations that are replayed come to the bits that were lost, or only up to the order in which sums are made.
+"""Test of whether replayed iterations have the lost bits, or only the same values up to the order of sums.
 
 Three things change last bits and are no error: kernels that add in no fixed order, a replacement on another kind of
 processor, and, under NCCL, a replacement in another place: the rings by which ranks sum follow nodes and devices. What
@@ -45,7 +45,7 @@ class PlacementHistory:
 
     def __init__(self) -> None:
         self._placements: list[tuple[int, str]] = []
-        """Each with the iteration after which it was in force."""
+        """Placements, each with the iteration after which it came into force."""
 
     def note(self, iteration: int, placement: str, since: int = NONE) -> None:
         """Note that iterations after ``iteration`` are computed under ``placement``.
@@ -79,7 +79,7 @@ class PlacementHistory:
 
 
 _NEVER = 1 << 62
-"""No iteration was computed under the placement of now."""
+"""Iteration that stands for "no iteration was computed under the current placement"."""
 
 
 def why_replay_may_differ(reports: Sequence[Report], plans: Sequence[RecoveryPlan]) -> str:

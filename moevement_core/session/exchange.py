@@ -1,4 +1,4 @@
-"""What ranks tell each other outside of training: data of a type that both sides know, never pickled objects."""
+"""Messages between ranks outside of training: data of a type that both sides know, never pickled objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator of the job sees of a failure that is behind it."""
+"""Report of a completed recovery to the operators of the job."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moevement_core.words import counted
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When each part of the way back was over on a rank; seconds since the epoch."""
+    """Ends of the parts of a recovery on one rank, in seconds since the epoch."""
 
     usable_at: float
     """Process groups were usable again."""
@@ -99,7 +99,7 @@ def _slowest(seconds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _lost_at(death: Death) -> float:
-    """When a member was lost, as far as anybody knows: seen to end, or heard of for the last time."""
+    """Return when a member failed, as far as is known: when it was seen to end, or last heard."""
     return death.at if death.noticed_by in (NoticedBy.SUPERVISOR, NoticedBy.DEVICE) else death.last_seen
 
 
@@ -114,7 +114,7 @@ _NOTICED = {
 
 
 def _noticed_by(deaths: Sequence[Death]) -> str:
-    """By what, and how many seconds after the last word of those that are lost."""
+    """Return the detector of the failure, and the seconds since the failed ranks were last heard, in words."""
     if not deaths:
         return "by a rank that lives: an error there, or no progress for the hang timeout"
     slowest: dict[str, float] = {}

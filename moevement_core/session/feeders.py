@@ -45,7 +45,7 @@ class Feeder(threading.Thread):
 
 
 def start_feeders(parts: Parts, prepared: Prepared) -> list[Feeder]:
-    """One for each neighbour that replays, if this rank does not."""
+    """Start a feeder for each neighbour that replays, if this rank does not replay."""
     if prepared.mine is not None:
         return []
     feeders = []

@@ -34,7 +34,7 @@ from moevement_core.snapshot.snapshot import Entry, Header, Snapshot
 
 _FLIPPED = "flipped/{}"
 PREFIX = "flipped a bit: "
-"""How the line begins that says so in the log of the rank, before a :class:`Place` as JSON."""
+"""Beginning of the log line that reports a flipped bit; a :class:`Place` as JSON follows."""
 _SOURCES = {
     FlipKind.COPIES: (Source.PEER,),
     FlipKind.OWN: (Source.MEMORY,),
@@ -46,27 +46,27 @@ _ON_THE_WIRE = {
     "fetches": (FlipKind.FETCHES,),
     "feeds": (FlipKind.FEEDS,),
 }
-"""Of payloads first."""
+"""Kinds of flips by channel, those of payloads first."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a bit was flipped."""
+    """Position of a flipped bit."""
 
     kind: str
     rank: int
-    """In whose memory, folder, or on the way from whom."""
+    """Rank in whose memory or folder the bit is, or that sent it."""
     owner: int
-    """Whose data it is."""
+    """Rank that owns the data."""
     iteration: int
     what: str
     byte: int
-    """Of what is named."""
+    """Byte within the named data."""
     bit: int
 
 
 class _Flipper:
-    """Of this process."""
+    """Injector of the flips of this process."""
 
     def __init__(self, flips: Sequence[Flip]) -> None:
         self.flips = flips
@@ -75,13 +75,13 @@ class _Flipper:
         self._store = connect(address) if address is not None and self._left else None
 
     def due(self, kinds: Sequence[FlipKind], rank: int, iteration: int) -> Iterator[tuple[int, Flip]]:
-        """Those that could happen here."""
+        """Yield the flips that may happen here, with their numbers."""
         for number, flip in list(self._left):
             if flip.kind in kinds and flip.rank in (None, rank) and flip.iteration <= iteration:
                 yield number, flip
 
     def takes(self, number: int) -> bool:
-        """Whether it happens here; it has not happened anywhere yet."""
+        """Claim a flip for this process; return False if another process has claimed it."""
         self._left = [(one, flip) for one, flip in self._left if one != number]
         mine = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
         return self._store is None or self._store.claim(_FLIPPED.format(number), mine) == mine
@@ -184,7 +184,7 @@ def on_the_way(channel: str, inner: Transport) -> Transport:
 
 @dataclass(slots=True)
 class _Announced:
-    """What is being sent to a peer."""
+    """Message to a peer whose payload is still to come."""
 
     message: Message
     header: torch.Tensor | None = None

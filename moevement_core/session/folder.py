@@ -25,7 +25,7 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _Told = tuple[str, str]
 """The name of a mark, and what stands in a folder that cannot be marked."""
 NODE = "{node}"
-"""In a folder's name: this rank's node."""
+"""Placeholder for this rank's node in a folder's name."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class SharedFolder:
 
     path: Path
     members: tuple[int, ...]
-    """All ranks that see the same folder."""
+    """Ranks that see the same folder."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for the folder."""
+        """True on the rank that speaks for the folder."""
         return dist.get_rank() == self.members[0]
 
     @property
     def is_shared_by_all(self) -> bool:
-        """One folder for the whole job: every file in it is there for every rank."""
+        """True if the whole job has one folder, so that every rank sees every file."""
         return len(self.members) == dist.get_world_size()
 
 
@@ -52,9 +52,10 @@ def _folder(template: str, node: str) -> Path:
 
 
 START_PATIENCE_S = 60.0
-"""How long the disk may take to answer when a job starts."""
+"""Seconds that the disk may take to answer when a job starts."""
 RECOVERY_PATIENCE_S = 2.0
-"""How long later on, when training waits for it: windows on disk are not worth more of its time."""
+"""Seconds that the disk may take to answer later, while training waits: windows on disk are not worth more of its time.
+"""
 
 
 def find_place(flag: str, template: str, node: str, patience_s: float, *, is_written: bool = True) -> SharedFolder:
@@ -103,7 +104,7 @@ def find_place(flag: str, template: str, node: str, patience_s: float, *, is_wri
 
 
 def _listed(flag: str, folder: Path) -> tuple[str | None, str]:
-    """What is wrong with a folder that cannot be written, or None; and what stands in it, as one string."""
+    """Return a complaint about a folder that cannot be written, or None; and the names in it, as one string."""
     try:
         names = sorted(str(path.relative_to(folder)) for path in folder.glob("window_*/*")) if folder.is_dir() else None
     except OSError as error:
@@ -125,7 +126,7 @@ def _make_folder(template: str, node: str, mark: str) -> Path:
 
 
 def _tell_or_refuse(mine: tuple[str | None, _Told]) -> list[tuple[str | None, _Told]]:
-    """What every rank says, if none of them complains; every rank calls it.
+    """Exchange findings about the folder, and refuse it if any rank complains. Collective.
 
     Raises:
         ConfigError: the first complaint. On every rank.

@@ -1,4 +1,4 @@
-"""How much host memory each rank may use, what it will need, and what changes where that is more.
+"""Host memory that each rank may use and will need, and what changes where the need is larger.
 
 Before training begins all ranks know what each of them needs, so all come to the same, and the message of a refusal is
 enough for every one of them.
@@ -20,13 +20,13 @@ Kept = Callable[[int, Sequence["AtPeer"]], int]
 
 @dataclass(frozen=True)
 class AtPeer:
-    """What snapshots of a rank take on each of its peers."""
+    """Host memory that snapshots of a rank take on each of its peers."""
 
     nbytes: int
     slots: tuple[int, ...] = ()
     """Bytes of each snapshot of a window."""
     count: int = 0
-    """How many are kept at a time."""
+    """Number of snapshots kept at a time."""
     staging: int = 0
     """Bytes of a part that is received before it is added to a sum."""
 
@@ -59,26 +59,26 @@ def allowed(budget: BudgetConfig, nodes: Sequence[str], rank: int, *, is_bounded
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one rank, bytes."""
+    """Host memory that one rank needs, in bytes."""
 
     snapshots: int
-    """Its own, where it keeps them."""
+    """Bytes for its own snapshots, where it keeps them."""
     in_flight: int
-    """Its own that peers may not have yet."""
+    """Bytes for its own snapshots that peers may not have yet."""
     at_peer: AtPeer
-    """Its own at each peer."""
+    """Bytes for its snapshots at each peer."""
     log: int
     """Boundary log."""
     allowed: Allowed
 
     def own(self, *, keeps_own: bool) -> int:
-        """For its own snapshots."""
+        """Return the bytes for its own snapshots."""
         return self.snapshots if keeps_own else self.in_flight
 
 
 @dataclass(frozen=True)
 class Total:
-    """What a rank needs, bytes."""
+    """Total host memory that a rank needs, in bytes."""
 
     rank: int
     own: int
@@ -88,12 +88,12 @@ class Total:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """Bytes for all purposes together."""
         return self.own + self.kept + self.log
 
     @property
     def beyond(self) -> float:
-        """By how much it is more than is allowed."""
+        """Bytes by which the need exceeds what is allowed; negative where it fits."""
         return self.nbytes - self.allowed.nbytes
 
     def __str__(self) -> str:
@@ -104,7 +104,7 @@ class Total:
 
 
 def totals(needs: Sequence[Needs], kept: Kept, *, keeps_own: bool) -> list[Total]:
-    """Of every rank."""
+    """Return the totals of all ranks."""
     at_peer = [its.at_peer for its in needs]
     return [
         Total(rank, its.own(keeps_own=keeps_own), kept(rank, at_peer), its.log, its.allowed)
@@ -121,7 +121,8 @@ def decide_keep_own(
     needs: Sequence[Needs], kept: Kept, budget: BudgetConfig, window: int, changes: Sequence[tuple[str, Kept]], *,
     may_drop: bool,
 ) -> tuple[bool, Total]:  # fmt: skip
-    """Whether own snapshots are kept that peers have, so that every rank has room; and the rank that has the least.
+    """Decide whether ranks keep own snapshots that all peers have, so that every rank fits into its memory; return the
+    decision and the total of the rank with the least room.
 
     Args:
         needs: of every rank.
@@ -149,7 +150,7 @@ def _cheapest(
     needs: Sequence[Needs], kept: Kept, total: Total, changes: Sequence[tuple[str, Kept]], *, keeps_own: bool,
     may_drop: bool,
 ) -> Iterator[str]:  # fmt: skip
-    """What would make it fit, that which gives up the least first."""
+    """Yield changes that would make the job fit, the one that gives up the least first."""
     if keeps_own and may_drop and worst(needs, kept, keeps_own=False).beyond <= 0:
         yield "--moevement-keep-own auto"
     unlogged = [replace(its, log=0) for its in needs]

@@ -19,7 +19,7 @@ _START = "job/starts/{}"
 
 @dataclass(frozen=True, slots=True)
 class JobNames:
-    """Of a job, and of one start of it."""
+    """Names of a job and of one start of it."""
 
     name: str = ""
     """Eight hexadecimal digits, the same in all processes of the job: who owns the folders that it writes to."""
@@ -29,7 +29,7 @@ class JobNames:
 
     @property
     def is_restart(self) -> bool:
-        """Whether the job has started before."""
+        """True if the job has started before."""
         return self.start != self.name
 
 
@@ -55,7 +55,8 @@ def job_name() -> str | None:
 
 
 def remember(key: str, value: str) -> str:
-    """What a process of the job was the first to give for ``key``, this one maybe; for any process at any time.
+    """Return the value that the first process of the job gave for ``key``, which may be this one. Any process may call
+    it at any time.
 
     Where there is no store nothing is remembered: the job ends with its first failure.
     """

@@ -1,4 +1,4 @@
-"""What ranks kept through a failure is compared with what is known of it, before training goes on with it.
+"""Comparison of the state that survivors kept with digests of it, before training continues.
 
 A replay proves what it recomputed. A rank that kept its state recomputed nothing; of it there is the newest snapshot,
 if that is of the iteration that the job goes on from (all digests in it, and of all operators where it has digests of
@@ -19,14 +19,14 @@ from moevement_core.session.replicas import unequal_replicas
 
 @dataclass(frozen=True)
 class Kept:
-    """What was compared, the same on every rank."""
+    """Number of survivors by how much of their state was compared; the same on every rank."""
 
     ranks: int
     """Ranks that kept their state."""
     in_part: int
-    """Of those: compared with a snapshot of some of the full state and of compute weights."""
+    """Survivors compared with a snapshot of some full state and of compute weights."""
     whole: int
-    """Of those: compared with digests of the whole state."""
+    """Survivors compared with digests of the whole state."""
 
     def __str__(self) -> str:
         if not self.ranks:
@@ -39,7 +39,7 @@ class Kept:
 
     @property
     def summary(self) -> str:
-        """How many ranks kept their state, and how many of these were compared, in words."""
+        """Return in words how many ranks kept their state, and how many of them were compared."""
         if not self.ranks:
             return "none kept its state"
         return f"{self.in_part + self.whole} of {self.ranks} checked, unchanged"

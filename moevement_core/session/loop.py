@@ -50,7 +50,7 @@ from moevement_core.session.session import Session
 from moevement_core.session.window_start import load_window
 
 TIMEOUT = timedelta(minutes=10)
-"""Of collectives; a failure interrupts them much sooner."""
+"""Timeout of collectives; a failure interrupts them much sooner."""
 
 
 def train(

@@ -9,10 +9,10 @@ from typing import Any
 
 
 class Observer:
-    """Looks at nothing."""
+    """Observer that does nothing."""
 
     is_capturing = True
-    """Whether snapshots are taken; only a benchmark says no."""
+    """True if snapshots are captured; only a benchmark turns them off."""
 
     def before_iteration(self, session: Any, committed: int) -> None:
         """``state@committed`` is live and nothing of the next iteration has happened.

@@ -1,4 +1,4 @@
-"""What a recovery needs of a rank."""
+"""Parts of a rank that a recovery uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moevement_core.session.topology import Topology
 
 @dataclass(frozen=True)
 class Parts:
-    """Of one rank, in one generation."""
+    """Parts of one rank in one generation."""
 
     binding: Binding
     topology: Topology

@@ -22,11 +22,11 @@ from moevement_core.session.topology import Topology
 from moevement_core.snapshot.snapshot import Snapshot
 
 Copies = Mapping[int, Mapping[int, str]]
-"""What a rank keeps for others: by rank, the id of the schedule of each snapshot by its iteration."""
+"""Snapshots that this rank keeps for others: by rank and iteration, the id of the schedule."""
 
 
 class Peers:
-    """Of one rank, through all generations.
+    """Senders to, and receivers from, the peers of one rank, through all generations.
 
     Args:
         device: where its state lives.
@@ -49,7 +49,7 @@ class Peers:
         self._receiving: list[Receiver] = []
         self._counted_cpu_s = 0.0
         self._is_quiet = False
-        """Whether nothing has been saved since the iteration began."""
+        """True if nothing has been saved since the iteration began."""
 
     def begin_iteration(self, *, is_saving: bool) -> None:
         """An iteration begins, beside which a snapshot is on its way or not."""
@@ -58,7 +58,7 @@ class Peers:
         self._is_quiet = not is_saving
 
     def end_iteration(self, *, is_saving: bool) -> None:
-        """It is over, and a snapshot is on its way or not."""
+        """End an iteration, beside which a snapshot was on its way or not."""
         self._is_quiet &= not is_saving
 
     def connect(

@@ -1,4 +1,4 @@
-"""What the ranks of a stage decide alike about windows, and how they come to the same again after a failure.
+"""Decisions of a stage about windows, and how its ranks agree on them again after a failure.
 
 Decisions are made at the beginning of a window, with collectives. A failure may interrupt some ranks before the last of
 them and some after it. So a rank says only what it had come to the end of, and all go on by the newest that any has.
@@ -16,21 +16,21 @@ from moevement_core.session.codec import Plain, pack_schedule, unpack_schedule
 
 @dataclass(frozen=True)
 class Policy:
-    """Of one stage."""
+    """Decisions of one stage."""
 
     window_start: int
     """The first iteration of the newest window that was decided about."""
     schedules: tuple[Schedule, ...]
     learned: Any
-    """What the strategy has learned, as it gives and takes it."""
+    """State that the strategy has learned, as it exports and imports it."""
     settled: bool
-    """Whether W is no longer to be measured."""
+    """True if W is not to be measured any more."""
     announced: int
     began_at: int
     disk_job: str
     needed: tuple[int, int]
     keeps_own: bool
-    """Whether ranks keep their own snapshots when all peers have them."""
+    """True if ranks keep their own snapshots when all peers have them."""
 
     def with_windows_of(self, other: Policy) -> Policy:
         """Windows begin and end where those of ``other`` do, which has decided more; orders stay what they are."""
@@ -57,13 +57,13 @@ class SentPolicy:
     """A :class:`Policy` on its way to other ranks."""
 
     rest: Policy
-    """Without schedules and what was learned."""
+    """Policy without schedules and learned state."""
     schedules: tuple[tuple[str, bytes], ...]
     learned: Plain
 
     @staticmethod
     def of(policy: Policy) -> SentPolicy:
-        """As it is sent."""
+        """Return the policy in the form that is sent."""
         rest = replace(policy, schedules=(), learned=None)
         return SentPolicy(rest, tuple(map(pack_schedule, policy.schedules)), Plain(policy.learned))
 

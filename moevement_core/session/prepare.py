@@ -25,7 +25,7 @@ from moevement_core.snapshot.agreement import NONE
 from moevement_core.snapshot.snapshot import Snapshot
 
 ATTEMPTS = 3
-"""How often what is damaged on its way is asked for."""
+"""Attempts to fetch a snapshot that was damaged on its way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,21 +34,23 @@ class Prepared:
 
     plans: tuple[RecoveryPlan, ...]
     mine: RecoveryPlan | None
-    """Of this rank; nothing if it keeps its state."""
+    """Plan of this rank; None if it keeps its state."""
     snapshots: Mapping[int, Snapshot]
     outcomes: Mapping[int, Any]
-    """What came of recent iterations, from ranks of the same model replica."""
+    """Outcomes of recent iterations, from ranks of the same model replica."""
     fetch_s: float
     is_comparable: bool = True
-    """Whether what is recovered has the bits that were lost. Not where ranks of another number run iterations again:
-    their sums have another order."""
+    """True if the recovered state has the lost bits. False where another number of ranks executes iterations again:
+    sums have another order.
+    """
     other_arithmetic: str = ""
     """Why the last bits may be others than those that were lost, in words; empty if they may not. Then a difference is
     reported and is no error, and snapshots are taken again of what was replayed beyond those that it began from: a
     window holds no two histories."""
     keeps_first: bool = True
-    """Whether the snapshots from which the replay began are taken over: the next recovery may begin from them, too. Not
-    those that were written on other processors, which no replay here can be compared with."""
+    """True if the snapshots that the replay began from are kept, because the next recovery may begin from them. False
+    for those written on other processors, with which no replay here can be compared.
+    """
     placed_since: int = NONE
     """The iteration after which all were computed where the ranks are now, as far as any rank has seen."""
     other_data: Sequence[str] = ()
@@ -57,7 +59,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Scope:
-    """What was lost."""
+    """Stages and ranks that lost their state."""
 
     pipeline: Pipeline
     lost: frozenset[int]
@@ -142,7 +144,9 @@ def _of_all(report: Report) -> list[Report]:
 def _plans(
     reports: Sequence[Report], until: int | None, scope: Scope | None, lost_ranks: Collection[int], *, may_redo: bool
 ) -> tuple[RecoveryPlan, ...]:
-    """One for the lost ranks alone; or one for each segment; or, if one cannot be recovered alone, one for all."""
+    """Return one plan for the failed ranks alone, or one for each segment, or, if a segment cannot recover alone, one
+    for all stages.
+    """
     if until is not None and (given := plan_from_replicas(reports, until, lost_ranks)) is not None:
         return (given,)
     if may_redo and lost_ranks and until is not None and (alone := plan_redo(reports, until, lost_ranks)) is not None:
@@ -173,7 +177,9 @@ def _check_logs(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> 
 
 
 def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope) -> None:
-    """What came of every step is known: a stage alone cannot work out norms and overflows, which span all stages."""
+    """Check that the outcome of every step is known: a stage alone cannot compute norms and overflows, which span all
+    stages.
+    """
     needed = set(plan.iterations) - set(scope.left_out)
     for report in reports:
         if report.stage not in plan.runs:
@@ -187,7 +193,7 @@ def _check_outcomes(reports: Sequence[Report], plan: RecoveryPlan, scope: Scope)
 
 
 def _agreed_outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
-    """What this rank's replica remembers of iterations that every replica remembers.
+    """Return the outcomes that this rank's replica remembers, of iterations that every replica remembers.
 
     The others are worked out again by all ranks: one that took a norm from a record would not take part in the
     reduction by which the rest works it out. Without a pipeline a replica that is lost has nobody who remembers.
@@ -200,7 +206,7 @@ def _agreed_outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, An
 
 
 def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
-    """What ranks of this rank's model replica remember: they clipped by the same norm."""
+    """Return the outcomes that ranks of this rank's model replica remember: they clipped by the same norm."""
     found: dict[int, Any] = {}
     for report in reports:
         if report.replica == mine.replica:
@@ -209,7 +215,9 @@ def _outcomes(reports: Sequence[Report], mine: Report) -> Mapping[int, Any]:
 
 
 def _gone(failed: set[Fetch], attempt: int) -> set[Fetch]:
-    """Those that are not asked for again where they were. What was damaged on its way is still whole there."""
+    """Return the fetches that are not repeated from the same source. A snapshot that was damaged on its way is still
+    whole there.
+    """
     return {one for one in failed if not one.was_sent or attempt >= ATTEMPTS}
 
 

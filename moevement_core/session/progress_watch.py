@@ -1,5 +1,5 @@
-"""Whether checkpointing comes along: persisted windows are announced; peers and windows that stay away are reported,
-and a cost above the cap.
+"""Watch over the progress of checkpointing: announces persisted windows, and reports silent peers, overdue windows and
+a cost above the cap.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moevement_core.snapshot.agreement import NONE
 
 
 class ProgressWatch:
-    """Of one rank; every rank calls alike, once an iteration.
+    """Watch of one rank. Collective: all ranks call each method in the same order, once an iteration.
 
     Args:
         checkpointer: that is watched.
@@ -44,8 +44,9 @@ class ProgressWatch:
         self._checkpointer, self._reports = checkpointer, reports
         self._peer_timeout_s = peer_timeout_s
         self._persisted_since: tuple[int, int] | None = None
-        """Where the newest persisted run begins, and since which iteration it has been the newest, or this rank is
-        there to see it: a new one comes in the middle."""
+        """First snapshot of the newest persisted run, and the iteration since which it is the newest or this rank
+        exists.
+        """
         self._silent: set[int] = set()
 
     def forget_peers(self) -> None:
@@ -53,7 +54,7 @@ class ProgressWatch:
         self._silent.clear()
 
     def look(self, committed: int, senders: Sequence[Sender]) -> None:
-        """Before the iteration after ``committed``."""
+        """Check peers, persistence and cost before the iteration after ``committed``."""
         self._watch_peers(senders)
         self._watch_persistence(committed)
         self._watch_cost(committed)

@@ -30,7 +30,7 @@ from moevement_core.snapshot.agreement import NONE
 
 
 class Recoverer:
-    """Of one rank; every rank calls alike.
+    """Runs this rank's part of a recovery. Collective: all ranks call each method in the same order.
 
     Args:
         saving: what is saved of this rank; its strategy says how far the job rolls back, and counts what it runs.
@@ -42,9 +42,9 @@ class Recoverer:
         """Every recovery of this process."""
         self.placements = PlacementHistory()
         self._placed_since = NONE
-        """What ranks that kept their state have seen of the placement of now, as of the newest recovery."""
+        """First iteration that survivors computed under the current placement, as of the newest recovery."""
         self._memory: MemorySource | None = None
-        """Of a recovery that is under way."""
+        """Snapshots in memory of the recovery that is under way."""
         self._saving, self._records = saving, records
         self._windows, self._disk, self._reports = saving.windows, saving.disk, saving.reports
 
@@ -109,8 +109,8 @@ class Recoverer:
             self._memory = None
 
     def _may_take_over(self, topology: Topology) -> bool:
-        """Whether lost ranks take state from live ones: not where all go back by what their strategy is, and not beside
-        parity, of which others' snapshots follow from those that the lost rank would be without.
+        """Return whether failed ranks take state from live ones. False where the strategy rolls all ranks back, and
+        with parity, because others' snapshots follow from those that the failed rank would then lack.
         """
         strategy = self._windows.strategy
         return not (strategy.rolls_back_all or strategy.loses_updates or topology.groups)
@@ -170,8 +170,8 @@ class Recoverer:
         return done
 
     def _go_back(self, prepared: Prepared) -> LostTokens | None:
-        """Where some operators may be older than others: the tokens of this stage that it costs, and all that was
-        decided or saved later is of a history that is no more. None: nothing can be lost.
+        """Roll back to a lossy restore point: discard later decisions and snapshots. Return the tokens lost on this
+        stage, or None if the strategy is lossless.
         """
         if prepared.mine is None or not self._windows.strategy.loses_updates:
             return None
@@ -197,7 +197,7 @@ class Recoverer:
         until: int,
         gone: RecoveryError | None,
     ) -> Prepared:
-        """All stages roll back to a window on disk and replay from there.
+        """Roll all stages back to a window on disk, from which they replay.
 
         What single ranks remember of steps is left out: with all stages replaying every step is worked out again, by
         all ranks or by none.
@@ -233,12 +233,12 @@ class Recoverer:
         return replace(prepared, outcomes={})
 
     def _alike(self, prepared: Prepared) -> Prepared:
-        """Where updates may be lost, what came of later iterations is no measure of what comes of them now."""
+        """Return what is prepared, without recorded outcomes if updates may be lost: iterations then differ."""
         return replace(prepared, outcomes={}) if self.may_differ else prepared
 
     @property
     def may_differ(self) -> bool:
-        """Whether iterations that are run again may have another outcome."""
+        """True if executing iterations again may have another outcome."""
         return self._windows.strategy.loses_updates
 
     def _logged(self, parts: Parts, scope: Scope | None) -> tuple[int, ...]:
@@ -256,7 +256,7 @@ class Recoverer:
         return tuple(iteration for iteration in log.iterations if iteration not in damaged)
 
     def _scope(self, parts: Parts, lost: frozenset[int]) -> Scope | None:
-        """What rolls back for ``lost`` stages; None, with the reason reported, if all stages must."""
+        """Return the scope of the lost stages; None, with the reason reported, if all stages roll back."""
         if reason := parts.binding.stages_are_tied_by():
             if parts.topology.rank == 0:
                 self._reports.report(f"all stages roll back: {reason}")

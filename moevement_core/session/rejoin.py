@@ -1,4 +1,4 @@
-"""After a failure: who knows what, which iteration everybody comes to, and how (DESIGN section 8).
+"""Meeting of all ranks after a failure: they exchange what each has, and agree on the resume iteration.
 
 Survivors report which iteration they have committed last (``recovery/agree.py`` decides). Those that had brought
 everything to a step that others made follow them; who lost its state, and the stage around it, is to replay.
@@ -37,13 +37,13 @@ from moevement_core.session.session import Session
 
 @dataclass(frozen=True)
 class RankReport:
-    """What a rank reports to all others when ranks meet after a failure."""
+    """Report of a rank to all others when ranks meet after a failure."""
 
     status: RankStatus
     outcome: Mapping[str, Any] = field(default_factory=dict)
-    """Of the step of the iteration that it committed last."""
+    """Outcome of the step of the iteration that the rank committed last."""
     common: Mapping[str, Any] = field(default_factory=dict)
-    """What of the boundary after it is the same on all ranks; before anything that is due then."""
+    """Rank-independent boundary state after that iteration, taken before any evaluation or save scheduled there."""
     begun: Mapping[str, Any] | None = None
     """The same where the next iteration began, if it had begun it: everything that was due had been done."""
     books: Any = None
@@ -51,7 +51,7 @@ class RankReport:
     keeps: Copies = field(default_factory=dict)
     policy: Policy | None = None
     goal: RankReport | None = None
-    """Of a rank that had committed the iteration which this one was on its way back to when a further failure came."""
+    """Report of a rank that had committed the iteration which this one was rebuilding when a further failure came."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _unpacked(sent: _Sent) -> RankReport:
 
 @dataclass(frozen=True)
 class Rejoined:
-    """What ranks have agreed on, the same on every rank but for what is prepared."""
+    """Agreement of the ranks, the same on every rank except for what is prepared."""
 
     session: Session
     until: int
@@ -96,15 +96,15 @@ class Rejoined:
     lost: frozenset[int]
     """Pipeline stages that replay."""
     prepared: Prepared | None
-    """None if no stage lost its state."""
+    """Plan and snapshots of the recovery; None if no stage lost its state."""
     reached: RankReport
-    """Of a rank that has committed ``until``."""
+    """Report of a rank that has committed ``until``."""
     is_between: bool
-    """Whether what is due between ``until`` and the next iteration (evaluation, dense save) may be undone yet."""
+    """True if an evaluation or dense save scheduled between ``until`` and the next iteration may not have happened."""
     usable_at: float
-    """When process groups were usable again, seconds since the epoch."""
+    """Time at which process groups were usable again, in seconds since the epoch."""
     prepared_at: float
-    """When everything was prepared here."""
+    """Time at which everything was prepared on this rank, in seconds since the epoch."""
 
     def resume(self) -> None:
         """Replay what was lost, put every rank at the boundary that was agreed on, and do what was due there.
@@ -271,7 +271,7 @@ def _follow(session: Session, point: ResumePoint, reports: Sequence[RankReport],
 
 
 def _log_gradients(session: Session) -> None:
-    """Those of the last update are still there where no iteration has begun after it."""
+    """Log the gradients of the last update, which are still there if no iteration has begun after it."""
     mark = session.commit.mark
     if mark is None or session.commit.torn:
         return

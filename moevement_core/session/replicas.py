@@ -8,7 +8,7 @@ from moevement_core.session.binding import Replicas
 
 
 def unequal_replicas(everyones: Sequence[Sequence[Replicas]]) -> list[str]:
-    """In words, the groups whose ranks do not have the same.
+    """Return in words the groups whose ranks hold different weights.
 
     Args:
         everyones: what ``Binding.replicas`` gave, of every rank.

@@ -1,4 +1,4 @@
-"""What an operator of the job sees: in the ranks' logs, in the launcher's output (rank 0's lines), and as events."""
+"""Reports to the operators of the job: in the ranks' logs, in the launcher's output (rank 0's lines), and as events."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class _FromThread:
 
     text: str
     generation: Generation | None
-    """In which it was reported."""
+    """Generation in which it was reported."""
     at_s: float
-    """When, by the monotonic clock."""
+    """Time of the report, in seconds of the monotonic clock."""
     may_be_explained: bool
-    """Whether a failure elsewhere may be why."""
+    """True if a failure elsewhere may explain it."""
 
 
 class Reports:
-    """Of one rank.
+    """Reports of one rank.
 
     Args:
         binding: whose record the events go to.
@@ -36,15 +36,15 @@ class Reports:
 
     def __init__(self, binding: Binding, rank: int) -> None:
         self.warnings: list[str] = []
-        """What an operator must not miss."""
+        """Warnings that operators must not miss."""
         self._binding, self._rank = binding, rank
         self._lock = threading.Lock()
         self._from_threads: deque[_FromThread] = deque()
-        """Of what is not decided yet whether a failure explains it, in the order in which it came."""
+        """Reports of threads that a failure elsewhere may still explain, in the order in which they came."""
 
     @property
     def is_recorded(self) -> bool:
-        """Whether this rank records events."""
+        """True if this rank records events."""
         return self._binding.record is not None
 
     def say(self, text: str) -> None:
@@ -81,12 +81,12 @@ class Reports:
                     return
 
     def say_once(self, text: str) -> None:
-        """One line for all ranks, which call it alike."""
+        """Log one line for all ranks. Collective in form: every rank calls it, and rank 0 logs."""
         if self._rank == 0:
             self.say(text)
 
     def warn(self, text: str, event: Event) -> None:
-        """What must not be missed: in the launcher's output, as an event, and in the summary. Every rank calls it."""
+        """Report a warning in the launcher's output, as an event and in the summary. Every rank calls it."""
         self.warnings.append(text)
         if self._rank == 0:
             log.warning(text)

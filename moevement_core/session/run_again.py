@@ -22,11 +22,11 @@ class TakeAgain(Protocol):
     """:meth:`moevement_core.session.saving.Saving.take_again`."""
 
     def __call__(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
-        """On every rank, when the state of ``iteration`` is live."""
+        """Capture snapshots again. Called on every rank when the state of ``iteration`` is live."""
 
 
 class RunAgain(Observer):
-    """Of one rank.
+    """Execution of iterations again on one rank.
 
     Args:
         parts: of this rank.

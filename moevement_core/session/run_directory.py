@@ -83,7 +83,7 @@ def begin_record(folder: Path, lock: FolderLock | None, config: Mapping[str, Any
 
 
 def go_on_with_record(folder: Path, name: str, config: Mapping[str, Any], iteration: int) -> RunRecord | None:
-    """After a failure: the last rank writes on, where another process was the last rank before.
+    """Continue the record after a failure, on the last rank, where another process was the last rank before.
 
     Args:
         folder: the run directory.
@@ -161,7 +161,7 @@ def number(value: Any) -> Any:
 
 
 def plain_config(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """All resolved flags as YAML can hold them: what is no plain value is written as its name."""
+    """Return all resolved flags in a form that YAML holds: a value that is not plain is written as its name."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list | tuple):

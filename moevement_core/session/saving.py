@@ -1,4 +1,4 @@
-"""What is saved of one rank, window by window, and what of it is needed: through all generations of the job."""
+"""Snapshots of one rank, window by window, through all generations of the job, and how long they are needed."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ RECORD_SLACK_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Joining:
-    """What a rank knows that joins a running job."""
+    """Knowledge that a rank needs to join a running job."""
 
     policy: Policy
-    """Of a stage."""
+    """Decisions of a stage."""
     is_of_same_stage: bool
-    """Whether of this rank's."""
+    """True if the decisions are those of this rank's stage."""
     kept: Sequence[Copies]
-    """What every rank keeps for others."""
+    """Snapshots that every rank keeps for others."""
 
     def policy_for(self, strategy: Strategy, most_operators: int) -> Policy:
         """Returns the policy of this rank's stage; orders are of another table where nobody of it is left."""
@@ -65,7 +65,7 @@ class Joining:
 
 
 class Saving:
-    """Of one rank; every rank makes one at the same point and calls alike.
+    """Saving of one rank. Collective: all ranks make one at the same point and call each method in the same order.
 
     Args:
         binding: the trainer.
@@ -106,7 +106,7 @@ class Saving:
             pace = Pace(moved)
         self._pause = Pause()
         self.meter = OverheadMeter(self.began_at, self._pause)
-        """Of what all this costs training."""
+        """Meter of what saving costs training."""
         self.windows = self._window_decisions(strategy, policy)
         self.policy_s = 0.0
         """Seconds that the last decision took."""
@@ -123,7 +123,7 @@ class Saving:
             self.checkpointer, self.reports, config.timeouts.peer_s, announced, self.meter, config.strategy.kept_cap
         )
         self._settled = policy or self._policy(binding.iteration)
-        """As of the last window whose decisions this rank has come to the end of: others may still be in the middle."""
+        """Decisions as of the last window whose decisions this rank completed; other ranks may still be deciding."""
         if joining is None:
             self.peers.refuse_without_copies(self.topology, config.timeouts.peer_s, config.copies.replicas)
             self.disk.start()
@@ -133,12 +133,12 @@ class Saving:
 
     @property
     def parts(self) -> Parts:
-        """What a recovery needs of this rank, in this generation."""
+        """Parts of this rank, in this generation, that a recovery uses."""
         return Parts(self._binding, self.topology, self._states, self.checkpointer)
 
     @property
     def may_redo(self) -> bool:
-        """Whether a lost rank may make updates again by itself."""
+        """True if a failed rank may repeat its updates by itself."""
         return self._config.strategy.may_redo
 
     def _window_decisions(self, strategy: Strategy, policy: Policy | None) -> WindowDecisions:
@@ -199,7 +199,7 @@ class Saving:
         return min(self._config.budget.log_memory_bytes, self.allowance.left_for(LOG))
 
     def share_memory_with(self, log: BoundaryLog) -> None:
-        """Where host memory is used up, ``log`` gives up some of its own."""
+        """Share host memory with the boundary log: ``log`` gives up some of its own where memory runs out."""
 
         def give_up(nbytes: int) -> None:
             less = max(0.0, self.allowance.of(LOG) - nbytes)
@@ -221,7 +221,7 @@ class Saving:
     # Once an iteration
 
     def decide(self, committed: int) -> None:
-        """At a window's beginning: order and window of the one that begins."""
+        """Decide order and window at the beginning of a window."""
         began_s = time.perf_counter()
         # Iterations may be left out (--iterations-to-skip), the first of a window among them.
         window_start = self.checkpointer.history.at(committed).decided_at(committed)
@@ -248,7 +248,7 @@ class Saving:
         self.peers.spread(needed, schedule.snapshots)
 
     def _record_plan(self) -> None:
-        """What checkpoints are to cost from now on, for whoever compares it with what they do."""
+        """Record the expected cost of checkpoints from now on, for comparison with the measured one."""
         schedule, memory = self.checkpointer.history.newest, self.checkpointer.memory
         slots, _ = memory.slots_at_peer(schedule)
         copied = sum(slots) / schedule.size
@@ -263,7 +263,7 @@ class Saving:
         )  # fmt: skip
 
     def capture(self, committed: int, record: Mapping[str, Any], *, is_first: bool) -> None:
-        """``SS_committed``.
+        """Capture the snapshot ``SS_committed``.
 
         Args:
             committed: the iteration whose state is live.
@@ -282,11 +282,11 @@ class Saving:
             )  # fmt: skip
 
     def _strategy(self) -> Strategy:
-        """Of the stage, before it has learned anything."""
+        """Return the strategy of the stage, before it has learned anything."""
         return self._config.strategy.of(self.topology.table, self.topology.most_experts)
 
     def learned(self, strategy: Strategy | None = None) -> dict[str, Any]:
-        """What goes along with a snapshot where a recovery needs to know what the strategy knew then.
+        """Return the learned state that travels with a snapshot, where a recovery needs what the strategy knew then.
 
         Args:
             strategy: one that knows what is right then; None: that in force.
@@ -306,7 +306,7 @@ class Saving:
 
     @property
     def has_persisted(self) -> bool:
-        """Whether there is a window that is persisted on every rank, as all have agreed."""
+        """True if there is a window that is persisted on every rank, as all have agreed."""
         return self.checkpointer.progress.persisted != NONE
 
     def take_again(self, iteration: int, record: Mapping[str, Any], *, has_gradients: bool) -> None:
@@ -353,7 +353,7 @@ class Saving:
     # After a failure
 
     def policy(self) -> Policy:
-        """What this rank has decided with the others of its stage; a decision that is under way is left out."""
+        """Decisions of this rank with the others of its stage; an incomplete decision is left out."""
         return replace(
             self._settled, announced=self.watch.announced, disk_job=self.disk.job_name, needed=self.checkpointer.needed
         )

@@ -1,4 +1,4 @@
-"""One rank's fault tolerance: what happens in every iteration, and after a failure.
+"""Fault tolerance of one rank: its calls in every iteration, and after a failure.
 
 Before iteration t+1 the boundary record is made and ``SS_t`` begins; before its optimizer step the copy must be over;
 at a window's beginning order and window may change (``windows.py``). No other collective is made for it than those
@@ -39,7 +39,7 @@ from moevement_core.snapshot.agreement import NONE
 
 
 class Session:
-    """Of one rank. Every rank makes one at the same point and calls alike.
+    """Session of one rank. Collective: all ranks make one at the same point and call each method in the same order.
 
     Args:
         binding: the trainer.
@@ -100,7 +100,7 @@ class Session:
     # Once an iteration
 
     def begin_training(self) -> None:
-        """Inside the training loop, before its first iteration; after a failure there is more to do than this."""
+        """Complete the recovery after a failure. Called inside the training loop, before its first iteration."""
         if prepared := self._prepared:
             self.recoverer.carry_out(prepared)
             self._prepared = None  # its host memory is free again
@@ -110,7 +110,9 @@ class Session:
         self.recoverer.note_placement(self.binding.iteration)
 
     def begin_iteration(self, committed: int) -> None:
-        """Before an iteration: ``state@committed`` is live and nothing of the next iteration has happened."""
+        """Prepare an iteration. Called while ``state@committed`` is live and nothing of the next iteration has
+        happened.
+        """
         saving = self.saving
         observer.observer.before_iteration(self, committed)
         injection.at(Phase.START)
@@ -171,7 +173,7 @@ class Session:
         return result
 
     def end_iteration(self, committed: int, step_s: float, outcome: Mapping[str, Any]) -> None:
-        """After an iteration.
+        """Record the results of an iteration.
 
         Args:
             committed: its number.
@@ -190,7 +192,7 @@ class Session:
         self.totals.ended(step_s, progress)
 
     def metrics(self) -> dict[str, Any]:
-        """What a metrics line says of the last iteration."""
+        """Return the fields of a metrics line for the last iteration."""
         checkpointer, log = self.saving.checkpointer, self.binding.boundary_log
         progress = checkpointer.progress
         return {
@@ -235,7 +237,7 @@ class Session:
         self._start_clock()
 
     def go_on(self, committed: int) -> None:
-        """Before the first iteration after a failure, on every rank: what was counted on the way to it is dropped."""
+        """Drop counts of re-executed iterations. Called on every rank before the first iteration after a failure."""
         self.records.resumed(committed, was_left_out=committed in self.binding.iterations_left_out())
         self.saving.windows.forget(committed)
         self.recoverer.note_placement(committed)

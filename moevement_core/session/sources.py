@@ -1,4 +1,4 @@
-"""Where a rank has snapshots for a recovery."""
+"""Sources of snapshots for a recovery on one rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class SnapshotSource(ABC):
 
     @abstractmethod
     def holdings(self) -> Sequence[Holding]:
-        """All that it has, checked or not."""
+        """Return all snapshots of this source, checked or not."""
 
     @abstractmethod
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """One of them; nothing if it is gone meanwhile."""
+        """Return one snapshot; None if it is gone meanwhile."""
 
     def path_of(self, owner: int, iteration: int) -> Path | None:
         """The file of one of them; nothing if it is not in one."""
@@ -34,7 +34,9 @@ class SnapshotSource(ABC):
         return ()
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
-        """Of the group with a first member the block of an iteration, leased; nothing if it is gone meanwhile."""
+        """Return the block of an iteration of the group with a given first member, leased; None if it is gone
+        meanwhile.
+        """
         return None
 
 
@@ -46,13 +48,14 @@ class MemorySource(SnapshotSource):
         self._leases: list[SnapshotLease] = []
 
     def release(self) -> None:
-        """What was opened is not read any more."""
+        """Release the snapshots that were opened; they are not read any more."""
         for lease in self._leases:
             lease.release()
         self._leases.clear()
 
     def holdings(self) -> list[Holding]:
-        """All; what is damaged is found when it is fetched, which plans again without it, and not before.
+        """Return all snapshots in memory. A damaged one is found when it is fetched; the plan is then made again
+        without it.
 
         To check every byte of everything that is kept would take longer than the rest of a recovery.
         """
@@ -65,7 +68,7 @@ class MemorySource(SnapshotSource):
         return [holding_of(snapshot, source) for source, snapshot in own + kept]
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """One of them; nothing if it is gone meanwhile."""
+        """Return one snapshot; None if it is gone meanwhile."""
         if source is Source.MEMORY:
             if (lease := self._checkpointer.own.lease(iteration)) is None:
                 return None
@@ -75,7 +78,7 @@ class MemorySource(SnapshotSource):
         return next((found for store in stores if (found := store.snapshots().get(iteration)) is not None), None)
 
     def summed(self) -> list[Summed]:
-        """All."""
+        """Return all parity blocks."""
         return [one for group in self._groups() for one in summed(group)]
 
     def open_sum(self, first: int, iteration: int) -> tuple[GroupStore, Stripe] | None:
@@ -91,6 +94,6 @@ class MemorySource(SnapshotSource):
 
 
 def holding_of(snapshot: Snapshot, source: Source) -> Holding:
-    """How a snapshot is reported."""
+    """Return the report of a snapshot."""
     header = snapshot.header
     return Holding(header.rank, header.iteration, header.state, header.schedule, header.contents, source)

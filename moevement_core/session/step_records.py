@@ -1,4 +1,4 @@
-"""What came of recent iterations: what a replay of them needs, and compares with."""
+"""Outcomes of recent iterations, which a replay of them needs and compares with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moevement_core.session.commit import Commit
 
 
 class StepRecords:
-    """Of one rank.
+    """Step records of one rank.
 
     Args:
         commit: whose mark has the outcome of the last step.
@@ -23,7 +23,7 @@ class StepRecords:
         self._commit, self._log, self._own = commit, log, own
         self._last: dict[str, Any] = {}
         self._recent: dict[int, Mapping[str, Any]] = {}
-        """What came of the steps that a replay may come by; kept as long as logs are."""
+        """Outcomes of the steps that a replay may execute again; kept as long as logs are."""
 
     def of_last(self, iteration: int) -> dict[str, Any]:
         """Returns the record of ``iteration``; empty if it was left out."""
@@ -65,7 +65,7 @@ class StepRecords:
         return outcomes
 
     def forget_before(self, iteration: int) -> None:
-        """No replay comes by older steps."""
+        """Drop the records of older steps, which no replay executes again."""
         self._recent = {ran: outcome for ran, outcome in self._recent.items() if ran >= iteration}
 
     def _record_of(self, iteration: int) -> dict[str, Any]:
@@ -73,6 +73,6 @@ class StepRecords:
         return {"iteration": iteration, "step": self._outcome_of(iteration), "sent": sent}
 
     def _outcome_of(self, iteration: int) -> Mapping[str, Any]:
-        """What came of the step of ``iteration``; nothing if it was not the last one that was committed."""
+        """Return the outcome of the step of ``iteration``; empty if it was not the last one that was committed."""
         mark = self._commit.mark
         return mark.outcome if mark is not None and mark.iteration == iteration else {}

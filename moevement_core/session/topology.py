@@ -1,4 +1,4 @@
-"""Who this rank is among the others, and through what it talks to them: made at the start and again after a failure.
+"""Position of this rank among the others, and its channels to them: made at the start and again after a failure.
 
 What survives a failure (snapshots, popularity, logs) is kept elsewhere and is handed the new topology.
 """
@@ -42,19 +42,19 @@ from moevement_core.snapshot.agreement import Agreement, Alone, GroupAgreement
 
 @dataclass(frozen=True)
 class _Rank:
-    """What every rank tells all others."""
+    """Report of a rank to all others when the topology is made."""
 
     place: Place
     node: str
     operators: Sequence[Operator]
     peers: tuple[int, ...] | None
-    """That have kept its copies until now; nothing on a rank that is new."""
+    """Peers that have kept its copies until now; None on a new rank."""
     sources: tuple[int, ...]
-    """Whose copies it has kept until now."""
+    """Ranks whose copies it has kept until now."""
     groups: Groups | None
-    """Of which parity has been kept until now; nothing on a rank that is new."""
+    """Groups of which parity has been kept until now; None on a new rank."""
     address: Address
-    """Where it is reached."""
+    """Address at which the rank is reached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,21 +62,21 @@ class Channels:
     """Through what a rank talks to others, beside training."""
 
     job_group: Any
-    """All ranks, for host tensors."""
+    """Process group of all ranks, for host tensors."""
     stage_group: Any
     """The ranks of this stage, for host tensors."""
     agreement: Agreement
     snapshots: Transport | None
-    """For copies of snapshots; nothing without peers."""
+    """Channel for copies of snapshots; None without peers."""
     fetches: Transport | None
-    """Of their own: senders and receivers go on using theirs."""
+    """Separate channel for fetches: senders and receivers keep using theirs."""
     feeds: Transport | None
-    """For what a stage that replays alone is fed; nothing where there is one stage."""
+    """Channel that feeds a stage that replays alone; None where there is one stage."""
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """Who this rank is, whom it talks to, and through what."""
+    """Position of this rank, its peers, and its channels."""
 
     rank: int
     world: int
@@ -86,19 +86,19 @@ class Topology:
     nodes: tuple[str, ...]
     """The node of every rank."""
     table: OperatorTable
-    """Of this rank's stage."""
+    """Operators of this rank's stage."""
     most_operators: int
-    """Of any rank of the job."""
+    """Largest number of operators of any rank of the job."""
     most_experts: int
-    """Of any layer of the job; 1 without any."""
+    """Largest number of experts of any layer of the job; 1 without any."""
     peers: Placement
-    """For each rank those that keep its copies, or the parity of its group."""
+    """Peers of each rank, which keep its copies or the parity of its group."""
     groups: Groups
-    """Of ranks of whose snapshots parity is kept; none where copies are."""
+    """Groups of ranks of whose snapshots parity is kept; empty where copies are kept."""
     groups_are_new: bool
-    """Whether they are others than in the last generation, so that nothing is in their sums yet."""
+    """True if the groups differ from those of the last generation, so that their sums are empty."""
     warning: str | None
-    """What an operator should know of where copies are kept."""
+    """Note for operators on where copies are kept; None if nothing is unusual."""
     channels: Channels
     pipeline: Pipeline
     neighbours: Neighbours
@@ -141,7 +141,7 @@ class Topology:
 
     @property
     def speaks_for_stage(self) -> bool:
-        """Whether this is the first rank of its stage."""
+        """True if this is the first rank of its stage."""
         return self.rank == self.stages.index(self.stage)
 
 
@@ -234,7 +234,7 @@ def _make_stage_groups(stages: tuple[int, ...], mine: int) -> Any:
 
 
 def _of_sums(members: Sequence[AtPeer]) -> int:
-    """Of sums that are each as long as the longest snapshot of an iteration."""
+    """Return the bytes of parity sums, each as long as the longest snapshot of an iteration."""
     if len({(len(its.slots), its.count) for its in members}) > 1 or not members[0].slots:
         return max(its.nbytes for its in members)
     longest = np.array([its.slots for its in members]).max(axis=0)
@@ -242,7 +242,7 @@ def _of_sums(members: Sequence[AtPeer]) -> int:
 
 
 class _Guard(NamedTuple):
-    """What guards snapshots."""
+    """Protection of snapshots: peers or parity groups."""
 
     peers: Placement
     groups: Groups
@@ -286,7 +286,7 @@ def _place(config: SessionConfig, everyones: list[_Rank], copies: Copies) -> Pla
 
 
 def _peers_before(everyones: list[_Rank]) -> list[tuple[int, ...]]:
-    """Of every rank; those of one that is new are known to its peers. Nothing if all are new."""
+    """Return the former peers of every rank; those of a new rank are known from its peers. Empty if all are new."""
     if all(one.peers is None for one in everyones):
         return []
     return [

@@ -1,4 +1,4 @@
-"""What checkpointing came to in a run, on all ranks together."""
+"""Totals of checkpointing in a run, over all ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from moevement_core.snapshot.agreement import NONE
 
 @dataclass
 class Totals:
-    """Of one rank."""
+    """Totals of one rank."""
 
     iterations: int = 0
     stall_s: float = 0.0
     train_s: float = 0.0
     begin_s: float = 0.0
-    """On the training thread: boundary record, issuing copies, deciding."""
+    """Seconds of the training thread for boundary records, issuing copies and deciding."""
     last_begin_s: float = 0.0
-    """Of it, at the beginning of the last iteration."""
+    """Part of them at the beginning of the last iteration, in seconds."""
     copied_bytes: int = 0
     replicated_bytes: int = 0
 

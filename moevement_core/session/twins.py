@@ -34,11 +34,11 @@ from moevement_core.snapshot.snapshot import (
 from moevement_core.snapshot.whole import begin_whole
 
 LIVE = "live"
-"""In the place of a schedule's id: the snapshot was made of live state, and belongs to no window."""
+"""Marker in the place of a schedule's id: the snapshot was made of live state, and belongs to no window."""
 
 
 class Twins(SnapshotSource):
-    """What this rank can give to those that have the same state.
+    """Source of live state that this rank can give to failed ranks that held the same.
 
     Args:
         binding: the trainer.
@@ -56,11 +56,11 @@ class Twins(SnapshotSource):
         return {rank: len(self._topology.table) for rank in self._binding.twins() if rank in lost}
 
     def holdings(self) -> Sequence[Holding]:
-        """None: it is made where it is wanted."""
+        """Return no holdings: a snapshot is made when it is opened."""
         return ()
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """As ``owner`` would have made it of its live state; nothing if this rank has another iteration's."""
+        """Return a snapshot of live state as ``owner`` would have made it; None if this rank is elsewhere."""
         mark = self._mark
         if mark is None or mark.iteration != iteration:
             return None

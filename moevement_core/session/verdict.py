@@ -1,4 +1,4 @@
-"""What all ranks found in a recovery, put together: it is what was lost, or nobody goes on."""
+"""Verdict of all ranks on a recovery: the recovered state is the lost one, or the job ends."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from moevement_core.snapshot.agreement import NONE
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank tells the others of its part."""
+    """Result of one rank's part of a recovery, as it is sent to the others."""
 
     recovery: Recovery
     lost: LostTokens
     differences: list[str]
-    """From the state that was lost."""
+    """Differences from the lost state."""
     differ_as_loaded: bool
-    """Whether one of them is of what was only loaded."""
+    """True if one of the differences is in state that was only loaded."""
     replicas: list[Replicas]
-    """Whether what ranks bring to each other is the same on all, on those too that kept their state."""
+    """Digests of state that ranks bring to each other and that must be the same on all, survivors included."""
 
 
 def agree(mine: Part, other_arithmetic: str, other_data: Sequence[str] = ()) -> Recovery:

@@ -34,7 +34,7 @@ class WindowFiles(SnapshotSource):
         self._range = range(manifest.first, manifest.last + 1)
 
     def has(self, iteration: int) -> bool:
-        """Whether ``SS_iteration`` belongs to the window."""
+        """Return whether ``SS_iteration`` belongs to the window."""
         return iteration in self._range
 
     def path_of(self, owner: int, iteration: int) -> Path:
@@ -42,7 +42,7 @@ class WindowFiles(SnapshotSource):
         return self._folder / file_name(owner, iteration)
 
     def holdings(self) -> list[Holding]:
-        """All that are there and look whole."""
+        """Return all snapshots that are there and look whole."""
         return list(self._holdings())
 
     def _holdings(self) -> Iterator[Holding]:
@@ -64,7 +64,7 @@ class WindowFiles(SnapshotSource):
         return owner == dist.get_rank() or (self._place.is_first and owner not in self._place.members)
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """One of them, not yet checked; nothing if it cannot be read."""
+        """Return one snapshot, not yet checked; None if it cannot be read."""
         try:
             snapshot = read_snapshot(self._folder / file_name(owner, iteration))
             snapshot.check_record()
@@ -91,24 +91,24 @@ class JobWindows(SnapshotSource):
         return next(window for window in self._files if window.has(iteration)).path_of(owner, iteration)
 
     def holdings(self) -> list[Holding]:
-        """All that are there and look whole; a snapshot that belongs to two windows is listed once."""
+        """Return all snapshots that are there and look whole; one that belongs to two windows is listed once."""
         found = {(held.owner, held.iteration): held for window in self._files for held in window.holdings()}
         return list(found.values())
 
     def open(self, source: Source, owner: int, iteration: int) -> Snapshot | None:
-        """One of them, not yet checked; nothing if it cannot be read."""
+        """Return one snapshot, not yet checked; None if it cannot be read."""
         files = (window for window in self._files if window.has(iteration))
         return next((held for window in files if (held := window.open(source, owner, iteration)) is not None), None)
 
 
 @dataclass(frozen=True)
 class Resize:
-    """How windows are loaded that a job of another number of ranks wrote."""
+    """Conditions under which windows of a job with another number of ranks are loaded."""
 
     free: Collection[str]
     """Settings that may be others."""
     is_needed: Callable[[Manifest], bool]
-    """Whether that is so; otherwise a window is loaded as ever."""
+    """Returns True if the window needs a resize; otherwise it is loaded unchanged."""
     prepare: Callable[[WindowFiles, Manifest], Prepared]
     """Cut one for the ranks of now; every rank calls it, and a RecoveryError is raised on all of them."""
 
@@ -193,7 +193,7 @@ def windows_of_all(place: SharedFolder) -> list[Manifest]:
 
 
 def _windows_of_all(place: SharedFolder) -> tuple[list[Manifest], dict[str, str]]:
-    """Those, and why others, which no rank can read the manifest of, are left out."""
+    """Return the windows that ranks can read, and why others are left out. Collective."""
     told = all_gather_objects(manifests_and_refused(place.path), tuple[list[Manifest], dict[str, str]])
     everyones = {one.name: one for found, _ in told for one in found}
     refused = {name: why for _, its in told for name, why in its.items() if name not in everyones}

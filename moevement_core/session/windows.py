@@ -1,4 +1,4 @@
-"""What a strategy decides by: counted and measured here, and agreed on by all ranks, window by window.
+"""Measurements that a strategy decides by, and the agreement of all ranks on its decisions, window by window.
 
 All collectives of that stand here: popularity is summed over the stage, windows and host memory are the job's.
 """
@@ -41,7 +41,7 @@ from moevement_core.words import counted
 WARM_UP = 8
 """Iterations that are measured before W is chosen."""
 MOST_STEPS = 512
-"""So many iterations at least, and twice as many at most, are remembered."""
+"""Least number of iterations whose measurements are kept; at most twice as many are."""
 NETWORK_HEADROOM = 0.5
 """Share of the measured rate that snapshots may need: training sends over the same links, and peers that are only just
 in time abandon windows at every delay."""
@@ -52,17 +52,17 @@ DECIDED_EVERY = 8
 
 
 class _Step(NamedTuple):
-    """Of training."""
+    """Measurements of one training iteration."""
 
     train_s: float
-    """Without stalls."""
+    """Seconds of training without stalls."""
     stall_s: float
     is_saving: bool
-    """Whether a snapshot was being copied, sent or written beside it."""
+    """True if a snapshot was copied, sent or written beside the iteration."""
 
 
 class WindowDecisions:
-    """Of one rank; every rank calls alike, so that all come to the same.
+    """Decisions about windows on one rank. Collective: all ranks call each method in the same order.
 
     Args:
         strategy: whose decisions they are.
@@ -111,7 +111,7 @@ class WindowDecisions:
         self._decided_at = 0
         """Steps that came before the window under way."""
         self._counts_again = False
-        """Whether what is run again has not been counted, for the job went back behind it."""
+        """True if re-executed iterations have not been counted yet, because the job went back behind them."""
         self._link_rate = LinkRate()
         self._beyond: Schedule | None = None
         """The windows that host memory was said to have no room for."""
@@ -206,7 +206,7 @@ class WindowDecisions:
     # The first window
 
     def first(self, start: int, memory: SnapshotMemory, *, is_running: bool) -> ScheduleHistory:
-        """Until something is measured.
+        """Return the first schedules, which hold until something is measured.
 
         Args:
             start: the iteration whose state the run begins from.
@@ -239,7 +239,7 @@ class WindowDecisions:
         return ScheduleHistory(first)
 
     def iterations_logged(self, schedule: Schedule) -> int:
-        """How many iterations logs and records reach back at most."""
+        """Return how many iterations logs and records reach back at most."""
         return schedule.iterations_logged(LAG_ALLOWANCE, to_disk=self._to_disk)
 
     def log_bytes(self, schedule: Schedule) -> int:
@@ -267,8 +267,8 @@ class WindowDecisions:
 
     @property
     def _may_drop(self) -> bool:
-        """Whether own snapshots may go that all peers have: not what is written to disk from here, what others' follow
-        from, or what a single peer would have.
+        """True if own snapshots that all peers have may be dropped. False if this rank writes windows to disk, if
+        parity follows from them, or if a single peer would have them.
         """
         copies = min(map(len, self.topology.peers))
         return not self._to_disk and not self.topology.groups and copies >= FEWEST_COPIES
@@ -387,7 +387,7 @@ class WindowDecisions:
                 (self.strategy.let_in if counter is self._room else self.strategy.observe)(np.asarray(row))
 
     def _needed(self, schedules: Sequence[Schedule], checkpointer: Checkpointer) -> list[list[Total]]:
-        """For each of ``schedules`` the host memory that every rank would need.
+        """Return, for each of ``schedules``, the host memory that every rank would need. Collective.
 
         Without a cap nobody asks, and there are none: all ranks have the same flags.
         """
@@ -398,7 +398,9 @@ class WindowDecisions:
         return [totals(needs, self.topology.kept_bytes, keeps_own=keeps_own) for needs in zip(*everyones, strict=True)]
 
     def _needs(self, schedule: Schedule, checkpointer: Checkpointer) -> Needs:
-        """While it follows what is in force; what is allocated is given back later, if at all."""
+        """Return the host memory that this rank needs for ``schedule`` after the current one; memory is freed later, if
+        at all.
+        """
         memory, changes = checkpointer.memory, [checkpointer.history.newest, schedule]
         here = max(checkpointer.own.arena.nbytes, memory.here(changes))
         nbytes = max(checkpointer.asked_bytes, memory.at_peer(changes))

@@ -32,11 +32,11 @@ from moevement_core.session.window_files import JobWindows, windows_of_all
 from moevement_core.snapshot.agreement import NONE, Writing
 
 TIMEOUT_S = 600.0
-"""How long the end of a run waits for the window that is being written."""
+"""Seconds that the end of a run waits for the window that is being written."""
 
 
 class WindowsOnDisk:
-    """Of one rank; every rank makes one and calls alike.
+    """Windows on disk of one rank. Collective: all ranks make one and call each method in the same order.
 
     Args:
         binding: this rank's.
@@ -63,11 +63,11 @@ class WindowsOnDisk:
         self._checkpointer, self._reports = checkpointer, reports
         self._writer: WindowWriter | None = None
         self._left_behind: list[WindowWriter] = []
-        """Of earlier generations, that a stalled disk holds up."""
+        """Writers of earlier generations that a stalled disk holds up."""
         self._place: SharedFolder | None = None
         """The folder, while it can be used; the same on all ranks."""
         self._lock: FolderLock | None = None
-        """Of the folder, on the first of the ranks that share it."""
+        """Lock of the folder, on the first of the ranks that share it."""
         self._misses = self._wait = self._failed = 0
         """Tries in a row in which the folder could not be used; windows until the next one; windows not written."""
         self._is_missing = False
@@ -108,7 +108,7 @@ class WindowsOnDisk:
         self._checkpointer.write_to(self._writer, self._binding.iteration)
 
     def try_again(self) -> None:
-        """At a window's beginning: where the folder could not be used, maybe it can be now."""
+        """Try the folder again at the beginning of a window, where it could not be used before."""
         if self._config.disk.persist_dir is None or self._writer is not None:
             return
         self._wait -= 1
@@ -116,7 +116,7 @@ class WindowsOnDisk:
             self.start()
 
     def interrupted(self) -> None:
-        """After a failure, before ranks meet again; nobody waits for the disk."""
+        """Abandon writing after a failure, before ranks meet again; no rank waits for the disk."""
         if self._writer is not None:
             self._writer.abandon()
             self._left_behind = [writer for writer in (*self._left_behind, self._writer) if writer.is_alive]
@@ -135,7 +135,7 @@ class WindowsOnDisk:
         self._failed = failed
 
     def that_lead_to(self, until: int) -> JobWindows:
-        """Those that this start of the job has written and that lead to ``until`` quicker than a restart would.
+        """Return the windows of this start of the job from which ``until`` is reached sooner than by a restart.
 
         The disk is asked only here, when memory has no answer.
         """

@@ -1,4 +1,5 @@
-"""What failures cost a training: iteration time, failures, strategies, effective training time ratio (ETTR).
+"""Simulator of what failures cost a training: iteration time, failures, strategies, effective training time ratio
+(ETTR).
 
-It decides nothing that a live run decides otherwise: windows, rollback and budgets are ``moevement_core.policy``'s.
+Windows, rollback and budgets come from ``moevement_core.policy``, as in a live run.
 """

@@ -1,4 +1,4 @@
-"""What to choose for a job on its cluster, and why: every exact strategy at its best, under the same failures.
+"""Advice for a job on its cluster, with reasons: every exact strategy at its best, under the same failures.
 
 A candidate is a strategy with its window or interval chosen. Candidates are ordered by the formula first; the best of
 each strategy are simulated with the failures, spares and seconds that the table beside the advice has, and compared by
@@ -23,7 +23,7 @@ from moevement_core.strategies.config import Recovery
 
 MOST_COPIES = 3
 WINDOWS_TRIED = 4
-"""From the smallest that fits on."""
+"""Number of windows tried, from the smallest that fits on."""
 SIMULATED = 3
 """Candidates of each strategy, the best by the formula, that are simulated."""
 SCALES = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 4.0)
@@ -35,7 +35,7 @@ LOSSY = ("moc", "moetion")
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the user has decided, so that it is not chosen."""
+    """Settings that the user has fixed, so that they are not chosen."""
 
     kind: WindowKind | None = None
     window: int | None = None
@@ -67,7 +67,7 @@ class Choice:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether it saves a part of the state in every iteration."""
+        """True if the strategy saves a part of the state in every iteration."""
         return isinstance(self.strategy, MoEvement)
 
     @property
@@ -77,7 +77,7 @@ class Choice:
 
     @property
     def fits(self) -> bool:
-        """Whether a node has the host memory, as far as that is known."""
+        """True if a node has the host memory, as far as that is known."""
         return fits(self.strategy)
 
     @property
@@ -136,7 +136,7 @@ class Advice:
 
     @property
     def best(self) -> Choice:
-        """What is proposed."""
+        """Choice that is proposed."""
         return self.choices[0]
 
     @property
@@ -155,7 +155,9 @@ class Advice:
 
     @property
     def decides(self) -> tuple[str, float, float] | None:
-        """Where the best saves most against the next best: the part, and its share of the wall time of either."""
+        """Part of the cost in which the best choice saves most against the next best, with its share of the wall time
+        of either; None if there is no other.
+        """
         if self.next_best is None:
             return None
         ours, other = self.best.cell.lost, self.next_best.cell.lost

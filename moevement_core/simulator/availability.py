@@ -1,4 +1,4 @@
-"""Nodes that come and go, as clusters of preemptible instances have recorded it."""
+"""Recorded traces of clusters of preemptible instances, whose nodes come and go."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moevement_core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Nodes that came, and nodes that went, at one moment."""
+    """Nodes that joined and nodes that left a cluster at one moment."""
 
     at_s: float
     added: frozenset[str] = frozenset()
@@ -20,10 +20,10 @@ class Change:
 
 
 def changes(trace: Path) -> list[Change]:
-    """Read a recorded trace: milliseconds, ``add`` or ``remove``, node.
+    """Read a recorded trace whose lines are: milliseconds, ``add`` or ``remove``, node.
 
     Raises:
-        ConfigError: it is no such trace.
+        ConfigError: the file is not such a trace.
     """
     at: dict[float, tuple[set[str], set[str]]] = {}
     with trace.open(newline="", encoding="utf-8") as file:
@@ -31,49 +31,49 @@ def changes(trace: Path) -> list[Change]:
             if len(row) != 3 or row[1] not in ("add", "remove") or not row[0].isdecimal():
                 raise ConfigError(f"{trace}, line {number}: {','.join(row)!r}; needs milliseconds,add or remove,node")
             at.setdefault(int(row[0]) / 1000.0, (set(), set()))[row[1] == "remove"].add(row[2])
-    return [Change(at_s, frozenset(added), frozenset(gone)) for at_s, (added, gone) in sorted(at.items())]
+    return [Change(at_s, frozenset(added), frozenset(removed)) for at_s, (added, removed) in sorted(at.items())]
 
 
 def segment(trace: Sequence[Change], begin_s: float, end_s: float, most: int) -> tuple[list[str], list[Change]]:
-    """A part of a trace on a cluster of ``most`` nodes: who is there at its beginning, and what changes until its end.
+    """Return a part of a trace on a cluster of ``most`` nodes: nodes at its beginning, and changes until its end.
 
-    Nodes beyond ``most`` wait, first come, first served, and take the place of one that goes.
+    Nodes beyond ``most`` wait. When a node leaves, the one that has waited longest takes its place.
 
     Args:
-        trace: from its beginning, where nobody is there.
-        begin_s: of the segment, seconds.
-        end_s: of the segment.
-        most: nodes of the cluster.
+        trace: changes from the beginning of the trace, where the cluster has no nodes.
+        begin_s: beginning of the segment, seconds.
+        end_s: end of the segment, seconds.
+        most: number of nodes of the cluster.
 
     Returns:
-        The nodes at ``begin_s``, and the changes after it, whose times count from there.
+        The nodes at ``begin_s``, and the later changes, in seconds from ``begin_s``.
     """
-    there: list[str] = []
+    present: list[str] = []
     waiting: list[str] = []
-    made: list[Change] = []
+    later: list[Change] = []
     first: list[str] | None = None
     for change in trace:
         if change.at_s > begin_s and first is None:
-            first = list(there)
-        before = set(there)
-        there = [node for node in there if node not in change.removed]
-        waiting = [node for node in waiting if node not in change.removed] + sorted(change.added - set(there))
-        while waiting and len(there) < most:
-            there.append(waiting.pop(0))
-        if begin_s < change.at_s <= end_s and set(there) != before:
-            made.append(
-                Change(change.at_s - begin_s, frozenset(set(there) - before), frozenset(before - set(there)))
+            first = list(present)
+        before = set(present)
+        present = [node for node in present if node not in change.removed]
+        waiting = [node for node in waiting if node not in change.removed] + sorted(change.added - set(present))
+        while waiting and len(present) < most:
+            present.append(waiting.pop(0))
+        if begin_s < change.at_s <= end_s and set(present) != before:
+            later.append(
+                Change(change.at_s - begin_s, frozenset(set(present) - before), frozenset(before - set(present)))
             )  # fmt: skip
-    return (there if first is None else first), made
+    return (present if first is None else first), later
 
 
 def nodes_over_time(
     first: Sequence[str], trace: Sequence[Change], until_s: float
 ) -> Iterator[tuple[float, float, int]]:
-    """Begin, end and number of nodes of each stretch without a change."""
-    there, begin_s = set(first), 0.0
+    """Yield begin, end (seconds) and number of nodes of each period without a change."""
+    present, begin_s = set(first), 0.0
     for change in trace:
-        yield begin_s, change.at_s, len(there)
-        there = (there | change.added) - change.removed
+        yield begin_s, change.at_s, len(present)
+        present = (present | change.added) - change.removed
         begin_s = change.at_s
-    yield begin_s, until_s, len(there)
+    yield begin_s, until_s, len(present)

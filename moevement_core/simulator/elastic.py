@@ -24,7 +24,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class System(StrEnum):
-    """How a job lives with nodes that come and go."""
+    """Systems for a job whose nodes come and go."""
 
     LAZARUS = "lazarus"
     REGROUP = "regroup"
@@ -33,7 +33,7 @@ class System(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ElasticJob:
-    """What is trained, and what things take.
+    """Elastic training: its experts and the times of its operations.
 
     Attributes:
         experts: E, of each layer.
@@ -68,13 +68,15 @@ class ElasticJob:
     rebalance_every: int = 200
 
     def usable(self, nodes: int, system: System) -> int:
-        """Of ``nodes`` nodes: expert parallelism takes multiples of the nodes that hold every expert once."""
+        """Return how many of ``nodes`` nodes take part: expert parallelism uses multiples of the nodes that hold every
+        expert once.
+        """
         if system is System.LAZARUS:
             return nodes if nodes * self.slots >= self.experts else 0
         return nodes // self.group * self.group
 
     def slots_used(self, system: System) -> int:
-        """Of a node: expert parallelism gives each as many experts as another."""
+        """Return the expert slots of a node that are used: expert parallelism gives each node equally many experts."""
         return self.slots if system is System.LAZARUS else self.experts // self.group
 
     @property
@@ -86,7 +88,7 @@ class ElasticJob:
 
 @dataclass
 class Trained:
-    """What came of it."""
+    """Result of an elastic training."""
 
     iterations: float = 0.0
     """Committed."""
@@ -94,14 +96,14 @@ class Trained:
     fallbacks: int = 0
     """Changes after which an expert had no replica, or a restart was all there was."""
     moved: int = 0
-    """Experts that nodes fetched from others, all layers."""
+    """Committed iterations."""
     lost_s: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(("regroup", "migrate", "restart", "checkpoint"), 0.0)
     )
 
 
 class ElasticTraining:
-    """One system on nodes that come and go; every layer has an allocation of its own.
+    """Simulation of one system on nodes that come and go; every layer has an allocation of its own.
 
     Args:
         job: see there.
@@ -121,7 +123,7 @@ class ElasticTraining:
         self._settle()
 
     def run(self, changes: Sequence[Change], until_s: float) -> Trained:
-        """To the end; returns what came of it."""
+        """Simulate until ``until_s``; return the result."""
         now_s = 0.0
         for change in _gathered(changes, self.job.wait_s):
             if change.at_s >= until_s:
@@ -133,7 +135,7 @@ class ElasticTraining:
         return self.done
 
     def _train(self, seconds: float) -> None:
-        """With checkpoints and rebalances on the way."""
+        """Train for some seconds, with checkpoints and rebalances on the way."""
         job, done = self.job, self.done
         while seconds > 0.0 and self._members:
             rebalances = self.system is System.LAZARUS
@@ -171,7 +173,7 @@ class ElasticTraining:
         return self._spend("restart", self.job.restart_s) if self._members else 0.0
 
     def _lost(self, layer: Mapping[str, tuple[int, ...]], gone: Collection[str]) -> bool:
-        """Whether an expert of a layer had replicas on nodes that went, and nowhere else."""
+        """Return whether an expert of a layer had replicas only on nodes that left."""
         names = sorted(layer)
         return bool(experts_lost([layer[name] for name in names], [names.index(name) for name in gone]))
 
@@ -199,7 +201,7 @@ class ElasticTraining:
         return int(sends.max()) * job.expert_bytes / job.bytes_per_s
 
     def _iteration_s(self) -> float:
-        """All wait for the node with the most tokens, layer by layer."""
+        """Return the seconds of an iteration: all nodes wait for the one with the most tokens, layer by layer."""
         pairs = zip(self._loads_now(), self._layers, strict=True)
         share = float(np.mean([slowest_node(tokens, list(layer.values())) for tokens, layer in pairs]))
         even_s = self.job.iteration_s * self.job.nodes / len(self._members)

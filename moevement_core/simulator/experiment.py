@@ -1,4 +1,4 @@
-"""Trainings of several strategies at several failure rates, many seeds of each."""
+"""Experiments: trainings of several strategies at several failure rates, with many seeds each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from moevement_core.simulator.training import Outcome, Spares, train
 from moevement_core.simulator.workers import shared
 
 CONFIDENCE = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""Standard errors on each side of a mean in which it is with a probability of 95%, by Student, for 2 to 11 values."""
+"""Half of the 95% confidence interval of a mean in standard errors, by Student, for 2 to 11 values."""
 OF_MANY = 1.96
-"""Likewise, of more."""
+"""Half of the 95% confidence interval of a mean in standard errors, for more values."""
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Returns half of the 95% confidence interval of the mean; NaN of fewer than two values."""
+    """Return half of the 95% confidence interval of the mean; NaN for fewer than two values."""
     if len(values) < 2:
         return math.nan
     errors = CONFIDENCE[len(values) - 2] if len(values) - 2 < len(CONFIDENCE) else OF_MANY
@@ -28,7 +28,7 @@ def half_interval(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Cell:
-    """One strategy at one failure rate, over all seeds."""
+    """Results of one strategy at one failure rate, over all seeds."""
 
     job: str
     ranks: int
@@ -40,35 +40,37 @@ class Cell:
 
     @property
     def ettr(self) -> float:
-        """Mean of the trainings."""
-        return statistics.fmean(one.ettr for one in self.outcomes)
+        """Effective training time ratio, a mean over the trainings."""
+        return statistics.fmean(outcome.ettr for outcome in self.outcomes)
 
     @property
     def interval(self) -> float:
-        """Half of the 95% confidence interval of the mean."""
-        return half_interval([one.ettr for one in self.outcomes])
+        """Half of the 95% confidence interval of the mean ratio."""
+        return half_interval([outcome.ettr for outcome in self.outcomes])
 
     @property
     def formula(self) -> float:
-        """The analytical ratio."""
+        """Effective training time ratio by the formula of MoEvement, section 2.4."""
         return self.strategy.analytic_ettr(self.mtbf_s)
 
     @property
     def loses(self) -> float:
-        """Updates that no checkpoint had, in iterations, mean of the trainings."""
-        return statistics.fmean(one.tokens_lost for one in self.outcomes)
+        """Updates that no checkpoint had, in iterations, a mean over the trainings."""
+        return statistics.fmean(outcome.tokens_lost for outcome in self.outcomes)
 
     @property
     def lost(self) -> dict[str, float]:
-        """Share of wall time by what it went to, the largest first."""
-        wall_s = sum(one.wall_s for one in self.outcomes)
-        shares = {name: sum(one.lost_s[name] for one in self.outcomes) / wall_s for name in self.outcomes[0].lost_s}
-        return dict(sorted(shares.items(), key=lambda one: -one[1]))
+        """Share of wall time that was lost to each part of saving and recovery, the largest first."""
+        wall_s = sum(outcome.wall_s for outcome in self.outcomes)
+        shares = {
+            name: sum(outcome.lost_s[name] for outcome in self.outcomes) / wall_s for name in self.outcomes[0].lost_s
+        }
+        return dict(sorted(shares.items(), key=lambda part: -part[1]))
 
 
 @dataclass(frozen=True)
 class Draws:
-    """Failures at one rate: those of each training."""
+    """Failures drawn at one rate, one list for each training."""
 
     mtbf_s: float
     failures: tuple[list[Failure], ...]
@@ -79,21 +81,24 @@ class Draws:
 def run(
     costs: Costs, strategies: Sequence[str], draws: Sequence[Draws], until_s: float, spares: Spares, workers: int = 1
 ) -> list[Cell]:
-    """Every strategy at every rate.
+    """Simulate every strategy at every failure rate.
 
     Args:
-        costs: of the job.
-        strategies: names.
-        draws: by rate.
+        costs: costs of the job.
+        strategies: names of strategies.
+        draws: failures at each rate.
         until_s: wall seconds of a training.
-        spares: of a training.
-        workers: processes that share the trainings. One training of hours is a matter of milliseconds, so more than one
-            pays from thousands of them on.
+        spares: spare nodes of a training.
+        workers: processes that share the trainings. A training takes milliseconds, so several processes pay off only
+            for thousands of trainings.
+
+    Returns:
+        Results by failure rate, and by strategy for each rate.
 
     Raises:
-        ProcessGroupError: one of them has ended.
+        ProcessGroupError: a worker process has ended.
     """
-    tasks = [(costs, name, one, until_s, spares) for one in draws for name in strategies]
+    tasks = [(costs, name, rate, until_s, spares) for rate in draws for name in strategies]
     if workers == 1:
         return [_cell(*task) for task in tasks]
     return shared(_in_worker, tasks, min(workers, len(tasks)))
@@ -108,8 +113,8 @@ def _cell(costs: Costs, name: str, draws: Draws, until_s: float, spares: Spares)
 
 
 def cell_of(strategy: Strategy, draws: Draws, until_s: float, spares: Spares) -> Cell:
-    """Return the trainings of one strategy with each of the drawn failures."""
+    """Return the results of one strategy, trained once with the failures of each training in ``draws``."""
     job = strategy.costs.plan.given.job
-    # A strategy may change in a training: each has its own.
+    # A strategy may change during a training, so each training has a fresh one.
     outcomes = tuple(train(strategy.fresh(), failures, until_s, spares) for failures in draws.failures)
     return Cell(job.name, job.ranks, strategy, draws.mtbf_s, outcomes, draws.together)

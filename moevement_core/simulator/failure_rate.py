@@ -1,11 +1,11 @@
-"""How often a job of so many GPUs fails where its operator has no count of failures."""
+"""Assumed failure rate of a job with a given number of GPUs, if its operator has not counted failures."""
 
 from __future__ import annotations
 
 LLAMA_DAYS, LLAMA_GPUS, LLAMA_FAILURES = 54, 16_384, 419
-"""Days, H100 and unexpected interruptions of the training of Llama 3 405B (arXiv 2407.21783, section 3.3.4)."""
+"""Days, H100 GPUs and unexpected interruptions of the training of Llama 3 405B (arXiv 2407.21783, section 3.3.4)."""
 GPU_HOURS_BETWEEN_FAILURES = LLAMA_DAYS * 24 * LLAMA_GPUS / LLAMA_FAILURES
-"""GPU hours for each of these interruptions: about 50,700."""
+"""GPU hours between two of these interruptions, about 50,700."""
 SOURCE = (
     f"Llama 3's rate: {LLAMA_FAILURES} unexpected interruptions of {LLAMA_GPUS:,} H100 in {LLAMA_DAYS} days, one in "
     f"{GPU_HOURS_BETWEEN_FAILURES:,.0f} GPU hours, arXiv 2407.21783"
@@ -13,5 +13,5 @@ SOURCE = (
 
 
 def mean_time_between_failures_s(gpus: int) -> float:
-    """Return the seconds between failures of a job at that rate, each GPU failing as often as each other."""
+    """Return the mean seconds between failures of a job at that rate, if all GPUs fail equally often."""
     return GPU_HOURS_BETWEEN_FAILURES / gpus * 3600

@@ -1,4 +1,4 @@
-"""When nodes fail: drawn, or as recorded."""
+"""Failures of nodes: drawn at random, or read from a trace."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from moevement_core.injection import removals
 from moevement_core.numbers import AT_LEAST_ONE, POSITIVE, Range
 
 MOST_FAILURES = 1_000_000
-"""In all trainings at one failure rate: some minutes of work."""
+"""Most failures in all trainings at one failure rate; simulating these takes some minutes."""
 SHAPES = Range(0.1, 100.0)
-"""Below, nearly all failures of a training come within an instant."""
+"""Shapes that a Weibull distribution may have; below, nearly all failures of a training fall into one instant."""
 
 
 @dataclass(frozen=True, order=True)
 class Failure:
-    """Nodes that are lost together."""
+    """Nodes that fail together."""
 
     at_s: float
     nodes: tuple[int, ...]
@@ -29,19 +29,19 @@ class Failure:
 
 @dataclass(frozen=True)
 class FailureModel:
-    """How failures of the job are drawn; equal seeds give equal failures.
+    """Random failures of a job; equal seeds give equal failures.
 
     Raises:
-        ConfigError: a number that cannot be.
+        ConfigError: a number is out of its range.
     """
 
     mtbf_s: float
-    """Mean time between failures of the job, not of a node."""
+    """Mean seconds between failures of the job, not of a node."""
     nodes: int
     shape: float = 1.0
-    """Of a Weibull distribution: 1 is a Poisson process; below, failures come in bursts."""
+    """Shape of the Weibull distribution of times: 1 is a Poisson process; failures come in bursts below 1."""
     together: float = 0.0
-    """Probability that a failure takes the next node along, and that one the next."""
+    """Probability that a failure takes the next node along, which may take the one after it, and so on."""
 
     def __post_init__(self) -> None:
         POSITIVE.check("mtbf", self.mtbf_s)
@@ -51,30 +51,30 @@ class FailureModel:
             raise ConfigError(f"{self.together} as the probability of failing together; needs 0 or more, less than 1")
 
     def draw(self, until_s: float, seed: int) -> list[Failure]:
-        """Failures before ``until_s``, in order.
+        """Return the failures before ``until_s``, seconds, in order of time.
 
         Raises:
-            ConfigError: they would be too many.
+            ConfigError: there would be too many failures.
         """
         check_count(self.mtbf_s, until_s)
         generator = np.random.default_rng(seed)
         scale = self.mtbf_s / math.gamma(1 + 1 / self.shape)
-        found: list[Failure] = []
+        failures: list[Failure] = []
         at = 0.0
         while True:
             at += scale * float(generator.weibull(self.shape))
             if at >= until_s:
-                return found
+                return failures
             first = int(generator.integers(self.nodes))
             count = min(int(generator.geometric(1 - self.together)), self.nodes)
-            found.append(Failure(at, tuple((first + number) % self.nodes for number in range(count))))
+            failures.append(Failure(at, tuple((first + number) % self.nodes for number in range(count))))
 
 
 def check_count(mtbf_s: float, until_s: float, trainings: int = 1) -> None:
     """Raise if so many trainings have more failures than can be simulated.
 
     Raises:
-        ConfigError: they have.
+        ConfigError: more than :data:`MOST_FAILURES` are expected.
     """
     if trainings * (1 + until_s / mtbf_s) > MOST_FAILURES:
         raise ConfigError(
@@ -84,17 +84,17 @@ def check_count(mtbf_s: float, until_s: float, trainings: int = 1) -> None:
 
 
 def recorded(trace: Path, nodes: int, speedup: float = 1.0) -> list[Failure]:
-    """Failures of a trace, those of the same moment together.
+    """Return the failures of a trace; nodes that fail at the same moment are one failure.
 
     Raises:
-        ConfigError: it is no trace.
+        ConfigError: the file is not a trace.
     """
     together: dict[float, set[int]] = {}
     for at_s, node in removals(trace, nodes, speedup):
         together.setdefault(at_s, set()).add(node)
-    return [Failure(at_s, tuple(sorted(its))) for at_s, its in sorted(together.items())]
+    return [Failure(at_s, tuple(sorted(lost))) for at_s, lost in sorted(together.items())]
 
 
 def mean_time_between(failures: Sequence[Failure], until_s: float) -> float:
-    """Of recorded failures, seconds; infinite without any."""
+    """Return the mean seconds between recorded failures; infinite if there are none."""
     return until_s / len(failures) if failures else math.inf

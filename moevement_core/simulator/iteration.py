@@ -1,4 +1,4 @@
-"""How long an iteration takes: pipelines, exposed gradient synchronisation, the update (MoEvement, appendix C)."""
+"""Length of an iteration: pipelines, exposed gradient synchronisation, the update (MoEvement, appendix C)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moevement_core.simulator.pipeline import Pipeline
 BACKWARD_OVER_FORWARD = 2.0
 """Two matrix products for each of the forward pass."""
 ELEMENT_BYTES = 2
-"""Of activations and of parameters that are gathered."""
+"""Bytes of an element of activations and of gathered parameters."""
 GRADIENT_BYTES = 4
 """Megatron reduces gradients in FP32."""
 
@@ -26,9 +26,9 @@ class IterationTime:
     """``max(T_pipeline) + T_sync + T_update``; seconds."""
 
     pipelines: tuple[Pipeline, ...]
-    """Those of data-parallel replicas that differ; one if all are alike."""
+    """Pipelines of data-parallel replicas that differ; one if all are alike."""
     sync_s: float = 0.0
-    """Of gradient reduction and parameter gathering, what does not overlap with computation."""
+    """Seconds of gradient reduction and parameter gathering that do not overlap with computation."""
     update_s: float = 0.0
     ranks_of_stage: int = 1
     cores: int = 0
@@ -36,17 +36,17 @@ class IterationTime:
 
     @cached_property
     def total_s(self) -> float:
-        """By event simulation of the slowest pipeline."""
+        """Seconds of an iteration by event simulation of the slowest pipeline."""
         return max(one.simulate() for one in self.pipelines) + self.sync_s + self.update_s
 
     @property
     def closed_form_s(self) -> float:
-        """By the paper's formula."""
+        """Seconds of an iteration by the paper's formula."""
         return max(one.closed_form() for one in self.pipelines) + self.sync_s + self.update_s
 
     @property
     def stages(self) -> int:
-        """S."""
+        """Number of pipeline stages S."""
         return self.pipelines[0].stages
 
     def segment_s(self, segment: Iterable[int]) -> float:
@@ -60,11 +60,11 @@ class IterationTime:
         return seconds * self._crowd(len(stages)) / self._crowd(self.stages)
 
     def _crowd(self, stages: int) -> float:
-        """By how much ranks on so many stages slow each other down."""
+        """Return the factor by which ranks on so many stages slow each other down."""
         return max(1.0, stages * self.ranks_of_stage / self.cores) if self.cores else 1.0
 
     def scaled(self, factor: float) -> IterationTime:
-        """All seconds times ``factor``."""
+        """Return the same with all seconds multiplied by ``factor``."""
         return replace(
             self,
             pipelines=tuple(
@@ -94,7 +94,7 @@ def _even(stages: int, micro_batches: int, chunks: int, each: float) -> Pipeline
 
 
 def from_profile(profile: Profile, job: JobShape) -> IterationTime:
-    """As measured, for any number of micro-batches and of data-parallel ranks.
+    """Return the measured iteration time, for any number of micro-batches and of data-parallel ranks.
 
     Among another number of ranks synchronisation takes as much longer as the measured collectives say (appendix C). For
     the very job that was measured the parts are scaled so that they add up to the iteration that was.
@@ -139,7 +139,8 @@ def _synchronised_s(profile: Profile, size: SizeProfile, ranks: int) -> float:
 
 
 def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
-    """From FLOP and bytes: matrix products at the GPU's rate, all-to-all, sends, synchronisation over links.
+    """Estimate the iteration time from FLOP and bytes: matrix products at the GPU's rate, all-to-all, sends,
+    synchronisation over links.
 
     Attention scores count, embedding and norms do not. All-to-all stays on NVLink where the expert-parallel ranks of a
     stage share a node. Gradients go once through the network in FP32 and parameters once in 16 bit, each
@@ -169,7 +170,7 @@ def from_machines(job: JobShape, cluster: Cluster) -> IterationTime:
 
 
 def _forward_s(job: JobShape, stage: StageShape, cluster: Cluster) -> float:
-    """Of a micro-batch on a stage, all-to-all included."""
+    """Return the forward seconds of a micro-batch on a stage, all-to-all included."""
     assert cluster.flops is not None
     assert cluster.link_bytes_per_s is not None
     tokens, products, layers = job.tokens, 0.0, 0
@@ -231,7 +232,7 @@ def _on_nodes(pipeline: Pipeline, job: JobShape, cluster: Cluster) -> list[Pipel
 
 
 def slowed(pipeline: Pipeline, speeds: tuple[float, ...]) -> Pipeline:
-    """With stages at a fraction of their speed."""
+    """Return a pipeline whose stages run at a fraction of their speed."""
     return replace(
         pipeline,
         forward_s=tuple(one / speed for one, speed in zip(pipeline.forward_s, speeds, strict=True)),

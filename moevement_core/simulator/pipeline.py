@@ -1,4 +1,4 @@
-"""How long the forward and backward passes of an iteration take on a pipeline: in closed form, and step by step."""
+"""Seconds of all forward and backward passes of an iteration on a pipeline: in closed form, and by event simulation."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass, replace
 from moevement_core.errors import ConfigError
 
 Op = tuple[bool, int, int]
-"""Whether it is a forward pass, the micro-batch, the chunk."""
+"""Pass of a stage: True for a forward pass, the micro-batch, and the chunk."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One data-parallel pipeline under 1F1B; with several chunks a stage under Megatron's interleaved schedule.
+    """One data-parallel pipeline under 1F1B, or under Megatron's interleaved schedule if stages have several chunks.
 
     Raises:
-        ConfigError: micro-batches that the interleaved schedule does not take.
+        ConfigError: times do not match, or the interleaved schedule does not allow the number of micro-batches.
     """
 
     forward_s: tuple[float, ...]
-    """Of one micro-batch on each stage, all its chunks."""
+    """Seconds of the forward pass of one micro-batch on each stage, over all chunks of the stage."""
     backward_s: tuple[float, ...]
     micro_batches: int
     chunks: int = 1
-    """Virtual stages of a stage."""
+    """Virtual stages on each stage, v."""
     send_s: float = 0.0
-    """Of one tensor to the next stage."""
+    """Seconds to send one tensor to the next stage."""
 
     def __post_init__(self) -> None:
         if len(self.forward_s) != len(self.backward_s) or not self.forward_s or self.micro_batches < 1:
@@ -41,32 +41,38 @@ class Pipeline:
 
     @property
     def stages(self) -> int:
-        """S."""
+        """Number of stages, S."""
         return len(self.forward_s)
 
     def closed_form(self) -> float:
-        """``(M + (S - 1) / v) max(t)`` (MoEvement, appendix C; the bubble is v times smaller with v chunks).
+        """Return the seconds by ``(M + (S - 1) / v) max(t)`` of MoEvement, appendix C.
 
-        Exact for stages that are alike and sends that take no time.
+        With v chunks the bubble is v times smaller. The formula is exact for equal stages and sends that take no time.
         """
         slowest = max(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
         return (self.micro_batches + (self.stages - 1) / self.chunks) * slowest
 
     def alone(self, stage: int) -> float:
-        """Seconds in which ``stage`` replays an iteration from logs: no bubble (MoEvement, section 3.4)."""
+        """Return the seconds in which ``stage`` replays an iteration from logs, without a bubble (section 3.4)."""
         return self.part([stage]).simulate()
 
     def part(self, stages: Sequence[int]) -> Pipeline:
-        """Neighbouring stages by themselves, fed from outside without waiting; their chunks one after another."""
+        """Return the pipeline of some neighbouring stages alone.
+
+        Their inputs are always ready, and each stage executes its chunks one after another.
+        """
         return replace(
             self,
-            forward_s=tuple(self.forward_s[one] for one in stages),
-            backward_s=tuple(self.backward_s[one] for one in stages),
+            forward_s=tuple(self.forward_s[stage] for stage in stages),
+            backward_s=tuple(self.backward_s[stage] for stage in stages),
             chunks=1,
         )
 
     def simulate(self) -> float:
-        """Seconds from the first forward pass to the last backward pass, each beginning when all it needs is there."""
+        """Return the seconds from the first forward pass to the last backward pass.
+
+        Each pass begins as soon as its stage is free and its input has arrived.
+        """
         queues = [list(self._order(stage)) for stage in range(self.stages)]
         ended: dict[tuple[int, Op], float] = {}
         free, at = [0.0] * self.stages, [0] * self.stages
@@ -87,7 +93,7 @@ class Pipeline:
         return max(free)
 
     def _ready(self, stage: int, op: Op, ended: dict[tuple[int, Op], float]) -> float | None:
-        """When what an operation needs has come; None while it is not known."""
+        """Return when the input of a pass arrives, seconds; None if that is not known yet."""
         source = self._source(stage, op)
         if source is None:
             return 0.0
@@ -107,7 +113,7 @@ class Pipeline:
         return (0, (False, micro_batch, chunk + 1)) if chunk < top else (last, (True, micro_batch, top))
 
     def _order(self, stage: int) -> Iterator[Op]:
-        """What a stage does, one after the other: forward passes to fill the pipeline, one of each, the rest."""
+        """Yield the passes of a stage: forward ones to fill the pipeline, then one of each in turn, then the rest."""
         count = self.micro_batches * self.chunks
         ahead = self.stages - stage - 1
         if self.chunks > 1:
@@ -120,7 +126,10 @@ class Pipeline:
                 yield self._op(number - ahead, False)
 
     def _op(self, number: int, forward: bool) -> Op:
-        """The how many-th pass of a stage: as many micro-batches as stages on one chunk, then on the next."""
+        """Return pass number ``number`` of a stage.
+
+        As many micro-batches as there are stages pass one chunk, and then the next chunk.
+        """
         group, inside = divmod(number, self.stages * self.chunks)
         chunk = inside // self.stages
         if self.chunks == 1:

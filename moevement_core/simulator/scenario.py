@@ -1,4 +1,6 @@
-"""What is simulated, as a plain file: job, layout, cluster, failures, strategies. docs/simulator.md has every field."""
+"""Scenario of a simulation, as a plain file: job, layout, cluster, failures, strategies. docs/scenarios.md has every
+field.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ SHOWN = ("checkfreq", "gemini", "moc", "moevement")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """How state is saved, and what else costs time."""
+    """Settings of checkpointing, and other costs in time."""
 
     window_kind: str = "aligned"
     window: int | None = None
@@ -44,22 +46,23 @@ class Checkpointing:
     """Iterations from one window to the next, imposed; left out as many as the cap on overhead asks for."""
     replicas: int = 2
     keeps_own: bool = True
-    """Whether ranks keep snapshots of their own that all peers have."""
+    """True if ranks keep own snapshots that all peers have."""
     detect_s: float = 1.0
     regroup_s: float = 10.0
     interference: float = 0.0
-    """Of the seconds that copies to the host take beside training, the share by which they lengthen it."""
+    """Share of the seconds of copies to the host by which these lengthen the training beside them."""
     contention: float | None = None
-    """Of the seconds in which links could carry nothing but copies to peers, the share by which those lengthen
-    training; left out it is the profile's, and without one 0."""
+    """Share of the seconds in which links could carry nothing but copies to peers, by which those lengthen training.
+    None: the profile's, and 0 without a profile.
+    """
     weight_gradient_share: float = 1 / 3
     skew: float = 0.0
-    """Of the popularity of experts."""
+    """Skew of the popularity of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failures:
-    """When nodes fail, and what replaces them."""
+    """Failures of nodes, and their replacement."""
 
     mtbf_s: tuple[float, ...] = MTBFS_S
     weibull: float = 1.0
@@ -72,7 +75,7 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """How much of it."""
+    """Extent of a simulation."""
 
     strategies: tuple[str, ...] = SHOWN
     hours: float = 12.0
@@ -82,7 +85,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Scenario:
-    """One job on one cluster, checked as a whole; a file is read by :func:`load`."""
+    """Job on one cluster, checked as a whole; :func:`load` reads a file."""
 
     job: JobShape
     cluster: Cluster
@@ -132,7 +135,7 @@ class Scenario:
 
     @property
     def time(self) -> IterationTime:
-        """What an iteration takes, by the best that is known: as given, as measured, as estimated."""
+        """Seconds of an iteration by the best source: as given, as measured, or as estimated."""
         if self.iteration_s is not None:
             return from_total(self.iteration_s, self.job)
         if self.profile is not None:
@@ -141,13 +144,13 @@ class Scenario:
 
     @property
     def contention(self) -> float:
-        """As given, as measured, or 0 where nothing is known."""
+        """Contention as given, as measured, or 0 where nothing is known."""
         given = self.checkpointing.contention
         measured = self.profile.contention if self.profile is not None else None
         return next((one for one in (given, measured) if one is not None), 0.0)
 
     def costs(self) -> Costs:
-        """What strategies are made of."""
+        """Return the costs that strategies are computed from."""
         saved, time = self.checkpointing, self.time
         plan = CheckpointPlan(
             PlanInput(
@@ -191,17 +194,17 @@ class Scenario:
         ]
 
     def spares(self) -> Spares:
-        """As the failures say."""
+        """Return the spares that the scenario's failures name."""
         return Spares(self.failures.spares, self.failures.repair_s)
 
 
 def is_scenario(path: Path) -> bool:
-    """Whether a file is a scenario, and not a list of Megatron's flags."""
+    """Return whether a file is a scenario, and not a list of Megatron's flags."""
     return isinstance(_read(path).get("job"), Mapping)
 
 
 def load(path: Path, ranks: int | None = None) -> Scenario:
-    """Read a scenario.
+    """Read a scenario from a file.
 
     Args:
         path: of the file.

@@ -1,4 +1,4 @@
-"""A training with failures, from one to the next: hours of it in milliseconds."""
+"""Simulation of a training from one failure to the next: hours of training in milliseconds."""
 
 from __future__ import annotations
 
@@ -13,98 +13,98 @@ from moevement_core.simulator.strategies import Strategy
 
 @dataclass(frozen=True)
 class Spares:
-    """Nodes that wait to take the place of others."""
+    """Spare nodes that replace failed nodes."""
 
     count: int | None = None
-    """None: there is always one."""
+    """Number of spare nodes; None if there is always one."""
     repair_s: float = math.inf
-    """After which a node that failed is a spare again."""
+    """Seconds after which a failed node is a spare again."""
     provided_s: float = math.inf
-    """After which a scheduler gives another node where none is left."""
+    """Seconds after which a scheduler provides a node if no spare is left."""
 
 
 @dataclass
 class Outcome:
-    """What came of a training."""
+    """Result of a simulated training."""
 
     wall_s: float
     iterations: int
     iteration_s: float
-    """Without checkpointing and failures."""
+    """Seconds of an iteration without checkpointing and failures."""
     failures: int = 0
     during_recovery: int = 0
-    """Failures that came while the job was still coming back from another."""
+    """Number of failures during the recovery from an earlier failure."""
     from_storage: int = 0
-    """Failures after which no copy in memory was left."""
+    """Number of failures after which no copy in memory was left."""
     lost_s: dict[str, float] = field(default_factory=dict)
-    """Wall seconds that went elsewhere, by what."""
+    """Wall seconds that were lost, by part of saving and recovery."""
     tokens_lost: float = 0.0
     goodput: list[tuple[float, int]] = field(default_factory=list)
-    """Iterations committed, by wall seconds: at each failure, and at the end."""
+    """Wall seconds and iterations committed by then, at each failure and at the end."""
 
     @property
     def ettr(self) -> float:
-        """Effective training time ratio: time that iterations would take by themselves, over the time they took."""
+        """Effective training time ratio: seconds that the iterations take without losses, over wall seconds."""
         return self.iterations * self.iteration_s / self.wall_s
 
 
 def train(strategy: Strategy, failures: Sequence[Failure], until_s: float, spares: Spares | None = None) -> Outcome:
-    """Run until ``until_s``.
+    """Simulate a training until ``until_s``.
 
-    A failure interrupts an iteration, whose time is lost, or a recovery, which starts over for all that has been lost
-    since state was whole.
+    A failure interrupts an iteration, whose time is lost, or a recovery. A recovery then starts over, for all nodes
+    that were lost since the state was complete.
 
     Args:
-        strategy: a fresh one; it may change on the way.
-        failures: in order.
-        until_s: wall seconds.
-        spares: unlimited if left out.
+        strategy: a fresh strategy, which may change during the training.
+        failures: failures in order of time.
+        until_s: wall seconds of the training.
+        spares: spare nodes; unlimited if left out.
     """
     iteration_s = strategy.costs.iteration_s
-    made = Outcome(until_s, 0, iteration_s)
-    made.lost_s = dict.fromkeys(
+    outcome = Outcome(until_s, 0, iteration_s)
+    outcome.lost_s = dict.fromkeys(
         ("checkpointing", "interrupted", "detect", "no spare", "regroup", "fetch", "convert", "catch up"), 0.0
     )
     pool = _Pool(spares or Spares())
     recovering, failed_at, lost, into = dict[str, float](), 0.0, set[int](), 0.0
-    for failure in (*(one for one in failures if one.at_s < until_s), Failure(until_s, ())):
+    for failure in (*(drawn for drawn in failures if drawn.at_s < until_s), Failure(until_s, ())):
         ready = failed_at + sum(recovering.values())
-        _spend(made.lost_s, recovering, failure.at_s - failed_at)
+        _spend(outcome.lost_s, recovering, failure.at_s - failed_at)
         if failure.at_s >= ready:
-            into = _advance(made, strategy.overhead_s, failure.at_s - ready)
+            into = _advance(outcome, strategy.overhead_s, failure.at_s - ready)
             lost.clear()
         else:
-            made.during_recovery += bool(failure.nodes)
-        made.goodput.append((failure.at_s, made.iterations))
+            outcome.during_recovery += bool(failure.nodes)
+        outcome.goodput.append((failure.at_s, outcome.iterations))
         if failure.nodes:
-            made.failures += 1
+            outcome.failures += 1
             lost |= set(failure.nodes)
-            recovery = strategy.recover(made.iterations, lost, into)
-            made.from_storage += recovery.from_storage
-            made.tokens_lost += recovery.tokens_lost
+            recovery = strategy.recover(outcome.iterations, lost, into)
+            outcome.from_storage += recovery.from_storage
+            outcome.tokens_lost += recovery.tokens_lost
             failed_at = failure.at_s
             recovering = {
                 "detect": recovery.detect_s, "no spare": pool.take(failed_at, len(failure.nodes)),
                 "regroup": recovery.regroup_s, "fetch": recovery.fetch_s, "convert": recovery.convert_s,
                 "catch up": recovery.catch_up_s,
             }  # fmt: skip
-    return made
+    return outcome
 
 
-def _advance(made: Outcome, overhead_s: float, seconds: float) -> float:
-    """Train for so long; returns the share of the next iteration that is over."""
-    each = made.iteration_s + overhead_s
-    # A whole number of iterations has to count as whole, whatever rounding has made of it.
+def _advance(outcome: Outcome, overhead_s: float, seconds: float) -> float:
+    """Train for ``seconds``, and return the share of the next iteration that is done."""
+    each = outcome.iteration_s + overhead_s
+    # Rounding errors must not make a whole number of iterations one less.
     count = math.floor(seconds / each + 1e-9)
-    made.iterations += count
-    made.lost_s["checkpointing"] += count * overhead_s
+    outcome.iterations += count
+    outcome.lost_s["checkpointing"] += count * overhead_s
     interrupted_s = max(0.0, seconds - count * each)
-    made.lost_s["interrupted"] += interrupted_s
+    outcome.lost_s["interrupted"] += interrupted_s
     return interrupted_s / each
 
 
 def _spend(lost: dict[str, float], parts: Mapping[str, float], seconds: float) -> None:
-    """A recovery goes on for ``seconds``, or to its end."""
+    """Add ``seconds`` of a recovery, at most all of it, to the lost seconds of its parts."""
     for name, length in parts.items():
         spent = min(length, seconds)
         lost[name] += spent
@@ -117,7 +117,7 @@ class _Pool:
         self._repaired: list[float] = []
 
     def take(self, now: float, count: int) -> float:
-        """Give out spares for ``count`` nodes; returns how long that takes."""
+        """Take spares for ``count`` failed nodes at ``now``, and return the seconds until all are ready."""
         if self._free is None:
             return 0.0
         for _ in range(count):
@@ -131,7 +131,7 @@ class _Pool:
                 self._free -= 1
             elif self._repaired[0] > now + self._spares.provided_s:
                 ready = max(ready, now + self._spares.provided_s)
-                # The scheduler has the node that failed in its place: the job does not gain a spare by it.
+                # The scheduler keeps the failed node in exchange, so the job gains no spare.
                 self._repaired.remove(max(self._repaired))
                 heapq.heapify(self._repaired)
             else:

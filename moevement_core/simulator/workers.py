@@ -1,7 +1,7 @@
-"""Tasks that some processes share; whatever happens to who waits for them, or to one of them, nobody waits for ever.
+"""Tasks shared by worker processes, in such a way that the end of any process leaves no other one waiting.
 
-Pools of the standard library have threads that hand tasks and results over. Where a worker ends while one of them is
-in the middle of it, the pool never does (https://github.com/python/cpython/issues/94777), and Ctrl-C ends them all.
+Pools of the standard library pass tasks and results through threads. If a worker ends while such a thread is at work,
+the pool never returns (https://github.com/python/cpython/issues/94777), and Ctrl-C ends all workers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from moevement_core.errors import ProcessGroupError
 
 
 def shared[Task, Result](work: Callable[[Task], Result], tasks: Sequence[Task], workers: int) -> list[Result]:
-    """What ``work`` returns for each task, in their order.
+    """Return the results of ``work`` for all tasks, in the order of the tasks.
 
     Args:
-        work: a function of a module.
-        tasks: every worker gets all of them when it starts, and then one number after the other.
-        workers: processes; those that are left when this is interrupted are killed.
+        work: function of a module, which workers can import.
+        tasks: arguments of ``work``. Each worker gets all of them at its start, and then one index after another.
+        workers: number of processes; the remaining ones are killed if this call is interrupted.
 
     Raises:
-        ProcessGroupError: one of them has ended.
+        ProcessGroupError: a worker has ended.
     """
     running: dict[Connection, SpawnProcess] = {}
     results: dict[int, Result] = {}
@@ -40,7 +40,7 @@ def shared[Task, Result](work: Callable[[Task], Result], tasks: Sequence[Task], 
             _hand_over(connection, next(left, None))
         while len(results) < len(tasks):
             ready = wait(list(running))
-            for connection in [one for one in running if one in ready]:
+            for connection in [connection for connection in running if connection in ready]:
                 number, result = _received(connection, running[connection])
                 results[number] = result
                 _hand_over(connection, next(left, None))
@@ -54,18 +54,18 @@ def shared[Task, Result](work: Callable[[Task], Result], tasks: Sequence[Task], 
 
 
 def _started(work: Callable[..., Any], tasks: Sequence[Any]) -> tuple[Connection, SpawnProcess]:
-    # Forked, a worker would inherit threads of whatever else this process does.
+    # A forked worker would inherit the locks of all other threads of this process.
     context = get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=_work, args=(there, work, tasks), daemon=True)
     process.start()
-    there.close()  # else nobody would see that the worker has ended
+    there.close()  # otherwise the connection would stay open after the worker's end
     return here, process
 
 
 def _hand_over(connection: Connection, number: int | None) -> None:
     if number is not None:
-        with suppress(OSError):  # it has ended, which is seen when its result is waited for
+        with suppress(OSError):  # the worker has ended; _received() reports that
             connection.send(number)
 
 
@@ -84,7 +84,7 @@ def _received(connection: Connection, process: SpawnProcess) -> tuple[int, Any]:
 
 
 def _work(connection: Connection, work: Callable[[Any], Any], tasks: Sequence[Any]) -> None:
-    """In a worker, until who has started it is gone, or ends it."""
+    """Execute tasks in a worker until the parent process closes the connection, or kills the worker."""
     with suppress(EOFError, OSError):
         while True:
             number = connection.recv()
@@ -98,8 +98,8 @@ def _work(connection: Connection, work: Callable[[Any], Any], tasks: Sequence[An
 
 @contextmanager
 def _started_deaf() -> Iterator[None]:
-    """Start processes to which SIGINT never comes: they are ended by who waits for them."""
-    resource_tracker.ensure_running()  # which unblocks SIGINT when it starts
+    """Block SIGINT in processes that start inside the context: the parent process ends them."""
+    resource_tracker.ensure_running()  # first, because its start unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether fault tolerance pays for a job: what a month costs it, beside what a restart from storage costs.
+"""Value of fault tolerance for a job: what a month costs it, beside what restarts from storage cost.
 
 Everything is in GPU hours of a month: what saving, failures and recoveries take from the job's own GPUs, and the hours
 of nodes that stand idle as spares. Both sides are simulated with the same failures.
@@ -21,7 +21,7 @@ MONTH_H = 720.0
 MOST_SPARES = 8
 STEP = 1.5
 LEAST_SHARE = 0.005
-"""Of the job's GPU hours: what has to be saved for it to be worth the trouble of another way to checkpoint."""
+"""Share of the job's GPU hours that has to be saved for another way to checkpoint to be worth the effort."""
 SHORTEST_S, LONGEST_S = 60.0, 1e9
 """Mean times between failures among which the one is searched at which both sides cost the same."""
 SAVING = ("checkpointing",)
@@ -37,7 +37,7 @@ class Way:
     spares: int
     """Nodes that stand idle."""
     is_yours: bool = False
-    """Whether its interval is the user's."""
+    """True if the user has given the interval."""
 
     @property
     def strategy(self) -> Strategy:
@@ -80,13 +80,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Worth:
-    """What a month of a job costs, today and with each strategy."""
+    """Cost of a month of a job, today and with each strategy."""
 
     mtbf_s: float
     today: tuple[Way, ...]
     """Restarts from storage: at the best interval of each way to save, and at the user's; the cheapest first."""
     ours: tuple[Way, ...]
-    """Each strategy at its best; the cheapest first, those that fit into host memory before others."""
+    """Strategies, each at its best: those that fit into host memory first, then the cheapest."""
     break_even_s: float
     """Longest mean time between failures at which ours pays; 0: it never does, inf: it always does."""
 
@@ -103,7 +103,7 @@ class Worth:
 
     @property
     def pays(self) -> bool:
-        """Whether it saves enough to be worth the trouble."""
+        """True if the saving is worth the effort."""
         return fits(self.ours[0].strategy) and self.saved_h > LEAST_SHARE * self.today[0].gpus * MONTH_H
 
     @property

@@ -1,1 +1,1 @@
-"""Snapshots in host memory: what one holds, how it gets there, how long it lives."""
+"""Snapshots in host memory: format, buffers, copies from the device, and agreement on persisted runs."""

@@ -1,7 +1,7 @@
-"""What every rank of the job has: which windows are persisted everywhere, and which never will be.
+"""Agreement of all ranks on the runs that are persisted on every rank, and on those that never will be.
 
-Each iteration every rank says where each recent run of its own stands; the smallest answers are the job's. The
-reduction runs in the background and is read one iteration later, so nobody waits for it.
+Each iteration every rank proposes the status of each of its recent runs. The smallest status of a run over all ranks is
+its status in the job. The reduction runs in the background and is read one iteration later, so no rank waits for it.
 """
 
 from __future__ import annotations
@@ -16,77 +16,77 @@ import torch
 import torch.distributed as dist
 
 HORIZON = 512
-"""How many iterations back a run may begin."""
+"""Iterations back from the present one at which a run may begin, at most."""
 MOST_PERIOD = HORIZON // 4
-"""Iterations from one window to the next at most: ranks agree on runs that began up to twice as long ago, and a lag."""
+"""Most iterations from one window to the next: runs begin up to twice as long ago, and replication lags."""
 NONE = -(1 << 40)
-"""In the place of an iteration: there is none. Runs may begin before iteration 0."""
+"""Value that stands for no iteration; it is far below 0 because runs may begin before iteration 0."""
 
 
 class RunStatus(IntEnum):
-    """How far a run that begins at some iteration is."""
+    """Status of a run; the smallest over all ranks is the status in the job."""
 
     NEVER = 0
-    """It was abandoned, or no run begins there."""
+    """Status of an abandoned run, and of an iteration at which no run begins."""
     OPEN = 1
-    """It may still become persisted."""
+    """Status of a run that may still become persisted."""
     PERSISTED = 2
-    """All peers have all of it."""
+    """Status of a run of which all peers have all snapshots."""
 
 
 class Writing(IntEnum):
-    """How far the window is that is being written to disk; the job is as far as its least far rank."""
+    """Status of the window that is being written to disk; the smallest over all ranks is the status in the job."""
 
     NOTHING = 0
-    """None is."""
+    """Status of a rank that writes no window."""
     BUSY = 1
     FAILED = 2
-    """This rank is done with it, and could not write it."""
+    """Status of a rank that ended without writing its files."""
     DURABLE = 3
-    """This rank's files are on disk."""
+    """Status of a rank whose files are on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Where the runs of the job stand: that of the rank that is least far."""
+    """Statuses of the job's runs, as all ranks agreed at one iteration."""
 
     iteration: int
-    """When it was said; of runs that begin then or later nothing is known."""
+    """Iteration of the proposals; nothing is known of runs that begin at it or later."""
     statuses: Mapping[int, RunStatus]
-    """By the iteration at which the run begins; a run that is not in here stands at NEVER."""
+    """Status of each run by its first snapshot; a missing run has the status NEVER."""
     writing: Writing = Writing.NOTHING
-    """Of the window that all ranks are writing to disk."""
+    """Status of the window that all ranks are writing to disk."""
     is_winding_down: bool = False
-    """Whether any rank was asked to end the job at a boundary."""
+    """True if any rank was asked to end the job between two iterations."""
 
     @property
     def newest_persisted(self) -> int:
-        """Where the newest run begins that is persisted on every rank, ``NONE`` if there is none."""
+        """First snapshot of the newest run that is persisted on every rank; ``NONE`` if there is none."""
         return max((start for start, s in self.statuses.items() if s is RunStatus.PERSISTED), default=NONE)
 
     def first_open(self, after: int) -> int:
-        """The first beginning later than ``after`` of a run that the job may still persist, known or to come."""
+        """Return the earliest first snapshot, later than ``after``, of a run that the job may still persist."""
         may = (start for start, status in self.statuses.items() if start > after and status)
         return min(may, default=self.iteration)
 
 
 class Agreement(ABC):
-    """Where the runs of the job stand. All ranks call both methods once an iteration."""
+    """Interface of an agreement on the job's runs. All ranks call both methods once an iteration."""
 
     winding_down: Callable[[], bool] = staticmethod(lambda: False)
-    """Whether this rank was asked to end the job at a boundary; asked at every proposal."""
+    """Function that returns True if this rank was asked to end the job; called at every proposal."""
 
     @abstractmethod
     def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
-        """Say where this rank's runs stand, by their beginnings; ``iteration`` is the same on all ranks."""
+        """Propose the statuses of this rank's runs, by first snapshot; ``iteration`` is the same on all ranks."""
 
     @abstractmethod
     def agreed(self) -> Agreed | None:
-        """What all ranks said the last time; nothing before the first time."""
+        """Return what all ranks agreed on from the last proposals; None before the first."""
 
 
 class Alone(Agreement):
-    """One rank agrees with itself."""
+    """Agreement of a job with a single rank: its own proposals."""
 
     def __init__(self) -> None:
         self._proposed: Agreed | None = None
@@ -99,28 +99,28 @@ class Alone(Agreement):
 
 
 class GroupAgreement(Agreement):
-    """Over a gloo group of all ranks, made for this alone. Every rank must make it at the same point."""
+    """Agreement over a gloo group of all ranks. Every rank must create it at the same point."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
         self._pending: tuple[int, torch.Tensor, Any] | None = None
 
     def propose(self, iteration: int, statuses: Mapping[int, RunStatus], writing: Writing = Writing.NOTHING) -> None:
-        said = torch.zeros(HORIZON + 2, dtype=torch.uint8)
-        said[HORIZON] = int(writing)  # however long ago it began
-        said[HORIZON + 1] = int(not self.winding_down())
+        values = torch.zeros(HORIZON + 2, dtype=torch.uint8)
+        values[HORIZON] = int(writing)  # however long ago the window began
+        values[HORIZON + 1] = int(not self.winding_down())
         for start, value in statuses.items():
             if 0 <= iteration - start < HORIZON:
-                said[iteration - start] = int(value)
-        work = dist.all_reduce(said, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
-        self._pending = iteration, said, work
+                values[iteration - start] = int(value)
+        work = dist.all_reduce(values, op=dist.ReduceOp.MIN, group=self._group, async_op=True)
+        self._pending = iteration, values, work
 
     def agreed(self) -> Agreed | None:
         if self._pending is None:
             return None
-        iteration, said, work = self._pending
+        iteration, values, work = self._pending
         work.wait()
         self._pending = None
-        backs = said[:HORIZON].nonzero().flatten().tolist()
-        statuses = {iteration - back: RunStatus(int(said[back])) for back in backs}
-        return Agreed(iteration, statuses, Writing(int(said[HORIZON])), not said[HORIZON + 1])
+        backs = values[:HORIZON].nonzero().flatten().tolist()
+        statuses = {iteration - back: RunStatus(int(values[back])) for back in backs}
+        return Agreed(iteration, statuses, Writing(int(values[HORIZON])), not values[HORIZON + 1])

@@ -1,11 +1,11 @@
-"""Host memory for snapshots: pages, of which each snapshot takes as many as it has bytes for.
+"""Host memory for snapshots, divided into pages; each snapshot takes as many pages as its bytes need.
 
-Snapshots differ in size, from slot to slot and with every other order of operators. A buffer of the heaviest slot for
-each of them would be most of what sparse checkpointing needs; blocks of their exact sizes would leave gaps that nothing
-fits into. Pages do neither: a snapshot may be in several pieces, so whatever is free can be used.
+Snapshots differ in size from slot to slot, and after each reorder of operators. Buffers of the largest size would
+multiply the memory that sparse checkpointing needs, and blocks of exact sizes would leave gaps too small for any
+snapshot. With pages a snapshot may be in several pieces, so any free page can be used.
 
-Pages are allocated in slabs, and given back in slabs. Data is never moved: new snapshots stay out of slabs that are to
-go, and each of those goes once what is in it was freed.
+Pages are allocated and released in slabs. Data is never moved: new snapshots stay out of slabs that are to be released,
+and such a slab is released once its content is freed.
 """
 
 from __future__ import annotations
@@ -20,64 +20,67 @@ from moevement_core.device import MOST_AT_ONCE, Device
 from moevement_core.snapshot.buffer import Buffer, Extent
 
 PAGE = 64 << 10
-"""Bytes."""
+"""Bytes of a page."""
 SLABS = 64
-"""Slabs that an arena grows by at a time, about: few enough that page-locking, which is paid for by the call, is cheap,
-and so many that what is free is seldom in a slab with something that is not."""
+"""Approximate number of slabs that an arena grows by at a time.
+
+Page-locking costs time for each call, so there are few. A free page should seldom share a slab with a used one, so
+there are several.
+"""
 SMALLEST_SLAB = 1 << 20
-"""Bytes."""
+"""Bytes of the smallest slab."""
 GIVEN_BACK_AT_ONCE = 256 << 20
-"""Bytes, about, that a call of :meth:`Arena.shrink` gives back at most: a thread of training may make it."""
+"""Approximate most bytes that one call of :meth:`Arena.shrink` releases, because a training thread may wait for it."""
 
 
 def in_pages(nbytes: int) -> int:
-    """``nbytes``, rounded up to whole pages."""
+    """Return ``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
 WATCHED = 64
-"""Buffers that are acquired before what they took at most is known."""
+"""Buffers that must be acquired after :meth:`Arena.watch` before the most bytes in use count as known."""
 
 
 class Arena:
-    """Pages of host memory, page-locked where a GPU is. Safe to use from several threads.
+    """Pages of host memory for snapshots, page-locked if the device is a GPU. Any thread may call any method.
 
     Args:
-        device: whose host memory it is.
+        device: device whose host memory is allocated.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
-        """Entered itself, never through the condition: see :mod:`moevement_core.gate`."""
+        """Lock that is always entered directly and never through the condition: see :mod:`moevement_core.gate`."""
         self._given_back = threading.Condition(self._lock)
         self._resizing = threading.Lock()
         self._slabs: list[torch.Tensor] = []
-        """In the order of addresses."""
+        """Slabs in order of addresses."""
         self._free: list[torch.Tensor] = []
-        """Pages in a row that nobody has; no two of one slab touch."""
+        """Free pieces of consecutive pages; no two pieces of one slab are adjacent."""
         self._leaving: frozenset[int] = frozenset()
-        """Addresses of slabs that are given back when they are free."""
+        """Addresses of slabs that are released when they are free."""
         self._most_used = 0
-        """Bytes in use at a time since :meth:`watch`, at most."""
+        """Most bytes in use at a time since :meth:`watch`."""
         self._acquired = 0
-        """Buffers since then."""
+        """Number of buffers acquired since :meth:`watch`."""
 
     @property
     def nbytes(self) -> int:
-        """All of it, bytes."""
+        """Bytes of all slabs."""
         return sum(slab.nbytes for slab in self._slabs)
 
     @property
     def available(self) -> int:
-        """Bytes that nobody has now."""
-        return sum(one.nbytes for one in self._free)
+        """Bytes that are free now."""
+        return sum(piece.nbytes for piece in self._free)
 
     def grow(self, nbytes: int) -> None:
-        """Allocate until there are ``nbytes``.
+        """Allocate slabs until the arena has ``nbytes``.
 
         Raises:
-            RuntimeError: there is not so much memory.
+            RuntimeError: the host has too little memory.
         """
         with self._resizing:
             more = in_pages(nbytes) - self.nbytes
@@ -90,27 +93,31 @@ class Arena:
                 self._given_back.notify_all()
 
     def shrink(self, nbytes: int) -> bool:
-        """Give back slabs that are free, a few in a call, as long as ``nbytes`` stay; return whether more would go.
+        """Release some free slabs, as long as ``nbytes`` stay; return True if more slabs are to be released.
 
-        A slab that holds something is never touched. Those that hold the least are left alone by new buffers as far as
-        there is room elsewhere, so that a later call finds them free.
+        A slab in use is never released. New buffers stay out of the slabs with the fewest used bytes if other slabs
+        have free pages, so a later call finds them free.
         """
         with self._resizing, self._lock:
             before = self._slabs, self._free
             after = _without_surplus(self._slabs, self._free, self.nbytes - in_pages(nbytes))
-            # At once, without a call in between: an exception from outside leaves the one or the other.
+            # One assignment without a call: an interruption leaves either the old state or the new one.
             self._slabs, self._free, self._leaving = after
-        del before  # the last views of what goes end here, outside the lock
+        del before  # the last references to released slabs end here, outside the lock
         return bool(self._leaving)
 
     def watch(self) -> None:
-        """See from now on how much is in use at a time; older buffers count as long as somebody has them."""
+        """Begin to record the most bytes in use at a time; older buffers count until they are released."""
         with self._lock:
             self._most_used, self._acquired = self.nbytes - self.available, 0
 
     def fit(self, nbytes: int) -> bool:
-        """Give back what is beyond ``nbytes``, and beyond what was in use at a time since :meth:`watch`, once that is
-        known; return whether another call may give back more.
+        """Release some free slabs beyond ``nbytes``, or beyond the most bytes in use since :meth:`watch` if fewer.
+
+        The most bytes in use count once :data:`WATCHED` buffers were acquired.
+
+        Returns:
+            True if another call may release more.
         """
         if is_known := self._acquired >= WATCHED:
             nbytes = min(nbytes, self._most_used)
@@ -118,59 +125,70 @@ class Arena:
 
     def _slab(self, nbytes: int) -> torch.Tensor:
         slab = self._device.host_empty(nbytes)
-        slab.zero_()  # so that the pages are there before the first copy, which would have to wait for them
+        slab.zero_()  # so that the system maps the pages now, and the first copy need not wait for them
         return slab
 
     def reclaim(self, held: Iterable[Buffer]) -> None:
-        """All that is in none of ``held``, which are all buffers of this arena, is free.
+        """Free all memory that is in none of the buffers ``held``.
 
-        After an exception from outside, which may have come between a buffer and whoever was to have it.
+        Called after an interruption, which may have left an acquired buffer without an owner.
+
+        Args:
+            held: all buffers of this arena that are in use.
         """
         with self._lock:
-            self._free = _outside([one.memory for buffer in held for one in buffer.extents], self._slabs)
+            self._free = _outside([extent.memory for buffer in held for extent in buffer.extents], self._slabs)
             self._given_back.notify_all()
 
     def wait_for(self, nbytes: int, timeout_s: float) -> bool:
-        """Wait until so much is free that nobody may have taken again meanwhile; whether that came in time."""
+        """Wait until ``nbytes`` are free; return False after ``timeout_s`` seconds.
+
+        Another thread may acquire them before the caller does.
+        """
         with self._lock:
             return self._given_back.wait_for(lambda: self.available >= in_pages(nbytes), timeout_s)
 
     def acquire(self, nbytes: int) -> Buffer | None:
-        """A buffer of at least ``nbytes``, in as few pieces as there can be; nothing if there is not so much."""
+        """Return a buffer of at least ``nbytes``, in few pieces; None if fewer bytes are free."""
         wanted = in_pages(nbytes)
         with self._lock:
             if wanted > self.available:
                 return None
             free, pieces = list(self._free), list[torch.Tensor]()
             while wanted:
-                # The smallest that holds all of it; else the largest. From slabs that stay, while they have any.
-                usable = [one for one in free if not self._is_leaving(one)] or free
-                fitting = [one for one in usable if one.nbytes >= wanted]
+                # The smallest piece that holds all of it, else the largest, and from slabs that stay if possible.
+                usable = [piece for piece in free if not self._is_leaving(piece)] or free
+                fitting = [piece for piece in usable if piece.nbytes >= wanted]
                 best = min(fitting, key=_nbytes) if fitting else max(usable, key=_nbytes)
                 taken = min(wanted, best.nbytes)
                 pieces.append(best[:taken])
-                place = next(at for at, one in enumerate(free) if one is best)
+                place = next(at for at, piece in enumerate(free) if piece is best)
                 free[place : place + 1] = [best[taken:]] if taken < best.nbytes else []
                 wanted -= taken
-            self._free = free  # at once: an exception from outside leaves the one or the other
+            self._free = free  # one assignment: an interruption leaves either the old list or the new one
             self._most_used, self._acquired = max(self._most_used, self.nbytes - self.available), self._acquired + 1
             return Buffer(*pieces)
 
     def release(self, buffer: Buffer) -> None:
-        """Give back a buffer of this arena; what was given back before is no more."""
+        """Free all of a buffer that is not freed yet."""
         with self._lock:
             extents, buffer.extents = buffer.extents, ()
             self._give_back([extent.memory for extent in extents])
 
     def release_parts(self, buffer: Buffer, ranges: Iterable[tuple[int, int]]) -> None:
-        """Give back the pages that are wholly within ``ranges``: of bytes, first and one after the last, in order."""
+        """Free the pages of ``buffer`` that are wholly within ``ranges``.
+
+        Args:
+            buffer: buffer of this arena.
+            ranges: first byte and the byte after the last, of each range in order.
+        """
         with self._lock:
             for start, end in ranges:
                 first, last = in_pages(start), end // PAGE * PAGE
                 if first < last:
-                    kept, gone = _cut(buffer.extents, first, last)
+                    kept, freed = _cut(buffer.extents, first, last)
                     buffer.extents = kept
-                    self._give_back(gone)
+                    self._give_back(freed)
 
     def _is_leaving(self, piece: torch.Tensor) -> bool:
         return bool(self._leaving) and self._slabs[_place(piece, self._slabs)].data_ptr() in self._leaving
@@ -187,36 +205,36 @@ def _nbytes(memory: torch.Tensor) -> int:
 def _without_surplus(
     slabs: Sequence[torch.Tensor], free: Sequence[torch.Tensor], surplus: int
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], frozenset[int]]:
-    """Return slabs and free pieces without some slabs that are free, and addresses of slabs that are to go next.
+    """Return the slabs and free pieces that stay, and the addresses of slabs to release next.
 
     Args:
-        slabs: in the order of addresses.
-        free: pieces that nobody has.
-        surplus: bytes that may go.
+        slabs: slabs in order of addresses.
+        free: free pieces.
+        surplus: bytes that may be released, now or later.
     """
     used = {slab.data_ptr(): slab.nbytes for slab in slabs}
     for piece in free:
         used[slabs[_place(piece, slabs)].data_ptr()] -= piece.nbytes
     at_once = GIVEN_BACK_AT_ONCE
-    gone, leaving = set[int](), set[int]()
+    released, leaving = set[int](), set[int]()
     for slab in sorted(slabs, key=lambda slab: used[slab.data_ptr()]):
         if slab.nbytes > surplus:
             continue
         surplus -= slab.nbytes
         if used[slab.data_ptr()] == 0 and at_once > 0:
             at_once -= slab.nbytes
-            gone.add(slab.data_ptr())
+            released.add(slab.data_ptr())
         else:
             leaving.add(slab.data_ptr())
-    staying = [slab for slab in slabs if slab.data_ptr() not in gone]
-    # All of a slab that goes is one piece, which begins where it does.
-    return staying, [piece for piece in free if piece.data_ptr() not in gone], frozenset(leaving)
+    staying = [slab for slab in slabs if slab.data_ptr() not in released]
+    # A free slab is one piece, with the same address.
+    return staying, [piece for piece in free if piece.data_ptr() not in released], frozenset(leaving)
 
 
 def _merged(free: Sequence[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Pieces in the order of addresses, those of a slab that touch in one."""
+    """Return the free pieces in order of addresses, with adjacent pieces of one slab joined."""
     runs: list[tuple[int, int, int]] = []
-    """Slab, first byte in it and one after the last."""
+    """Index of the slab, first byte within it, and the byte after the last."""
     for piece in sorted(free, key=torch.Tensor.data_ptr):
         place = _place(piece, slabs)
         start = piece.data_ptr() - slabs[place].data_ptr()
@@ -228,34 +246,34 @@ def _merged(free: Sequence[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list
 
 
 def _outside(taken: Iterable[torch.Tensor], slabs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What of ``slabs`` is in none of ``taken``."""
+    """Return the pieces of ``slabs`` that are in none of ``taken``."""
     ends = [0] * len(slabs)
-    found = []
+    pieces = []
     for piece in sorted(taken, key=torch.Tensor.data_ptr):
         place = _place(piece, slabs)
         start = piece.data_ptr() - slabs[place].data_ptr()
-        found.append(slabs[place][ends[place] : start])
+        pieces.append(slabs[place][ends[place] : start])
         ends[place] = start + piece.numel()
-    found += [slab[end:] for slab, end in zip(slabs, ends, strict=True)]
-    return [one for one in found if one.numel()]
+    pieces += [slab[end:] for slab, end in zip(slabs, ends, strict=True)]
+    return [piece for piece in pieces if piece.numel()]
 
 
 def _place(piece: torch.Tensor, slabs: Sequence[torch.Tensor]) -> int:
-    """Return which of ``slabs``, in the order of addresses, ``piece`` is in."""
+    """Return the index of the slab that contains ``piece``; ``slabs`` are in order of addresses."""
     return bisect_right(slabs, piece.data_ptr(), key=torch.Tensor.data_ptr) - 1
 
 
 def _cut(extents: Sequence[Extent], first: int, last: int) -> tuple[list[Extent], list[torch.Tensor]]:
-    """What of ``extents`` is outside bytes ``first`` to ``last`` of their buffer, and what is inside."""
-    kept, gone = [], []
-    for one in extents:
-        start, end = max(one.start, first), min(one.end, last)
+    """Return the extents outside bytes ``first`` to ``last`` of their buffer, and the memory inside."""
+    kept, cut = [], []
+    for extent in extents:
+        start, end = max(extent.start, first), min(extent.end, last)
         if start >= end:
-            kept.append(one)
+            kept.append(extent)
             continue
-        gone.append(one.memory[start - one.start : end - one.start])
-        if one.start < start:
-            kept.append(Extent(one.start, one.memory[: start - one.start]))
-        if end < one.end:
-            kept.append(Extent(end, one.memory[end - one.start :]))
-    return kept, gone
+        cut.append(extent.memory[start - extent.start : end - extent.start])
+        if extent.start < start:
+            kept.append(Extent(extent.start, extent.memory[: start - extent.start]))
+        if end < extent.end:
+            kept.append(Extent(end, extent.memory[end - extent.start :]))
+    return kept, cut

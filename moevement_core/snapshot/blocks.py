@@ -1,4 +1,4 @@
-"""How a snapshot is cut on its way into a sum: tensors that come one after the other, about a MiB at a time."""
+"""Blocks in which a snapshot is sent into a sum of parity: consecutive tensors, about a MiB together."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import lru_cache
 from moevement_core.snapshot.snapshot import Entry, Header
 
 BLOCK = 1 << 20
-"""Bytes, at least; a tensor is not cut, since its digest is of all of it."""
+"""Bytes of a block, at least. A tensor is never cut, because its digest covers all of it."""
 
 
 @lru_cache(maxsize=64)
@@ -25,10 +25,10 @@ def _blocks(entries: tuple[Entry, ...]) -> tuple[tuple[Entry, ...], ...]:
 
 
 def blocks_of(header: Header) -> tuple[tuple[Entry, ...], ...]:
-    """The tensors of a snapshot, in the order in which they come, in blocks; the same on both sides."""
+    """Return the tensors of a snapshot in blocks, in order of sending; sender and receiver compute the same."""
     return _blocks(header.entries)
 
 
 def block_bytes(block: tuple[Entry, ...]) -> int:
-    """Of all its tensors, one right after the other."""
+    """Return the bytes of all tensors of ``block``, without gaps."""
     return sum(entry.nbytes for entry in block)

@@ -1,4 +1,4 @@
-"""Host bytes of one snapshot: in one piece or in several, some of which may be given back while the rest is in use."""
+"""Buffer of one snapshot: host memory in one or several pieces, of which parts may be freed while the rest is used."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from moevement_core.errors import SnapshotError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """A piece of memory and where it stands in its buffer."""
+    """Piece of memory, with its offset in its buffer."""
 
     start: int
     memory: torch.Tensor
-    """uint8, contiguous."""
+    """Memory of the piece: uint8, contiguous."""
 
     @property
     def end(self) -> int:
-        """The first byte of the buffer after it."""
+        """Offset of the first byte after the piece."""
         return self.start + self.memory.numel()
 
 
 class Buffer:
-    """Bytes that are addressed as if they were in one piece.
+    """Host memory that is addressed as if it were in one piece.
 
     Args:
-        memory: the pieces, uint8, in order.
+        memory: pieces of the buffer, uint8, in order.
     """
 
     def __init__(self, *memory: torch.Tensor) -> None:
         self.nbytes = 0
-        """From the first byte to the last, given back or not."""
+        """Bytes from the first to the last, freed parts included."""
         extents = []
         for piece in memory:
             extents.append(Extent(self.nbytes, piece))
             self.nbytes += piece.numel()
         self.extents: Sequence[Extent] = extents
-        """What of it is there, in order."""
+        """Pieces that are not freed, in order."""
 
     def pieces(self, start: int, nbytes: int) -> Iterator[torch.Tensor]:
-        """``nbytes`` from ``start`` on, where they are: views to read and to write.
+        """Yield views of the ``nbytes`` from offset ``start`` on, to read and to write.
 
         Raises:
-            SnapshotError: some of them were given back, or never were.
+            SnapshotError: some of these bytes are freed or outside the buffer.
         """
         at, end = start, start + nbytes
         for extent in self.extents:
@@ -60,7 +60,7 @@ class Buffer:
             raise SnapshotError(f"bytes {at} to {end} of a buffer of {self.nbytes} are not there")
 
     def view(self, start: int, nbytes: int) -> torch.Tensor:
-        """The same in one piece: a view where it is in one, else a copy."""
+        """Return the ``nbytes`` from ``start`` on as one tensor: a view if they are in one piece, else a copy."""
         pieces = list(self.pieces(start, nbytes))
         if len(pieces) == 1:
             return pieces[0]
@@ -68,7 +68,7 @@ class Buffer:
 
 
 def spread(source: torch.Tensor, targets: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equal length: parts of ``source``, flat uint8, and the pieces that they go to."""
+    """Yield pairs of equal length: a part of ``source``, flat uint8, and the piece that it belongs to."""
     if len(targets) == 1:
         yield source, targets[0]
         return

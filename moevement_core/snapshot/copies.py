@@ -1,12 +1,13 @@
 """Copies from live state to host buffers beside training (MoEvement section 4).
 
-A capture begins after one optimizer step and must be over before the next: :meth:`Capture.wait_copied` stands in front
-of the step and says how long it had to wait. Digests are made after that, from the host copy.
+A capture begins after one optimizer step and must be complete before the next one: training calls
+:meth:`Capture.wait_copied` before the step, which returns the seconds that it blocked. Digests are computed after that,
+from the host copy.
 
-A background thread makes copies first, and digests while no copy waits. Without a GPU it copies itself; NumPy's copy
-runs on that thread alone and lets other threads run meanwhile. With one it issues asynchronous copies on a stream of
-their own, in chunks of which few are under way: a GPU serves copies in one direction in turn, and training's own small
-ones, for which a mixture-of-experts layer waits, would stand behind a whole snapshot.
+A background thread copies first, and computes digests while no copy waits. Without a GPU the thread copies with NumPy,
+which lets other threads run meanwhile. With a GPU it issues asynchronous copies on a separate stream, in chunks, with
+few under way. A GPU serves copies in one direction in order, so without chunks the small copies for which a
+mixture-of-experts layer waits would queue behind a whole snapshot.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from moevement_core.snapshot.snapshot import digest_of, numpy_bytes
 from moevement_core.snapshot.whole import Finish, begin_whole
 
 Pair = tuple[torch.Tensor, Sequence[torch.Tensor]]
-"""Live tensor and the pieces that it goes to, all as flat uint8, of the same length together."""
+"""Live tensor and the host pieces that it is copied to: flat uint8, with as many bytes in all pieces together."""
 Part = tuple[torch.Tensor, torch.Tensor]
-"""Live bytes and where they go, of the same length."""
+"""Live bytes and the host bytes that they are copied to, of the same length."""
 CHUNK_BYTES = 8 << 20
-"""Bytes of a chunk: 0.15 ms of a link of 55 GB/s, so that issuing the next one in time is no feat."""
+"""Bytes of a chunk: 0.15 ms of a link of 55 GB/s, long enough to issue the next chunk in time."""
 CHUNKS_UNDER_WAY = 2
-"""Chunks that are issued and not done, at most: with a second one behind the first the link never waits."""
+"""Most chunks that are issued and not complete: with a second chunk queued the link never waits."""
 
 
 class Capture:
-    """One snapshot on its way to host memory."""
+    """Copy of one snapshot to host memory, and its digests."""
 
     def __init__(
         self,
@@ -55,21 +56,21 @@ class Capture:
         self.beside = beside
         self.to_digest_whole = whole
         self.whole: dict[str, str] = {}
-        """A digest of each operator's whole state, where it was asked for, once it is done."""
+        """Digest of each operator's whole state, for the operators in ``to_digest_whole``; empty until complete."""
         self.digests: list[str] = []
-        """One for each pair, those copied beside training first, once it is done."""
+        """Digest of each pair, those of ``beside`` first; complete when :attr:`finished` is open."""
         self.copy_s = 0.0
-        """Seconds that the copies took; on a GPU from the first to the last, by its clock."""
+        """Seconds that the copies took; on a GPU from the first to the last, by the clock of the GPU."""
         self.copy_cpu_s = 0.0
-        """Processor time that the copies took of this host; next to nothing on a GPU."""
+        """Processor seconds of this host that the copies took; close to 0 on a GPU."""
         self.digest_cpu_s = 0.0
         self.whole_cpu_s = 0.0
-        """Processor time that digests of the whole state took; live state may not change before they are made."""
+        """Processor seconds that digests of the whole state took; live state must not change before they end."""
         self.error: BaseException | None = None
         self.is_urgent = False
-        """Whether training waits for the copies, so that nobody gains by their being paced."""
+        """True if training waits for the copies, so that the thread issues the rest at once."""
         self.last: Event | None = None
-        """The end of the copies in their stream, once they are issued; None without streams."""
+        """Event at the end of the copies in their stream, once they are issued; None without streams."""
         self._pairs = (*beside, *at_once)
         self._done = done
         self._failed = failed
@@ -79,28 +80,28 @@ class Capture:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are copied."""
+        """Bytes that the capture copies."""
         return sum(source.numel() for source, _ in self._pairs)
 
     def wait_copied(self) -> float:
-        """Block until live state may change again; returns the seconds that this took.
+        """Block until live state may change again; return the seconds that it blocked.
 
         Raises:
-            Exception: whatever went wrong in the background; the snapshot is not to be used.
+            Exception: the error of the background thread; the snapshot must not be used.
         """
         return self._wait(self.copied)
 
     def let_change(self) -> float:
-        """Order later work of the current stream behind the copies, and block until that is possible.
+        """Order later work of the current stream after the copies, and block until that is possible.
 
-        On a GPU the copies only have to be issued for that, and may still be under way afterwards. Without one it is
-        the same as :meth:`wait_copied`. Digests of the whole state may not have been asked for.
+        On a GPU it is possible once the copies are issued; they may still be under way afterwards. Without a GPU the
+        method is the same as :meth:`wait_copied`. Use it only for captures without digests of the whole state.
 
         Returns:
-            The seconds that it blocked.
+            Seconds that it blocked.
 
         Raises:
-            Exception: whatever went wrong in the background; the snapshot is not to be used.
+            Exception: the error of the background thread; the snapshot must not be used.
         """
         waited_s = self._wait(self.issued)
         if self.last is not None:
@@ -120,7 +121,7 @@ class Capture:
         return waited_s
 
     def finish_whole(self, finish: Finish) -> None:
-        """Bring the digests of the whole state to their end."""
+        """Complete the digests of the whole state; called on the background thread after the copies."""
         if not self.to_digest_whole:
             return
         began = time.thread_time()
@@ -128,7 +129,7 @@ class Capture:
         self.whole_cpu_s = time.thread_time() - began
 
     def digest_next(self) -> bool:
-        """Make one more digest of the copies; returns whether it was the last."""
+        """Compute the digest of the next pair from its host copy; return True if it was the last."""
         began = time.thread_time()
         if len(self.digests) < len(self._pairs):
             _, targets = self._pairs[len(self.digests)]
@@ -138,20 +139,20 @@ class Capture:
 
 
 class CopyEngine(ABC):
-    """Engine that runs captures one after the other, beside training.
+    """Engine that runs captures in order on a background thread, beside training.
 
     Args:
-        pause: while it is on no digest is made, unless somebody waits for one.
+        pause: while it is on, the thread computes no digests; :meth:`settle` and :meth:`go_on` end it.
     """
 
     def __init__(self, pause: Pause | None = None) -> None:
         self._pause = pause or Pause()
         self.error: BaseException | None = None
-        """What went wrong in the background last; raised at every later call until :meth:`forget_error`."""
+        """Last error of the background thread; every later :meth:`start` raises it until :meth:`forget_error`."""
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_closing = False
-        """Whether the thread was asked to end; an exception from outside may come before it has."""
+        """True after :meth:`close` asked the thread to end; an interruption may come before it has ended."""
 
     def start(
         self,
@@ -163,19 +164,20 @@ class CopyEngine(ABC):
         *,
         ready: Event | None = None,
     ) -> Capture:
-        """Begin to copy; call it when the live tensors hold what is to be kept.
+        """Begin to copy the live tensors, which hold the state to be saved when it is called.
 
         Args:
-            at_once: live tensors that anything may change after this call, and their targets: small ones.
-            beside: live tensors that nothing changes before :meth:`Capture.wait_copied` or :meth:`Capture.let_change`,
-                and their targets.
-            whole: live tensors, likewise, of which only a digest is made, by operator.
+            at_once: small live tensors that may change after this call, and their targets.
+            beside: live tensors that change only after :meth:`Capture.wait_copied` or :meth:`Capture.let_change`, and
+                their targets.
+            whole: live tensors by operator that only get a digest; they must stay unchanged as long as ``beside``.
             done: called on the background thread when copies and digests are complete.
-            failed: called there instead if they are not. Nothing writes into the targets any more then.
-            ready: a mark after which ``beside`` holds what is to be kept; None: the present end of the current stream.
+            failed: called instead of ``done`` after an error, when nothing writes into the targets any more.
+            ready: event after which ``beside`` holds the state to be saved; None: the present end of the current
+                stream.
 
         Raises:
-            Exception: what went wrong in the background before.
+            Exception: an earlier error of the background thread.
         """
         if self.error is not None:
             failed()
@@ -183,7 +185,7 @@ class CopyEngine(ABC):
         if self._is_closing:
             self.close()
         if not self._is_running:
-            # With a queue of its own: where an exception from outside came before a thread was known to run, it may.
+            # Each thread has its own queue, because an interruption may leave an earlier thread running unnoticed.
             self._jobs = queue.SimpleQueue()
             self._thread = threading.Thread(
                 target=self._work, args=(self._jobs,), name="moevement-capture", daemon=True
@@ -194,14 +196,14 @@ class CopyEngine(ABC):
         return capture
 
     def forget_error(self) -> None:
-        """Capture again although something went wrong in the background; called between two generations.
+        """Forget the error of the background thread, so that captures continue; called between two generations.
 
-        A failure of one moment (no memory, a record that was too large) would otherwise be raised in every later one.
+        Otherwise a transient error (no memory, a record that was too large) would be raised by every later capture.
         """
         self.error = None
 
     def settle(self) -> None:
-        """Block until everything that was started is complete, or has failed."""
+        """Block until every capture that was started is complete or has failed; end a pause for that."""
         if self._is_closing:
             self.close()
         if not self._is_running:
@@ -212,13 +214,13 @@ class CopyEngine(ABC):
         over.wait()
 
     def go_on(self) -> None:
-        """End a pause, because somebody is about to wait for digests."""
+        """End a pause, because the caller is about to wait for digests."""
         self._pause.end()
 
     def close(self) -> None:
-        """Finish what was started and end the thread; the next start begins another."""
+        """Finish the captures that were started and end the thread; the next :meth:`start` begins another thread."""
         if self._thread is not None and self._is_running:
-            self._is_closing = True  # so that, where this is interrupted, nobody waits for a thread that has ended
+            self._is_closing = True  # set first: after an interruption no later call must wait for an ended thread
             self._jobs.put(None)
             self._thread.join()
         self._thread = None
@@ -226,20 +228,20 @@ class CopyEngine(ABC):
 
     @property
     def _is_running(self) -> bool:
-        """Whether there is a thread; an exception from outside may have come before it was started."""
+        """True if the thread runs; an interruption may have come between its creation and its start."""
         return self._thread is not None and self._thread.is_alive()
 
     @abstractmethod
     def _begin_capture(self, capture: Capture, ready: Event | None) -> Any:
-        """Begin, without waiting; on the training thread."""
+        """Begin a capture on the training thread, without waiting; return what :meth:`_complete` needs."""
 
     @abstractmethod
     def _complete(self, capture: Capture, begun: Any) -> None:
-        """Return when all is copied, with ``copy_s`` set; on the background thread."""
+        """Block on the background thread until all bytes are copied, and set ``copy_s``."""
 
     @abstractmethod
     def _begin(self) -> None:
-        """Prepare the background thread; called on it before anything else."""
+        """Prepare the background thread; its first call."""
 
     def _work(self, jobs: queue.SimpleQueue[Any]) -> None:
         self._begin()
@@ -254,18 +256,18 @@ class CopyEngine(ABC):
             if (job := jobs.get()) is None:
                 break
             if isinstance(job, Gate):
-                copied.append(job)  # it opens when everything before it is finished
+                copied.append(job)  # the gate opens when all captures before it are finished
             elif self._copy(*job):
                 copied.append(job[0])
         while copied:
             self._digest_first(copied)
 
     def _copy(self, capture: Capture, begun: Any) -> bool:
-        """Make all copies of a capture; returns whether that went well."""
+        """Complete all copies of a capture; return False after an error."""
         began = time.thread_time()
         try:
             self._complete(capture, begun)
-        except BaseException as error:  # shown on the training thread
+        except BaseException as error:  # raised on the training thread
             self._fail(capture, error)
         capture.copy_cpu_s = time.thread_time() - began
         capture.issued.open()
@@ -276,7 +278,7 @@ class CopyEngine(ABC):
         return False
 
     def _digest_first(self, copied: deque[Capture | Gate]) -> None:
-        """Make one more digest of the first capture in ``copied``, or open the gate that stands there."""
+        """Compute the next digest of the first capture in ``copied``, or open the gate in its place."""
         first = copied[0]
         if isinstance(first, Gate):
             first.open()
@@ -285,7 +287,7 @@ class CopyEngine(ABC):
                 if not first.digest_next():
                     return
                 first._done(first)
-            except BaseException as error:  # shown on the training thread
+            except BaseException as error:  # raised on the training thread
                 self._fail(first, error)
             first.finished.open()
         copied.popleft()
@@ -296,7 +298,7 @@ class CopyEngine(ABC):
 
 
 class ThreadCopies(CopyEngine):
-    """Copies on the background thread, for a machine without a GPU."""
+    """Engine that copies on the background thread, for a machine without a GPU."""
 
     def _begin(self) -> None:
         pass
@@ -315,7 +317,7 @@ class ThreadCopies(CopyEngine):
 
 
 class StreamCopies(CopyEngine):
-    """Asynchronous copies on a stream of their own, issued chunk by chunk from the background thread."""
+    """Engine that issues asynchronous copies on a separate stream, in chunks, from the background thread."""
 
     def __init__(self, device: Device, pause: Pause | None = None) -> None:
         self._device = device
@@ -327,7 +329,7 @@ class StreamCopies(CopyEngine):
 
     def _begin_capture(self, capture: Capture, ready: Event | None) -> Event:
         for source, target in _parts(capture.at_once):
-            self._device.copy(target, source)  # in the order of training's own work, so before anything changes it
+            self._device.copy(target, source)  # ordered before later work of training that changes the tensor
         if ready is None or capture.at_once:
             ready = self._device.event()
             ready.record()
@@ -349,13 +351,13 @@ class StreamCopies(CopyEngine):
                 end.synchronize()
             except BaseException:
                 with suppress(Exception):
-                    stream.synchronize()  # until nothing writes any more into memory that others are to have
+                    stream.synchronize()  # no copy may write into memory that is released next
                 raise
             capture.copy_s = first.elapsed_ms(last) / 1e3
             capture.finish_whole(finish)
 
     def _issue_paced(self, capture: Capture) -> None:
-        """Issue the copies on the current stream, few at a time unless training waits for them."""
+        """Issue the copies on the current stream, at most :data:`CHUNKS_UNDER_WAY` chunks at a time unless urgent."""
         under_way: deque[Event] = deque()
         for chunk in in_chunks(_parts(capture.beside), CHUNK_BYTES):
             if len(under_way) >= CHUNKS_UNDER_WAY and not capture.is_urgent:
@@ -368,7 +370,7 @@ class StreamCopies(CopyEngine):
 
 
 def in_chunks(parts: Iterable[Part], nbytes: int) -> Iterator[list[Part]]:
-    """Cut and gather ``parts``, in their order, into chunks of ``nbytes``; the last one may have less."""
+    """Yield ``parts`` in order, cut and gathered into chunks of ``nbytes``; the last chunk may be smaller."""
     chunk: list[Part] = []
     room = nbytes
     for source, target in parts:
@@ -391,5 +393,5 @@ def _parts(pairs: Sequence[Pair]) -> Iterator[Part]:
 
 
 def copy_engine(device: Device, pause: Pause | None = None) -> CopyEngine:
-    """Return the engine for ``device``, whose digests keep to ``pause``."""
+    """Return the copy engine for ``device``; it computes no digests while ``pause`` is on."""
     return ThreadCopies(pause) if device.kind == "cpu" else StreamCopies(device, pause)

@@ -1,4 +1,4 @@
-"""What sparse checkpointing cost a run, in a line."""
+"""Text of one line on what sparse checkpointing cost a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from moevement_core.words import counted
 
 
 def cost_line(checkpointing: dict[str, Any]) -> str:
-    """From the ``checkpointing`` of a run's summary."""
-    told = checkpointing
+    """Return the costs in the ``checkpointing`` entry of a run's summary as one line of text."""
+    costs = checkpointing
     return (
-        f"sparse checkpointing: stall {told['stall_s']:.3f} s ({told['stall_share']:.2%} of training), "
-        f"training thread {told['training_thread_s']:.3f} s ({told['training_thread_share']:.2%}), "
-        f"{told['copied_bytes'] / 1e6:,.0f} MB copied, {told['replicated_bytes'] / 1e6:,.0f} MB sent, "
-        f"{counted(told['windows'], 'window')} of {counted(told['window'], 'iteration')} "
-        f"({told['windows_abandoned']} abandoned), "
-        f"{told['memory_bytes'] / 1e6:,.0f} MB of host memory a rank"
+        f"sparse checkpointing: stall {costs['stall_s']:.3f} s ({costs['stall_share']:.2%} of training), "
+        f"training thread {costs['training_thread_s']:.3f} s ({costs['training_thread_share']:.2%}), "
+        f"{costs['copied_bytes'] / 1e6:,.0f} MB copied, {costs['replicated_bytes'] / 1e6:,.0f} MB sent, "
+        f"{counted(costs['windows'], 'window')} of {counted(costs['window'], 'iteration')} "
+        f"({costs['windows_abandoned']} abandoned), "
+        f"{costs['memory_bytes'] / 1e6:,.0f} MB of host memory a rank"
     )

@@ -1,4 +1,4 @@
-"""Nested plain data with tensors in it as JSON and a list of tensors, and back. No pickle: data can only be data."""
+"""Conversion of nested plain data with tensors to JSON and a list of tensors, and back, without pickle."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _TENSOR, _ARRAY, _TUPLE, _BYTES, _MAPPING = "@tensor", "@array", "@tuple", "@byt
 
 
 def flatten(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """``value`` as JSON can hold it, and the tensors that stood in it, in the order of their marks.
+    """Return ``value`` in a form that JSON can hold, and its tensors in the order of their marks.
 
     Raises:
-        SnapshotError: something in it is neither plain data nor a tensor.
+        SnapshotError: a part of ``value`` is neither plain data nor a tensor.
     """
     tensors: list[torch.Tensor] = []
     return _flatten(value, tensors), tensors
@@ -48,10 +48,10 @@ def _flatten(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def restore(plain: Any, tensors: list[torch.Tensor]) -> Any:
-    """The inverse of :func:`flatten`; ``tensors`` may be flat bytes.
+    """Return the value that :func:`flatten` took apart; ``tensors`` may be flat bytes.
 
     Raises:
-        SnapshotError: what is given was not made by :func:`flatten`.
+        SnapshotError: ``plain`` was not made by :func:`flatten`, or does not match ``tensors``.
     """
     try:
         return _restore(plain, tensors)

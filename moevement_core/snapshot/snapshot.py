@@ -1,9 +1,9 @@
-"""One snapshot: slices of a rank's state in a host buffer, with a header that says what they are.
+"""Snapshot of one rank: tensors of its state in a host buffer, and a header that describes them.
 
-The buffer holds raw tensors one after the other, each at a multiple of 64 bytes. The header is JSON: where each tensor
-stands, its dtype, and its digest, taken right after the copy. That is also how a snapshot travels and how it is written
-to disk, so whoever holds one can check it without knowing the model. What no recovery needs any more of it may be given
-back while the rest stays; then it travels without the gaps.
+The buffer holds raw tensors, each at a multiple of 64 bytes. The header is JSON with the offset, dtype and digest of
+each tensor; the digest is computed right after the copy. Snapshots are sent and written to disk in the same form, so
+any holder can check one without knowing the model. Parts that no recovery needs may be freed while the rest stays;
+such a snapshot is sent without the gaps.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from moevement_core.snapshot.buffer import Buffer
 
 VERSION = 3
 READ = (2, 3)
-"""Versions that this program reads. Those of 2 do not say the places of operators."""
+"""Versions of the header that this program reads. Version 2 has no places of operators."""
 READ_TEXT = f"versions {' and '.join(map(str, READ))}"
 ALIGNMENT = 64
 _MOST_BYTES = 1 << 62
 BOUNDARY = ""
-"""In the place of an operator's name: tensors of the boundary record."""
+"""Operator name of the tensors that belong to the boundary record."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateTensor:
-    """A tensor of an operator's live state, as a flat view."""
+    """Tensor of an operator's live state, as a flat view."""
 
     operator: str
     saved: Saved
-    """Whether it belongs to the compute weights or to the full state."""
+    """Part of the state that holds it: compute weights, full state or gradient."""
     key: str
-    """What it is: parameter, range of the parameter, and part (weight, master, exp_avg, step ...)."""
+    """Name of the parameter, its range, and the part (weight, master, exp_avg, step ...)."""
     tensor: torch.Tensor
-    """A view of the live state, never a copy; contiguous, of any dtype, on any device."""
+    """View of the live state, never a copy; contiguous, of any dtype, on any device."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size of the tensor in bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor stands in a snapshot's buffer."""
+    """Description of one tensor in a snapshot's buffer."""
 
     operator: str
     saved: Saved
@@ -62,55 +62,58 @@ class Entry:
     offset: int
     nbytes: int
     digest: str
-    """XXH3 of its bytes, 128 bits in hexadecimal."""
+    """XXH3 digest of the tensor's bytes, 128 bits in hexadecimal."""
     place: int = -1
-    """Of the operator in the stage's table, and so in :attr:`Header.contents`; -1 for the boundary record."""
+    """Index of the operator in the stage's table, and in :attr:`Header.contents`; -1 for the boundary record."""
 
     @property
     def name(self) -> str:
-        """In words."""
+        """Name of the tensor as text, for messages."""
         return f"{self.key} of {self.operator or 'the boundary record'}"
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """What of a snapshot is written to disk, where that is not all of it."""
+    """Part of a snapshot that is written to disk, if not all of it is."""
 
     contents: str
-    """As in :attr:`Header.contents`."""
+    """Contents on disk, in the form of :attr:`Header.contents`."""
     without: tuple[str, ...]
-    """The operators that are left out."""
+    """Names of the operators that are left out on disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a snapshot is and holds."""
+    """Header of a snapshot: its origin, and the tensors that it holds."""
 
     rank: int
     iteration: int
     schedule: str
-    """The id of the schedule under which it was taken."""
+    """Id of the schedule under which the snapshot was taken."""
     slot: int
     contents: str
-    """What it holds of each operator of the stage's table, one digit of :class:`Saved` for each."""
+    """Contents of the snapshot: one digit of :class:`Saved` for each operator of the stage's table."""
     entries: tuple[Entry, ...]
     record: Any
-    """Boundary state and iteration record: plain data, whose tensors are entries too."""
+    """Boundary state and iteration record: plain data, with its tensors among the entries."""
     state: int
-    """The iteration whose state it holds; the same as ``iteration`` but for those taken before a run's first
-    iteration, which all hold the state that the run starts from."""
+    """Iteration whose state the snapshot holds.
+
+    It equals ``iteration``, except in the snapshots before a job's first iteration: all of these hold the state that
+    the job starts from.
+    """
     whole: dict[str, str] | None = None
-    """A digest of each operator's whole state then, held or not; where they were asked for."""
+    """Digest of each operator's whole state, held by the snapshot or not; None if the capture requested none."""
     on_disk: OnDisk | None = None
-    """None: all of it is written to disk."""
+    """Part that is written to disk; None if all of the snapshot is."""
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the buffer that are used."""
+        """Bytes of the buffer up to the end of its last tensor."""
         return max((entry.offset + entry.nbytes for entry in self.entries), default=0)
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """Return the header as bytes of JSON, as it is sent and stored."""
         entries = [
             [e.operator, int(e.saved), e.key, e.dtype, e.offset, e.nbytes, e.digest, e.place] for e in self.entries
         ]
@@ -131,31 +134,31 @@ class Header:
 
     @staticmethod
     def decode(data: bytes) -> Header:
-        """The inverse of :meth:`encode`, for bytes from anywhere.
+        """Return the header that :meth:`encode` made; ``data`` need not be trusted.
 
         Raises:
-            SnapshotError: they are no header of this version, or one that contradicts itself.
+            SnapshotError: ``data`` is no header of a version that this program reads, or it contradicts itself.
         """
         try:
-            found = json.loads(data)
-            if found["version"] not in READ:
-                raise SnapshotError(f"a snapshot of version {found['version']}; this program reads {READ_TEXT}")
+            fields = json.loads(data)
+            if fields["version"] not in READ:
+                raise SnapshotError(f"a snapshot of version {fields['version']}; this program reads {READ_TEXT}")
             entries = tuple(
                 _checked(Entry(str(o), Saved(s), str(k), str(t), _size(at), _size(n), str(d), *map(int, place)))
-                for o, s, k, t, at, n, d, *place in found["entries"]
+                for o, s, k, t, at, n, d, *place in fields["entries"]
             )
-            whole, on_disk = found["whole"], found.get("on_disk")
-            if not isinstance(found["record"], dict | None):
-                raise ValueError(f"a record of type {type(found['record']).__name__}")
+            whole, on_disk = fields["whole"], fields.get("on_disk")
+            if not isinstance(fields["record"], dict | None):
+                raise ValueError(f"a record of type {type(fields['record']).__name__}")
             return Header(
-                rank=int(found["rank"]),
-                iteration=int(found["iteration"]),
-                schedule=str(found["schedule"]),
-                slot=int(found["slot"]),
-                contents=str(found["contents"]),
+                rank=int(fields["rank"]),
+                iteration=int(fields["iteration"]),
+                schedule=str(fields["schedule"]),
+                slot=int(fields["slot"]),
+                contents=str(fields["contents"]),
                 entries=entries,
-                record=found["record"],
-                state=int(found["state"]),
+                record=fields["record"],
+                state=int(fields["state"]),
                 whole=None if whole is None else {str(name): str(digest) for name, digest in whole.items()},
                 on_disk=None if on_disk is None else OnDisk(str(on_disk[0]), tuple(map(str, on_disk[1]))),
             )
@@ -180,43 +183,43 @@ def _size(value: Any) -> int:
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
-    """A header and its buffer. The buffer belongs to the snapshot until the snapshot is freed, and never before."""
+    """Header and buffer of a snapshot. The buffer belongs to the snapshot until the snapshot is freed."""
 
     header: Header
     buffer: Buffer
-    """May be longer than the payload."""
+    """Buffer with the payload; it may be longer than the payload."""
     acknowledged: set[int] = field(default_factory=set)
-    """Peers that have all of it."""
+    """Peers that have all of the snapshot."""
 
     @property
     def iteration(self) -> int:
-        """The t of ``SS_t``."""
+        """Iteration t of ``SS_t``."""
         return self.header.iteration
 
     @property
     def contents(self) -> Contents:
-        """What it holds of each operator of the stage's table."""
+        """Contents of the snapshot: :class:`Saved` of each operator of the stage's table, int8 ``[operators]``."""
         return contents_of(self.header.contents)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors of the snapshot."""
         return sum(entry.nbytes for entry in self.header.entries)
 
     def bytes_of(self, entry: Entry) -> torch.Tensor:
-        """The raw bytes of one tensor: a view, or a copy where they are in several pieces."""
+        """Return the raw bytes of one tensor: a view, or a copy if they are in several pieces."""
         return self.buffer.view(entry.offset, entry.nbytes)
 
     def digest_now(self, entry: Entry) -> str:
-        """Of the raw bytes of one tensor as they are."""
+        """Return the digest of one tensor's bytes as they are in the buffer now."""
         return digest_of(*self.buffer.pieces(entry.offset, entry.nbytes))
 
     def in_order(self) -> list[Entry]:
-        """Its tensors as they stand in the buffer."""
+        """Return the entries in the order of the buffer."""
         return [entry for run in _runs(self.header.entries) for entry in run]
 
     def packed(self) -> tuple[Header, list[torch.Tensor]]:
-        """As it travels and is stored: a header, and the payload that it describes, in pieces and without gaps."""
+        """Return the snapshot as it is sent and stored: a header, and its payload in pieces that leave no gaps."""
         header, pieces, offset = self.header, list[torch.Tensor](), 0
         moved = []
         for run in _runs(header.entries):
@@ -230,44 +233,47 @@ class Snapshot:
         return replace(header, entries=tuple(moved)), pieces
 
     def without(self, gone: npt.NDArray[np.bool_]) -> tuple[Snapshot, list[tuple[int, int]]]:
-        """The same without what it holds of some operators, in the same buffer; and where that is, from byte to byte.
+        """Return the snapshot without some operators, in the same buffer, and the bytes that become free.
 
         Args:
-            gone: by the place of the operator in the stage's table, bool ``[operators]``.
+            gone: operators to leave out, by their index in the stage's table, bool ``[operators]``.
+
+        Returns:
+            The smaller snapshot, and ranges of free bytes in the buffer: first byte and the byte after the last.
         """
-        dropped = [one for one in self.header.entries if one.place >= 0 and gone[one.place]]
-        kept = tuple(one for one in self.header.entries if one.place < 0 or not gone[one.place])
+        dropped = [entry for entry in self.header.entries if entry.place >= 0 and gone[entry.place]]
+        kept = tuple(entry for entry in self.header.entries if entry.place < 0 or not gone[entry.place])
         ranges = [(run[0].offset, _aligned(run[-1].offset + run[-1].nbytes)) for run in _runs(dropped)]
         contents = np.where(gone, np.int8(Saved.NOTHING), self.contents)
         header = replace(self.header, entries=kept, contents=contents_text(contents))
         return Snapshot(header, self.buffer, self.acknowledged), ranges
 
     def tensors_of(self, loads: Mapping[str, Saved]) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Full state or compute weights of the operators named, flat, in their dtypes; see :meth:`bytes_of`."""
+        """Yield the tensors that ``loads`` names by operator, flat, in their dtypes; see :meth:`bytes_of`."""
         for entry in self.header.entries:
             if entry.operator != BOUNDARY and loads.get(entry.operator) is entry.saved:
                 yield entry, self.bytes_of(entry).view(getattr(torch, entry.dtype))
 
     def for_disk(self) -> Snapshot:
-        """Returns what of it is written to disk: itself, or a part of it in the same buffer."""
+        """Return the snapshot that is written to disk: this one, or a part of it in the same buffer."""
         if self.header.on_disk is None:
             return self
         without = set(self.header.on_disk.without)
-        entries = tuple(one for one in self.header.entries if one.operator not in without)
+        entries = tuple(entry for entry in self.header.entries if entry.operator not in without)
         header = replace(self.header, contents=self.header.on_disk.contents, entries=entries, on_disk=None)
         return Snapshot(header, self.buffer)
 
     def record(self) -> Any:
-        """Boundary state and iteration record, as they were given."""
+        """Return the boundary state and iteration record, as the capture received them."""
         return plain.restore(
             self.header.record, [self.bytes_of(e) for e in self.header.entries if e.operator == BOUNDARY]
         )
 
     def check_record(self) -> None:
-        """Refuse a snapshot without the state at the boundary, which nothing can be restored from.
+        """Refuse a snapshot without boundary state, because no recovery can use it.
 
         Raises:
-            SnapshotError: it has none, or its record cannot be read.
+            SnapshotError: the record has no boundary state, or cannot be read.
         """
         record = self.record()
         parts = (record.get("boundary"), record.get("iteration", {})) if isinstance(record, dict) else (None, None)
@@ -278,14 +284,17 @@ class Snapshot:
             )
 
     def damaged(self) -> Entry | None:
-        """The first tensor whose bytes are not those that were captured; nothing if all are."""
+        """Return the first tensor whose bytes do not match their digest; None if all match."""
         return next((e for e in self.header.entries if self.digest_now(e) != e.digest), None)
 
     def check(self, where: str) -> None:
-        """Refuse a snapshot that is not what was captured.
+        """Refuse a snapshot whose bytes are not those that were captured.
+
+        Args:
+            where: location of the snapshot as text, for the message.
 
         Raises:
-            SnapshotError: with the tensor, and ``where`` the snapshot was.
+            SnapshotError: the buffer is too short, or a tensor is damaged; the message names it and ``where``.
         """
         if self.buffer.nbytes < self.header.payload_bytes:
             raise SnapshotError(
@@ -301,26 +310,26 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLease:
-    """A snapshot whose buffer stays as it is until it is given back."""
+    """Snapshot whose buffer stays unchanged until ``release`` is called."""
 
     snapshot: Snapshot
     release: Callable[[], None]
 
 
 def contents_of(text: str) -> Contents:
-    """The inverse of :func:`contents_text`."""
+    """Return the contents that ``text`` describes; the inverse of :func:`contents_text`."""
     return np.frombuffer(text.encode(), dtype=np.int8) - np.int8(ord("0"))
 
 
 def contents_text(contents: Contents) -> str:
-    """What a snapshot holds of each operator, one digit for each."""
+    """Return the contents of a snapshot as text, one digit for each operator."""
     return (contents + np.int8(ord("0"))).tobytes().decode()
 
 
 def digest_of(*data: torch.Tensor) -> str:
-    """XXH3-128 of the bytes of host tensors, one after the other.
+    """Return the XXH3-128 digest, in hexadecimal, of the bytes of host tensors in order.
 
-    Finds damage; it is no protection against somebody who wants to deceive.
+    The digest detects damage. It gives no protection against an attacker.
     """
     digest = xxhash.xxh3_128()
     for piece in data:
@@ -329,19 +338,19 @@ def digest_of(*data: torch.Tensor) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as flat uint8, without a copy."""
+    """Return a contiguous tensor as flat uint8, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def aligned_bytes(tensors: Iterable[StateTensor]) -> int:
-    """Buffer bytes that ``tensors`` take."""
+    """Return the bytes of buffer that ``tensors`` take, alignment included."""
     return sum(_aligned(tensor.nbytes) for tensor in tensors)
 
 
 def _runs(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Entries that stand one right after the other, in the order of the buffer."""
+    """Yield groups of entries that are adjacent in the buffer, in its order."""
     run: list[Entry] = []
-    for entry in sorted(entries, key=lambda one: (one.offset, one.nbytes)):
+    for entry in sorted(entries, key=lambda item: (item.offset, item.nbytes)):
         if run and entry.offset != _aligned(run[-1].offset + run[-1].nbytes):
             yield run
             run = []
@@ -355,7 +364,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def offsets(tensors: Sequence[StateTensor], offset: int = 0) -> Iterator[tuple[StateTensor, int]]:
-    """Where each of ``tensors`` stands in a buffer, the first at ``offset``."""
+    """Yield each tensor with its offset in a buffer, the first at ``offset`` bytes."""
     for tensor in tensors:
         yield tensor, offset
         offset += _aligned(tensor.nbytes)
@@ -364,12 +373,12 @@ def offsets(tensors: Sequence[StateTensor], offset: int = 0) -> Iterator[tuple[S
 def entries_of(
     placed: Iterable[tuple[StateTensor, int]], data: torch.Tensor, places: Mapping[str, int]
 ) -> tuple[Entry, ...]:
-    """The entries of a snapshot whose tensors stand in ``data``, with their digests.
+    """Return the entries of a snapshot whose tensors are in ``data``, with their digests.
 
     Args:
-        placed: each tensor and its offset.
+        placed: each tensor and its offset in bytes.
         data: host memory, uint8.
-        places: of operators in their stage's table.
+        places: index of each operator in its stage's table.
     """
     return tuple(
         Entry(
@@ -381,5 +390,5 @@ def entries_of(
 
 
 def numpy_bytes(tensor: torch.Tensor) -> np.ndarray:
-    """A host tensor's bytes as an array, without a copy."""
+    """Return the bytes of a host tensor as an array, without a copy."""
     return as_bytes(tensor).numpy()

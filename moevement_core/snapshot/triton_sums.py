@@ -1,4 +1,4 @@
-"""Sums of a tensor's words in one launch, in Triton; ``whole.py`` has them in torch, which says what they are."""
+"""Triton kernel that computes both sums of a tensor's words in one launch; ``whole.py`` defines them in torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Words that a program adds at a time."""
+"""Words that one program of the kernel adds at a time."""
 BLOCKS = 32
-"""Blocks of a program."""
+"""Blocks of words that one program of the kernel adds."""
 
 
 @triton.jit(do_not_specialize=("words", "place"))
@@ -26,18 +26,18 @@ def _sums(
         value = tl.load(data + at, mask=inside, other=0).to(tl.int64)
         first += tl.where(inside, (value + 1) * (((at + place) * FIRST) | 1), 0)
         second += tl.where(inside, (value + 2) * (((at + place) * SECOND) | 1), 0)
-    # Modulo 2^64 a sum is the same in any order.
+    # Sums modulo 2^64 do not depend on the order.
     tl.atomic_add(total, tl.sum(first, 0))
     tl.atomic_add(total + 1, tl.sum(second, 0))
 
 
 def add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: torch.Tensor) -> None:
-    """Add both sums of ``words`` to ``total``; nothing waits for it.
+    """Add both sums of ``words`` to ``total``, without waiting for the kernel.
 
     Args:
         words: uint8, int16, int32 or int64, ``[N]``, contiguous.
-        place: number of the first word in its operator.
-        multipliers: one of each sum.
+        place: index of the first word within its operator.
+        multipliers: multiplier of each sum.
         total: int64 ``[2]``, on the device of ``words``.
     """
     programs = -(-words.numel() // (BLOCK * BLOCKS))

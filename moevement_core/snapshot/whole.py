@@ -1,9 +1,9 @@
-"""Digests of operators' whole live state, to compare a replayed state with (DESIGN: verify).
+"""Digests of operators' whole live state, with which a replayed state is compared (docs/verification.md).
 
-State in host memory is hashed by XXH3. State on a GPU is not brought to the host for that: two sums of all its words,
-each multiplied by an odd number of its place, modulo 2^64, are made where it is, in one launch for each tensor. A
-change of any one word changes both; changes of several go unnoticed with a chance of about 2^-64. Digests are compared
-between devices of one kind only.
+XXH3 hashes state in host memory. State on a GPU stays there: one launch for each tensor computes two sums over its
+words, modulo 2^64, each word multiplied by an odd number that depends on its index. A change of one word changes both
+sums. Changes of several words go unnoticed with a probability of about 2^-64. Digests are compared only between devices
+of one kind.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from moevement_core import log
 Finish = Callable[[], dict[str, str]]
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PIECE = 1 << 21
-"""Words at a time in torch: five times eight bytes of device memory for each, which its allocator keeps."""
+"""Words that torch adds at a time; each needs forty bytes of device memory, which torch's allocator keeps."""
 _MULTIPLIERS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)
 
 
 def begin_whole(operators: Mapping[str, Sequence[torch.Tensor]]) -> Finish:
-    """Begin to digest the tensors of each operator, in their order.
+    """Begin to compute a digest of each operator over its tensors in order.
 
-    With tensors on a GPU the work is issued on the current stream, and the answer waits for it. With host tensors it is
-    all done by the answer, which may be called on another thread, before the tensors change.
+    For tensors on a GPU, the work is issued on the current stream, and the returned function waits for it. For host
+    tensors, the returned function does all the work; any thread may call it, before the tensors change.
 
     Returns:
-        What gives the digest of each operator, by name.
+        Function that returns the digest of each operator, by name.
     """
     sums = {name: _sums(tensors) for name, tensors in operators.items() if any(t.is_cuda for t in tensors)}
 
@@ -52,7 +52,7 @@ def _xxh3(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Both sums of all words of ``tensors``, int64 ``[2]``, on their device; nothing waits for them."""
+    """Return both sums of all words of ``tensors``, int64 ``[2]``, on their device, without waiting."""
     total = torch.zeros(2, dtype=torch.int64, device=tensors[0].device)
     add = (_kernel() if total.is_cuda else None) or _add
     place = 1
@@ -64,7 +64,7 @@ def _sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: torch.Tensor) -> None:
-    """Add both sums of ``words``, the first of which is at ``place``: what sums are."""
+    """Add both sums of ``words`` to ``total``; ``place`` is the index of the first word. This defines the sums."""
     for piece in words.split(_PIECE):
         places = torch.arange(place, place + piece.numel(), dtype=torch.int64, device=total.device)
         values = piece.to(torch.int64)
@@ -75,13 +75,13 @@ def _add(words: torch.Tensor, place: int, multipliers: tuple[int, int], total: t
 
 @functools.cache
 def _kernel() -> Callable[[torch.Tensor, int, tuple[int, int], torch.Tensor], None] | None:
-    """Return :func:`_add` as one launch, or None where Triton cannot compile it: sums are the same bits then."""
+    """Return a kernel with the same bits as :func:`_add` in one launch; None if Triton cannot compile it."""
     try:
         from moevement_core.snapshot.triton_sums import add
 
         word, total = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.zeros(2, dtype=torch.int64, device="cuda")
         add(word, 1, _MULTIPLIERS, total)
-    except Exception as error:  # no Triton, no C compiler, a device that ptxas does not know: torch has the same sums
+    except Exception as error:  # no Triton, no C compiler, or a device unknown to ptxas: _add computes the same sums
         log.warning(f"state is digested by torch, in many launches: Triton does not work here ({error})")
         return None
     return add

@@ -1,7 +1,7 @@
-"""Ways of checkpointing: what is saved of the state when, and from what it is restored. Pure.
+"""Checkpointing strategies: pure code that plans what each snapshot holds and which snapshots restore a state.
 
-A new one is one file here and its test: a :class:`~moevement_core.policy.schedule.Schedule`, which says what each
-snapshot holds, and a :class:`Strategy`, which makes schedules.
+A new strategy is one file here and one test. The file has a :class:`~moevement_core.policy.schedule.Schedule`, which
+plans what each snapshot holds, and a :class:`Strategy`, which makes schedules.
 """
 
 from moevement_core.strategies.checkfreq import CheckFreq

@@ -1,9 +1,9 @@
-"""CheckFreq (FAST '21): everything to disk in two phases, as often as a cap on what it costs allows.
+"""CheckFreq (FAST '21): the whole state to disk in two phases, as often as a cap on its cost allows.
 
-The snapshot is copied to host memory beside the next iteration, and persisted from there in the background. The first
-iterations are profiled; then the interval is the shortest beside which a checkpoint is durable before the next one
-begins, and while it is monitored to cost more than the cap it grows. After a failure all ranks go back to the newest
-checkpoint that is durable on all of them, and iterations are run again, with the same batches.
+Each snapshot is copied to host memory beside the next iteration and written to disk from there in the background. The
+strategy profiles the first iterations. Then it takes the shortest interval in which a checkpoint is durable before the
+next one begins, and lengthens it while the measured cost is above the cap. After a failure all ranks go back to the
+newest checkpoint that is durable on all of them, and execute the iterations since then again with the same batches.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from moevement_core.strategies.dense import Dense
 from moevement_core.strategies.strategy import Measured
 
 OVERHEAD_CAP = 0.035
-"""Share of training time that checkpoints of CheckFreq may cost, by default."""
+"""Default share of training time that checkpoints of CheckFreq may cost."""
 
 
 class CheckFreq(Dense):
-    """Dense snapshots on disk alone.
+    """Strategy of CheckFreq: dense snapshots on disk only.
 
     Args:
         table: the operators of the stage.
-        interval: k, iterations; None: tuned.
+        interval: k, iterations between checkpoints; None to tune it.
         cap: share of training time that checkpoints may cost.
     """
 
@@ -38,7 +38,7 @@ class CheckFreq(Dense):
         self._has_profiled = False
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """The shortest interval that hides the checkpoint, first; then one that keeps to the cap."""
+        """Return the shortest interval that hides a checkpoint on the first call, then one that keeps to the cap."""
         full = self.heaviest_bytes
         checkpoint_s = full / measured.d2h_bytes_per_s + full / measured.disk_bytes_per_s
         hidden = hidden_interval(checkpoint_s, measured.delay_s, measured.iteration_s)
@@ -48,9 +48,9 @@ class CheckFreq(Dense):
         return (tuned_interval(now.size, hidden, measured.delay_s, measured.iteration_s, self.cap),)
 
     def learned(self) -> bool:
-        """Whether the first iterations have been profiled."""
+        """Return True if the first iterations have been profiled."""
         return self._has_profiled
 
     def adopt(self, learned: bool) -> None:
-        """Likewise."""
+        """Take over another rank's profiling state."""
         self._has_profiled = learned

@@ -1,4 +1,4 @@
-"""The flags of strategies: what is captured, and when."""
+"""Flags of strategies: what snapshots hold, and when they are taken."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moevement_core.strategies.strategy import Strategy
 
 
 class Recovery(StrEnum):
-    """How lost state is brought back."""
+    """Ways to restore lost state."""
 
     REPLAY = "replay"
     REDO = "redo"
@@ -35,18 +35,18 @@ class Recovery(StrEnum):
 
 
 class Selection(StrEnum):
-    """Which experts MoC-System saves."""
+    """Ways to select the experts that MoC-System saves."""
 
     SEQUENTIAL = "sequential"
     LOAD = "load"
 
 
 NO_STRATEGY = "none"
-"""The name of no strategy: nothing is saved."""
-EVERYTHING: dict[str, type[Dense]] = {one.name: one for one in (DenseToPeers, CheckFreq, Gemini)}
-"""The strategies that save everything at once."""
+"""Name that stands for no strategy: nothing is saved."""
+EVERYTHING: dict[str, type[Dense]] = {strategy.name: strategy for strategy in (DenseToPeers, CheckFreq, Gemini)}
+"""Strategies that save the whole state at once, by name."""
 PARTIAL = (MoC.name, MoEtion.name)
-"""Those that leave experts out."""
+"""Names of the strategies that leave experts out of snapshots."""
 
 
 def _iterations(name: str, text: str) -> int | None:
@@ -59,7 +59,7 @@ def _iterations(name: str, text: str) -> int | None:
 
 @dataclass(frozen=True)
 class StrategyConfig:
-    """What is captured, and when."""
+    """Configuration of the strategy: what snapshots hold, and when they are taken."""
 
     name: str = flag(
         "--moevement-strategy", choices=[MoEvement.name, *EVERYTHING, *PARTIAL, NO_STRATEGY], default=MoEvement.name,
@@ -85,7 +85,7 @@ class StrategyConfig:
         "that it holds)",
     )  # fmt: skip
     selection: Selection | None = flag(
-        "--moevement-selection", choices=[str(one) for one in Selection],
+        "--moevement-selection", choices=[str(selection) for selection in Selection],
         check=lambda name, value: None if value is None else Selection(value),
         help="which experts a snapshot holds, for --moevement-strategy moc. sequential: they have their turn; load: of "
         "each layer those with the most unsaved updates (default: sequential)",
@@ -116,7 +116,7 @@ class StrategyConfig:
         help="aligned: rollback of W to 2W iterations; rolling: of W, at more bytes (default: aligned)",
     )  # fmt: skip
     recovery: Recovery = flag(
-        "--moevement-recovery", choices=[str(one) for one in Recovery], default=str(Recovery.REPLAY),
+        "--moevement-recovery", choices=[str(recovery) for recovery in Recovery], default=str(Recovery.REPLAY),
         check=lambda name, value: Recovery(value),
         help="how lost state is brought back. replay: iterations are run again by the stages that lost it; redo: "
         "reduced gradients are logged at peers, too, and the lost rank alone makes its updates again; auto: redo where "
@@ -140,7 +140,7 @@ class StrategyConfig:
         help="operators are reordered when more than this fraction of the experts has changed (default: 0.25)",
     )  # fmt: skip
     has_experts: bool = True
-    """Whether the model has any."""
+    """True if the model has experts."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.name != MoEvement.name:
@@ -184,17 +184,17 @@ class StrategyConfig:
             raise ConfigError(
                 f"--moevement-dense-interval {self.interval}; needs a number of iterations, 1 to {MOST_PERIOD}"
             )
-        _ = self.ordering, self.thresholds  # which refuse what cannot be
+        _ = self.ordering, self.thresholds  # both raise ConfigError for impossible values
 
     @property
     def interval(self) -> int | None:
-        """K of a strategy that saves everything at once, iterations; None: as measured."""
+        """Iterations between snapshots, K; None if they are measured, or if the strategy has windows."""
         default = {DenseToPeers.name: FIRST_INTERVAL, MoC.name: INTERVAL, MoEtion.name: 1}.get(self.name)
         return default if self.dense_interval is None else self.dense_interval
 
     @property
     def selects(self) -> bool:
-        """Whether tokens decide which experts a rank saves."""
+        """True if routed tokens decide which experts a rank saves."""
         return self.name == MoEtion.name or self.selection is Selection.LOAD
 
     @property
@@ -206,42 +206,42 @@ class StrategyConfig:
 
     @property
     def kept_cap(self) -> float | None:
-        """The share that what is saved keeps to; None where nothing does."""
+        """Share of training time that saving keeps to; None if the strategy has no cap."""
         keeps = self.name in (MoEvement.name, DenseToPeers.name, CheckFreq.name)
         return self.cap if keeps or self.overhead_cap is not None else None
 
     @property
     def to_disk_alone(self) -> bool:
-        """Whether no peer is given a copy."""
+        """True if restore points are on disk only, and peers receive no copies."""
         return self.name in EVERYTHING and EVERYTHING[self.name].to_disk_alone
 
     @property
     def may_redo(self) -> bool:
-        """Whether updates may be made again in place of iterations."""
+        """True if a recovery may repeat updates and replay no iteration."""
         return self.recovery is not Recovery.REPLAY
 
     @property
     def logs_gradients(self) -> bool:
-        """Whether snapshots may hold gradients in the place of state."""
+        """True if snapshots may hold gradients in place of state."""
         return self.may_redo or (self.name == MoEtion.name and self.interval == 1)
 
     @property
     def ordering(self) -> OrderingConfig:
-        """By what operators are ordered."""
+        """Statistic that operators are ordered by."""
         default = Ordering.HARD_COUNT if self.has_experts else Ordering.BACK_TO_FRONT
         return OrderingConfig(Ordering(self.order or default), self.order_alpha)
 
     @property
     def thresholds(self) -> ReorderThresholds:
-        """When operators are reordered."""
+        """Thresholds of the change that triggers a new order."""
         return ReorderThresholds(self.reorder_threshold, self.reorder_fraction)
 
     def of(self, table: OperatorTable, most_experts: int | None = None) -> Strategy:
-        """Returns the strategy of a stage.
+        """Return the strategy of a stage.
 
         Args:
-            table: its operators.
-            most_experts: of the layer of the job that has the most; None: of these.
+            table: the operators of the stage.
+            most_experts: number of experts of the layer of the job that has the most; None for that of this stage.
         """
         if self.name == CheckFreq.name:
             return CheckFreq(table, self.interval, self.cap)

@@ -1,6 +1,6 @@
-"""Everything at once, every k iterations: what CheckFreq and Gemini save, and the smallest strategy there is.
+"""Dense strategies: the whole state every k iterations, as CheckFreq and Gemini save it.
 
-The measure of the seam: the engine knows schedules, and not this one.
+It is the smallest strategy. The engine handles it through the same interface as all others.
 """
 
 from __future__ import annotations
@@ -19,84 +19,89 @@ from moevement_core.snapshot.agreement import MOST_PERIOD
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 FIRST_INTERVAL = 10
-"""Iterations, before anything is measured."""
+"""Iterations between snapshots before anything is measured."""
 
 
 @dataclass(frozen=True, eq=False)
 class DenseSchedule(Schedule):
-    """Full state of every operator with ``state@start``, and again every ``interval`` iterations."""
+    """Schedule that saves full state of every operator at ``start`` and every ``interval`` iterations after it."""
 
     interval: int
 
     @property
     def size(self) -> int:
-        """The interval."""
+        """Number of iterations between snapshots."""
         return self.interval
 
     @property
     def snapshots(self) -> int:
-        """One."""
+        """Number of snapshots of a window, always 1."""
         return 1
 
     @property
     def is_dense(self) -> bool:
-        """Always."""
+        """True, because every snapshot is dense."""
         return True
 
     @cached_property
     def id(self) -> str:
-        """Of start, interval and operators."""
+        """Digest of start, interval and operator names, hexadecimal."""
         digest = hashlib.sha256(repr((self.start, "dense", self.interval)).encode())
         digest.update("\n".join(self.table.names).encode())
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Everything in the first slot, nothing in the others."""
+        """Return full state of all operators for slot 0, and None for all other slots."""
         return np.full(len(self.table), Saved.FULL, dtype=np.int8) if slot == 0 else None
 
     def last_of_run(self, first: int) -> int:
-        """A snapshot is enough by itself."""
+        """Return ``first``, because one snapshot is a whole run."""
         return first
 
     def may_begin_at(self, iteration: int) -> bool:
-        """With every snapshot."""
+        """Return True if ``SS_iteration`` is taken: every snapshot begins a run."""
         return self.slot(iteration) == 0
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """The persisted one, those that are taken before all ranks know of a newer one, and one that is written.
+        """Return how many snapshots a rank keeps: the persisted one, newer ones, and one that is written to disk.
 
-        One is taken in an iteration, reported in the next, and known to all in the one after.
+        The newer ones are those taken until all ranks know of another persisted snapshot. A snapshot is taken in one
+        iteration, reported in the next, and known to all ranks in the one after.
         """
         return 1 + -(-(2 + lag) // self.interval) + to_disk
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """Back to the oldest that is kept, one more that may have been left out, and the iteration under way."""
+        """Return how many iterations logs reach back at most.
+
+        They reach back to the oldest kept snapshot and one before it, which may have been left out, and include the
+        iteration under way.
+        """
         return (self.slots_kept(lag, to_disk=to_disk) + 1) * self.interval + lag + 1
 
     def most_replayed(self, lag: int) -> int:
-        """Back to the newest snapshot that peers have."""
+        """Return the most iterations that a recovery replays, from the newest snapshot that peers have."""
         return lag + self.interval
 
     def expected_rollback(self, lag: float) -> float:
-        """Half the interval, and the iteration in which a snapshot is copied."""
+        """Return the mean rollback, iterations: the lag, half the interval, and one in which the snapshot is copied."""
         return lag + self.interval / 2 + 1
 
     def with_windows_of(self, other: Schedule) -> DenseSchedule:
-        """The same iterations."""
+        """Return this schedule with the start and interval of ``other``."""
         return replace(self, start=other.start, interval=other.size)
 
     def starting_at(self, start: int) -> DenseSchedule:
-        """The same interval."""
+        """Return this schedule with another start."""
         return replace(self, start=start)
 
 
 class Dense(Strategy):
-    """Dense snapshots every so many iterations.
+    """Base of strategies that save dense snapshots at an interval.
 
     Args:
         table: the operators of the stage.
-        interval: k, iterations; None: as measured, where the strategy measures it.
-        cap: share of training time that saving may cost, where the interval is measured.
+        interval: k, iterations between snapshots; None to measure it.
+        cap: share of training time that saving may cost if the interval is measured.
     """
 
     def __init__(self, table: OperatorTable, interval: int | None, cap: float = OVERHEAD_CAP) -> None:
@@ -105,11 +110,11 @@ class Dense(Strategy):
         self.settled = interval is not None
 
     def first(self, start: int, most: int) -> DenseSchedule:
-        """The state that the run begins from is saved at once."""
+        """Return the schedule that begins with a snapshot of the state that the run begins from."""
         return DenseSchedule(self.table, self.interval or FIRST_INTERVAL, start=start)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """The interval that was measured, if it is another one."""
+        """Propose the measured interval if it differs from the current one."""
         if sizes is None:
             return Proposal([now], is_change=False)
         return Proposal([DenseSchedule(self.table, sizes[0]), now], is_change=sizes[0] != now.size)
@@ -121,16 +126,16 @@ class Dense(Strategy):
 
     @property
     def heaviest_bytes(self) -> int:
-        """Full state of the rank of the stage that has the most."""
+        """Bytes of full state on the rank of the stage that has the most."""
         return int(self.table.full.sum(axis=1).max())
 
 
 class DenseToPeers(Dense):
-    """Dense snapshots in the memory of peers, and on disk where that is wanted; lost stages alone roll back."""
+    """Strategy that keeps dense snapshots in peers' memory, and on disk if asked; only lost stages roll back."""
 
     name = "dense"
     is_tuned = True
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return :data:`FIRST_INTERVAL`, or a longer interval where links or the cap ask for one."""
+        """Return :data:`FIRST_INTERVAL`, or a longer interval if links or the cap on overhead need one."""
         return (max(FIRST_INTERVAL, self.affordable_interval(now, measured)),)

@@ -1,10 +1,10 @@
-"""GEMINI (SOSP '23): everything to the memory of the peers of a placement group, rarely to disk.
+"""GEMINI (SOSP '23): the whole state to the memory of the peers of a placement group, and rarely to disk.
 
-The whole state is copied to host memory and sent to the m - 1 other nodes of the rank's group
-(:mod:`moevement_core.replication.placement`, ``groups``), in chunks while training leaves the network alone
-(:mod:`moevement_core.replication.pace`); the interval is given, or the shortest in which a checkpoint is copied and
-sent. After a failure all ranks go back to the newest checkpoint that is whole for all of them: survivors to that in
-their own memory, replacements to a peer's copy, and to disk where a whole group was lost.
+The engine copies the whole state to host memory. Sender threads send it to the m - 1 other nodes of the rank's group
+(:mod:`moevement_core.replication.placement`, ``groups``), in chunks while training leaves the network idle
+(:mod:`moevement_core.replication.pace`). The interval is given, or is the shortest in which a checkpoint is copied and
+sent. After a failure all ranks go back to the newest checkpoint that is complete for all of them. Survivors load it
+from their own memory and replacements from a peer; all ranks load from disk if a whole group was lost.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from moevement_core.strategies.dense import Dense
 from moevement_core.strategies.strategy import Measured, Proposal
 
 PROFILED_WINDOWS = 3
-"""After which the interval is chosen: in the first, it is found out when training communicates; in the second, how long
-sending takes where it has to wait for that."""
+"""Windows that are measured before the interval is chosen.
+
+The first shows when training communicates. The second shows how long sends take that wait for idle spans.
+"""
 
 
 class Gemini(Dense):
-    """Dense snapshots in the memory of the rank itself and of its group; all ranks roll back.
+    """Strategy of GEMINI: dense snapshots in the memory of the rank and its group; all ranks roll back.
 
     Args:
         table: the operators of the stage.
-        interval: iterations; None: as measured.
-        cap: share of training time that saving may cost, where the interval is measured; None: the paper has none.
+        interval: iterations between snapshots; None to measure it.
+        cap: share of training time that saving may cost if the interval is measured; None for no cap, as in the paper.
     """
 
     name = "gemini"
@@ -41,13 +43,13 @@ class Gemini(Dense):
         super().__init__(table, interval, OVERHEAD_CAP if cap is None else cap)
         self._is_capped = cap is not None
         self._profiled = 0
-        """Windows that were measured."""
+        """Number of windows measured so far."""
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the shortest interval in which a checkpoint is copied and sent to every peer, and that a cap on
-        overhead allows, if one is given; and the window it is.
+        """Return the shortest possible interval, and the number of windows measured, this one included.
 
-        Which window: ranks that are new, and stages of which nobody is left, learn it from the others.
+        In the interval a checkpoint is copied and sent to every peer, and keeps to the cap on overhead if one is given.
+        Replacements, and stages without a survivor, learn the number from other ranks.
         """
         full = self.heaviest_bytes
         checkpoint_s = full / measured.d2h_bytes_per_s
@@ -59,7 +61,7 @@ class Gemini(Dense):
         return hidden, self._profiled + 1
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """The interval, once all is measured that it depends on."""
+        """Propose the interval after :data:`PROFILED_WINDOWS` windows have been measured."""
         if sizes is not None:
             self._profiled = sizes[1]
         is_known = self._profiled >= PROFILED_WINDOWS
@@ -67,9 +69,9 @@ class Gemini(Dense):
         return super().propose(now, sizes if is_known else None)
 
     def learned(self) -> Any:
-        """Plain data."""
+        """Return the number of measured windows as plain data."""
         return {"profiled": self._profiled}
 
     def adopt(self, learned: Any) -> None:
-        """Likewise."""
+        """Take over another rank's number of measured windows."""
         self._profiled = learned["profiled"]

@@ -1,8 +1,8 @@
-"""MoC-System (ASPLOS '25): everything but the experts, and K of the E experts of each layer, every few iterations.
+"""MoC-System (ASPLOS '25): all state but the experts, and K of the E experts of each layer, every few iterations.
 
-After a failure all ranks go back to the newest checkpoint; experts that it leaves out come from the newest one before
-it that has them. Updates in between are lost, so training goes on, but not with the bits of a failure-free run, unless
-K = E. The tokens behind those updates are counted, and K is doubled while their share grows beyond its limit.
+After a failure all ranks go back to the newest checkpoint. Experts that it leaves out are restored from the newest
+earlier checkpoint that has them. Updates in between are lost, so the bits of a failure-free run are lost too, unless K
+= E. The strategy counts the tokens behind these updates, and doubles K while their share is beyond its limit.
 """
 
 from __future__ import annotations
@@ -35,24 +35,30 @@ from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
 
 INTERVAL = 10
-"""Iterations, by default."""
+"""Default number of iterations between checkpoints."""
 
 
 @dataclass(frozen=True, eq=False)
 class PartialSchedule(VersionSchedule):
-    """Everything but the experts every ``interval`` iterations, and ``experts`` of each layer in turn."""
+    """Schedule of all state but the experts every ``interval`` iterations, and ``experts`` of each layer in turn."""
 
     experts: int
-    """K."""
+    """Number of experts of each layer in a snapshot, K."""
     most: int
-    """E, of the layer of the job that has the most: all stages have as many snapshots in a run."""
+    """Number of experts of the layer of the job that has the most, E.
+
+    All stages use the same E, so their runs have the same number of snapshots.
+    """
     persisted: int | None = None
-    """K of what is written to disk; None: all that a snapshot holds."""
+    """Number of experts of each layer that are written to disk of a snapshot; None for all that it holds."""
     turn: int = 0
-    """Whose turn is the first."""
+    """Number of the turn of the first snapshot."""
     history: int = 0
-    """Another one after each recovery that lost updates: what was saved later than where the job went back to is of no
-    use any more, and has another :attr:`id`."""
+    """Number that changes with each recovery that lost updates.
+
+    Snapshots from after the restored iteration are useless then, and the new number gives later ones another
+    :attr:`id`.
+    """
 
     @cached_property
     def _turns(self) -> dict[int, list[int]]:
@@ -60,12 +66,12 @@ class PartialSchedule(VersionSchedule):
 
     @cached_property
     def checkpoints(self) -> int:
-        """Until every expert is in one: ``ceil(E / K)``."""
+        """Number of snapshots until every expert is in one, ``ceil(E / K)``."""
         return math.ceil(self.most / self.experts)
 
     @cached_property
     def size(self) -> int:
-        """Iterations until the same experts have their turn in the same checkpoint again."""
+        """Iterations until turns, and those of writes to disk, repeat from the beginning."""
         layers = {self.most, *map(len, self._turns.values())}
         return (
             self.interval * math.lcm(*(experts // math.gcd(experts, self.experts) for experts in layers)) * self._rounds
@@ -73,43 +79,43 @@ class PartialSchedule(VersionSchedule):
 
     @property
     def _rounds(self) -> int:
-        """Of how many of its turns an expert is written to disk once."""
+        """Number of its turns among which an expert is written to disk once."""
         return 1 if self.persisted is None else math.ceil(self.experts / min(self.persisted, self.experts))
 
     @property
     def snapshots(self) -> int:
-        """Those of a run."""
+        """Number of snapshots of a run."""
         return self.checkpoints
 
     @property
     def is_dense(self) -> bool:
-        """Whether no expert is left out."""
+        """True if no expert is left out."""
         return self.experts >= self.most
 
     @property
     def reorders(self) -> bool:
-        """Never."""
+        """False: popularity does not decide the turns."""
         return False
 
     @cached_property
     def id(self) -> str:
-        """Of everything in it."""
-        its = (
+        """Digest of all fields and of the operator names, hexadecimal."""
+        fields = (
             self.start, "partial", self.interval, self.experts, self.most, self.persisted, self.turn, self.history
         )  # fmt: skip
-        digest = hashlib.sha256(repr(its).encode())
+        digest = hashlib.sha256(repr(fields).encode())
         digest.update("\n".join(self.table.names).encode())
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Everything but the experts whose turn it is not."""
+        """Return full state of all operators but the experts whose turn it is not; None if no snapshot is taken."""
         turn, rest = divmod(slot, self.interval)
         if rest:
             return None
         return self._with(chosen(self._turns, self.experts, self.turn + turn))
 
     def on_disk_of_slot(self, slot: int) -> Contents | None:
-        """Of the experts whose turn it is, those that have waited for the most turns."""
+        """Return the contents to write to disk, with the experts that have waited longest; None for all contents."""
         turn, rest = divmod(slot, self.interval)
         return None if rest or self.persisted is None else self._with(self._on_disk[turn])
 
@@ -124,33 +130,33 @@ class PartialSchedule(VersionSchedule):
         return contents
 
     def with_windows_of(self, other: Schedule) -> PartialSchedule:
-        """As many experts as often."""
+        """Return ``other`` for the operators of this stage."""
         assert isinstance(other, PartialSchedule)
         return replace(other, table=self.table)
 
     def after(self, iteration: int, history: int) -> PartialSchedule:
-        """What comes after ``SS_iteration`` where the job has gone back to it; turns go on."""
+        """Return the schedule that continues the turns after ``SS_iteration``, to which the job went back."""
         turn = self.turn + self.slot(iteration) // self.interval + 1
         return replace(self, start=iteration + self.interval, turn=turn, history=history)
 
     def starting_at(self, start: int) -> PartialSchedule:
-        """The same from another iteration on."""
+        """Return this schedule with another start."""
         return replace(self, start=start)
 
 
 class MoC(Strategy):
-    """Some of the experts in every checkpoint; all ranks go back to the newest version of each.
+    """Strategy that saves some experts in every checkpoint; all ranks go back to the newest version of each.
 
     Args:
         table: the operators of the stage.
         interval: iterations between checkpoints.
-        experts: K, of each layer; None: an eighth.
-        most: E, of the layer of the job that has the most; None: of this stage.
-        persisted: how many of these are written to disk; None: all.
-        limit: the share of lost tokens up to which K stays as it is; see :mod:`moevement_core.policy.dynamic_k`.
+        experts: K, experts of each layer in a checkpoint; None for an eighth.
+        most: E, number of experts of the layer of the job that has the most; None for that of this stage.
+        persisted: number of experts of each layer that are written to disk of a checkpoint; None for all that it holds.
+        limit: share of lost tokens beyond which K grows; see :mod:`moevement_core.policy.dynamic_k`.
 
     Raises:
-        ConfigError: it takes too long until every expert has had its turn.
+        ConfigError: too many iterations pass until every expert has been saved.
     """
 
     name = "moc"
@@ -175,7 +181,7 @@ class MoC(Strategy):
         self.account = TokenAccount.empty(len(table))
         self._dynamic = DynamicK.of(experts, self.most, limit)
         self.experts = self._dynamic.first
-        """K: doubled when too many tokens were lost."""
+        """Number of experts of each layer in a checkpoint, K, which doubles when too many tokens are lost."""
         if (reach := math.ceil(self.most / self.experts) * interval) > MOST_REACH:
             raise ConfigError(
                 f"--moevement-snapshot-experts {self.experts} of {self.most} every {interval} iterations: every expert "
@@ -183,20 +189,20 @@ class MoC(Strategy):
             )
 
     def first(self, start: int, most: int) -> PartialSchedule:
-        """The state that the run begins from is saved whole, in as many snapshots as a run has."""
+        """Return the schedule whose first run holds the whole state that the job begins from."""
         schedule = PartialSchedule(self.table, self.interval, self.experts, self.most, self.persisted)
         return schedule.starting_at(start - (schedule.checkpoints - 1) * self.interval)
 
     def observe(self, counts: Scores) -> None:
-        """Tokens are counted to the last one."""
+        """Add routed tokens to the account of each expert."""
         self.account = self.account.with_routed(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """K, of the stage that has lost the most."""
+        """Return the K that losses of this stage ask for."""
         return (self.experts,)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """The K of all stages, if it is another one."""
+        """Propose the largest K of all stages if it differs from the current K."""
         assert isinstance(now, PartialSchedule)
         if sizes is None:
             return Proposal([now], is_change=False)
@@ -204,11 +210,14 @@ class MoC(Strategy):
         return Proposal([replace(now, experts=sizes[0]), now], is_change, reorders=is_change)
 
     def caution(self) -> str | None:
-        """Where experts are left out."""
+        """Return a warning if checkpoints leave experts out."""
         return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Go on with the account of the checkpoint, and write off what versions before it had not got."""
+        """Return the tokens that restored versions of experts lack, and continue from the checkpoint's account.
+
+        K grows if too many tokens are lost.
+        """
         account = _account(learned[run.last])
         self.experts = max(self.experts, learned[run.last]["experts"])
         versions = kept_at(run.version_at, learned)
@@ -218,25 +227,25 @@ class MoC(Strategy):
         return lost
 
     def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
-        """What was saved later is of a history that is no more; the same turns, and another name."""
-        # Those of a state that comes from disk may be forgotten; what is there of snapshots says what they hold.
-        before = [one for one in schedules if one.start <= iteration]
+        """Return the schedules up to ``iteration``, and one that continues their turns under another ``history``."""
+        # A state from disk may be older than all remembered schedules; its snapshots record what they hold.
+        before = [schedule for schedule in schedules if schedule.start <= iteration]
         before = before or [schedules[0].starting_at(iteration - schedules[0].reach)]
         last = before[-1]
         assert isinstance(last, PartialSchedule)
         return [*before, last.after(iteration, history)]
 
     def learned(self) -> Any:
-        """Tokens, and K."""
+        """Return token counts and K as plain data."""
         return {"routed": self.account.routed, "lost": self.account.lost, "experts": self.experts}
 
     def adopt(self, learned: Any) -> None:
-        """Likewise."""
+        """Take over the token counts and K of another rank."""
         self.account, self.experts = _account(learned), learned["experts"]
 
 
 def caution_of(experts: int, most: int) -> str | None:
-    """What who runs the job should know where K of E experts are saved; None where all are."""
+    """Return a warning for K saved experts of E; None if every expert is saved."""
     if experts >= most:
         return None
     return (

@@ -1,4 +1,4 @@
-"""MoC-System with load-aware selection: of each layer the K experts with the most unsaved updates (section 3.2)."""
+"""MoC-System with load-aware selection: the K experts of each layer with the most unsaved updates (section 3.2)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from moevement_core.strategies.strategy import Measured
 
 
 class MoCByLoad(Selecting):
-    """The experts of each layer with the most unsaved updates; all ranks go back to the newest version of each.
+    """Strategy that saves the experts of each layer with the most unsaved updates.
+
+    After a failure all ranks go back to the newest version of each expert.
 
     Args:
         table: the operators of the stage.
         interval: iterations between snapshots.
-        experts: K, of each layer; None: an eighth.
-        most: E, of the layer of the job that has the most; None: of this stage.
-        limit: the share of lost tokens up to which K stays as it is.
+        experts: K, experts of each layer in a snapshot; None for an eighth.
+        most: E, number of experts of the layer of the job that has the most; None for that of this stage.
+        limit: share of lost tokens beyond which K grows.
 
     Raises:
-        ConfigError: it takes too long until every expert has been saved.
+        ConfigError: too many iterations pass until every expert has been saved.
     """
 
     name = "moc-by-load"
@@ -48,36 +50,36 @@ class MoCByLoad(Selecting):
         super().__init__(table, interval, self._dynamic.first, most)
         self.settled = False
         self._wanted = self.experts
-        """K as this stage's losses have it; in force when all stages know."""
+        """K that losses of this stage ask for; the largest of all stages comes into force."""
 
     def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
-        """K of each layer."""
+        """Return the K experts of each layer with the most tokens at risk."""
         return most_of_each_layer(self.table, risk, due, self.experts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """K, of the stage that has lost the most."""
+        """Return the K that losses of this stage ask for."""
         return (self._wanted,)
 
     def take(self, sizes: tuple[int, ...]) -> None:
-        """K of all stages."""
+        """Use the largest K of all stages."""
         self.experts = sizes[0]
 
     def caution(self) -> str | None:
-        """Where experts are left out."""
+        """Return a warning if snapshots leave experts out."""
         return caution_of(self.experts, self.most)
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """And K is doubled, where too much is lost."""
+        """Return the lost tokens, restore K, and let it grow if too many tokens are lost."""
         lost = super().restored(run, learned)
         self.experts = learned[run.last]["experts"]
         self._wanted = self._dynamic.after(max(self._wanted, self.experts), lost.proportion)
         return lost
 
     def learned(self) -> Any:
-        """Plain data."""
+        """Return the learned state and the wanted K as plain data."""
         return {**super().learned(), "wanted": self._wanted}
 
     def adopt(self, learned: Any) -> None:
-        """Likewise."""
+        """Take over the learned state and the wanted K of another rank."""
         super().adopt(learned)
         self._wanted = learned["wanted"]

@@ -1,8 +1,9 @@
-"""MoEtion: everything but the experts in every snapshot, and the S of E experts with the most tokens at risk.
+"""MoEtion: all state but the experts in every snapshot, and the S of E experts with the most tokens at risk.
 
-An expert that the snapshot before holds, too, is there by its gradients alone: whoever restores it makes its updates
-again (sections 4.3 and 5.2, Algorithms 1 and 3). After a failure all ranks go back to the newest snapshot, and each
-expert to its newest version; updates in between are lost, and the tokens behind them counted, unless S = E.
+A snapshot holds only gradients of an expert that the previous snapshot holds too; a rank that restores the expert
+repeats its updates (sections 4.3 and 5.2, Algorithms 1 and 3). After a failure all ranks go back to the newest
+snapshot, and each expert to its newest version. Updates in between are lost unless S = E, and the strategy counts the
+tokens behind them.
 """
 
 from __future__ import annotations
@@ -24,20 +25,23 @@ from moevement_core.strategies.strategy import Measured
 from moevement_core.strategies.versions import MOST_REACH
 
 FIRST_SHARE = 4
-"""Of the experts a quarter is saved until bandwidths are measured: S is 25% to 40% of E in section 4.1."""
+"""Divisor of E that gives S until bandwidths are measured.
+
+In section 4.1 of the paper S is 25% to 40% of E.
+"""
 
 
 class MoEtion(Selecting):
-    """The experts with the most tokens at risk in every snapshot.
+    """Strategy that saves the experts with the most tokens at risk in every snapshot.
 
     Args:
         table: the operators of the stage.
-        interval: iterations between snapshots. Gradients take the place of state where it is 1, as in the paper.
-        experts: S, of each layer on average; None: as many as both budgets carry.
-        most: E, of the layer of the job that has the most; None: of this stage.
+        interval: iterations between snapshots; with 1, as in the paper, gradients may replace state.
+        experts: S, mean number of experts of each layer in a snapshot; None for as many as both budgets carry.
+        most: E, number of experts of the layer of the job that has the most; None for that of this stage.
 
     Raises:
-        ConfigError: it takes too long until every expert has been saved.
+        ConfigError: too many iterations pass until every expert has been saved.
     """
 
     name = "moetion"
@@ -51,16 +55,16 @@ class MoEtion(Selecting):
         self.settled = self._is_given = experts is not None
         self._layers = len(set(table.layers[table.is_expert].tolist()))
         self._owed: Tokens = np.zeros(len(table), dtype=np.int64)
-        """Tokens that recoveries cost each expert and that more room has not let in yet."""
+        """Tokens that recoveries cost each expert, less those that extra capacity has admitted since."""
 
     def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
-        """Shared over the layers by their tokens (Algorithm 1)."""
+        """Return the experts of all layers with the most tokens at risk, shared out by layer (Algorithm 1)."""
         return most_at_risk(self.table, risk, due, self.experts * self._layers)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """How many experts of each layer neither budget has room for (section 4.2), on the rank that has the least.
+        """Return the number of experts of each layer that a snapshot has to leave out on this rank (section 4.2).
 
-        What is left for experts is what the state beside them does not take; the paper does not count that.
+        Both budgets first pay for the state beside the experts, which the paper does not count.
         """
         expert, other = (self.table.full[:, mask].sum(axis=1) for mask in (self.table.is_expert, ~self.table.is_expert))
         budget = (
@@ -69,18 +73,19 @@ class MoEtion(Selecting):
             * min(measured.d2h_bytes_per_s, measured.replication_bytes_per_s / max(1, measured.replicas))
         )
         carried = min(
-            (max(0.0, budget - beside) / its for beside, its in zip(other, expert, strict=True) if its), default=1.0
+            (max(0.0, budget - beside) / nbytes for beside, nbytes in zip(other, expert, strict=True) if nbytes),
+            default=1.0,
         )
-        # Every expert's full state within MOST_REACH; see :attr:`span`.
+        # The full state of every expert has to be saved within MOST_REACH; see :attr:`span`.
         fewest = math.ceil(self.most / max(1, MOST_REACH // self.interval // 2))
         return (self.most - max(fewest, math.floor(self.most * min(1.0, carried))),)
 
     def take(self, sizes: tuple[int, ...]) -> None:
-        """S, of the rank that can save the fewest."""
+        """Set S to that of the rank that can save the fewest experts."""
         self.experts = self.most - sizes[0]
 
     def caution(self) -> str | None:
-        """Where experts may be left out."""
+        """Return a warning if snapshots leave experts out, or may do so."""
         if self.experts >= self.most and self.settled:
             return None
         how_many = f"{self.experts} of {self.most}" if self.settled else f"as many of {self.most} as is measured"
@@ -89,25 +94,25 @@ class MoEtion(Selecting):
             "updates of the others, and what is trained after it is not what would have been trained without it"
         )
 
-    # More room (section 6)
+    # Extra capacity (section 6)
 
     def short_of_tokens(self) -> Collection[str]:
-        """Those that a recovery cost updates, until as many tokens more have come."""
+        """Return the experts that lost tokens in a recovery, until extra capacity has repaid them."""
         return [self.table.names[place] for place in np.flatnonzero(self._owed)]
 
     @property
     def tokens_owed(self) -> int:
-        """Of all of them."""
+        """Tokens that extra capacity still owes to all experts of the stage."""
         return int(self._owed.sum())
 
     def let_in(self, tokens: Scores) -> None:
-        """They are repaid."""
+        """Subtract the tokens that extra capacity admitted from the tokens owed."""
         self._owed = np.maximum(0, self._owed - np.rint(tokens).astype(np.int64))
 
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """As of the newest snapshot."""
+        """Return the lost tokens, add them to those owed, and continue with the snapshot's S and account."""
         then = learned[run.last]
         if not self._is_given:
             self.experts, self.settled = then["experts"], then["settled"]
@@ -118,16 +123,16 @@ class MoEtion(Selecting):
         return lost
 
     def learned(self) -> Any:
-        """Plain data."""
+        """Return the learned state and the tokens owed as plain data."""
         return {**super().learned(), "settled": self.settled, "owed": self._owed}
 
     def adopt(self, learned: Any) -> None:
-        """Likewise."""
+        """Take over the learned state and the tokens owed of another rank."""
         super().adopt(learned)
         self._owed = _owed(learned, len(self.table))
 
 
 def _owed(learned: Mapping[str, Any], operators: int) -> Tokens:
-    """Nothing in windows on disk from before there was anything to be owed."""
+    """Return the tokens owed to each expert; zeros for windows on disk that were written without them."""
     owed: Tokens = learned["owed"].copy() if "owed" in learned else np.zeros(operators, dtype=np.int64)
     return owed

@@ -1,7 +1,8 @@
-"""MoEvement (section 3): the state in slices, one each iteration, the most popular experts last.
+"""MoEvement (section 3): the state in slices, one in each iteration, with the most popular experts in the last ones.
 
-How many slices a window has follows from copies from device to host (the paper's Algorithm 1). Where links, or the cap
-on what saving may cost, do not carry window after window, iterations without a snapshot come between them.
+The number of slices of a window follows from the bandwidth of copies from device to host (the paper's Algorithm 1).
+Iterations without a snapshot come between windows if links, or the cap on the cost of saving, do not carry windows
+without a rest.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 FIRST_WINDOW = 8
-"""W before anything is measured."""
+"""Snapshots of a window, W, before anything is measured."""
 NEAR = (0.8, 1.25)
-"""Shares of the period in force between which another one is no change: measurements move to and fro."""
+"""Least and largest ratio to the period in force at which a new period is ignored, because measurements fluctuate."""
 
 
 class MoEvement(Strategy):
-    """Sparse windows, in an order and of a size that follow the run.
+    """Strategy of sparse windows whose order and size follow measurements.
 
     Args:
         table: the operators of the stage.
-        kind: of the windows.
-        size: W, with no rest between windows; None: both as measured.
-        ordering: by what operators are ordered.
-        thresholds: when they are reordered.
+        kind: kind of the windows.
+        size: W, in windows without a rest between them; None to measure W and the rest.
+        ordering: statistic that operators are ordered by.
+        thresholds: thresholds of the change that triggers a new order.
         cap: share of training time that saving may cost.
     """
 
@@ -56,27 +57,29 @@ class MoEvement(Strategy):
         self.settled = size is not None
 
     def first(self, start: int, most: int) -> SparseSchedule:
-        """One window comes before ``start``, which holds the state that the run begins from."""
+        """Return the schedule with one window before ``start``, which holds the state that the run begins from."""
         size = min(self.size or FIRST_WINDOW, most)
         return self._schedule(self.popularity.order(), size).starting_at(start - size)
 
     def observe(self, counts: Scores) -> None:
-        """Add to the popularity of the experts."""
+        """Add routed tokens to the popularity of the experts."""
         self.popularity.observe(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the fewest snapshots of a window that copies from the device carry one by one, and the shortest period
-        that links and the cap allow.
+        """Return W and the period that this rank's measurements ask for.
+
+        W is the fewest snapshots of a window that copies from the device carry, each in one iteration. The period is
+        the fewest iterations from one window to the next that the links and the cap allow.
         """
         assert isinstance(now, SparseSchedule)
         return self.sizes(self._order(now), measured, now.mean_bytes)
 
     def sizes(self, order: Order, measured: Measured, now_bytes: float) -> tuple[int, int]:
-        """Return W and period for an order of the operators; see :meth:`wanted_sizes`.
+        """Return W and the period for an order of the operators, as :meth:`wanted_sizes` explains.
 
         Args:
-            order: of the operators.
-            measured: by this rank.
+            order: order of the operators.
+            measured: measurements of this rank.
             now_bytes: bytes that an iteration saves now, a mean over a window.
         """
         if self.size is not None:
@@ -87,7 +90,10 @@ class MoEvement(Strategy):
         return window.size, shortest_period(window_bytes, window.size, to_save, MOST_PERIOD)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Another order where enough experts have changed, and the window asked for; or the order alone."""
+        """Propose the new order and the measured window, or else the new order with the current window.
+
+        The order changes only if enough experts have changed their popularity.
+        """
         assert isinstance(now, SparseSchedule)
         size, period = now.window.size, now.size
         if sizes is not None and not is_near(now, *sizes):
@@ -98,16 +104,16 @@ class MoEvement(Strategy):
         return Proposal(schedules, is_change=is_change, reorders=reorders)
 
     def accept(self, proposal: Proposal) -> None:
-        """Compare with the popularity of now, from here on."""
+        """Make the present popularity the reference for the next reorder if ``proposal`` reorders operators."""
         if proposal.reorders:
             self.trigger.ordered(self.popularity.scores)
 
     def learned(self) -> tuple[Scores, Scores | None]:
-        """Popularity, and that which the order in force was made from."""
+        """Return the popularity of experts, now and when the order in force was made."""
         return self.popularity.scores, self.trigger.reference
 
     def adopt(self, learned: Any) -> None:
-        """Both of them."""
+        """Take over both popularities from another rank."""
         self.popularity.scores, self.trigger.reference = learned
 
     def _reorders(self) -> bool:
@@ -123,6 +129,6 @@ class MoEvement(Strategy):
 
 
 def is_near(now: SparseSchedule, size: int, period: int) -> bool:
-    """Return whether a window of ``size`` snapshots every ``period`` iterations is about what is in force."""
+    """Return True if a window of ``size`` snapshots every ``period`` iterations is close to the one in force."""
     least, most = NEAR
     return size == now.window.size and least * now.size <= max(size, period) <= most * now.size

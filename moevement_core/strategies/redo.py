@@ -1,13 +1,13 @@
-"""Gradients beside slices of full state: what is lost is restored by updates that are made again, without a replay.
+"""Redo: gradients beside slices of full state, so that a recovery repeats updates and replays no iteration.
 
-Slot ``(t - start) mod W`` is saved with ``state@t``: full state of the slot's operators, and of all others the
-gradients that the update to ``state@t`` was made from. Any W consecutive snapshots restore the state of the last of
-them (:mod:`moevement_core.policy.redo`), so a failure costs the iterations by which copies lag and not a window.
+Slot ``(t - start) mod W`` is saved with ``state@t``. It holds full state of the slot's operators, and of all others the
+gradients of the update to ``state@t``. Any W consecutive snapshots restore the state of the last of them
+(:mod:`moevement_core.policy.redo`). So a failure costs only the iterations by which copies lag, and not a window.
 
-An update is elementwise, so it can be made again from its inputs anywhere, bit for bit. Gradients that peers apply to a
-copy are MoEtion's (its section 5.2); logs of gradients between checkpoints are in GoCkpt (arXiv 2511.07035), Checkmate
-(NSDI '26) and LowDiff (arXiv 2509.04084), and write-ahead logs of databases are older than all of them. What is new is
-the slice of full state in every snapshot, and with it a restore of the lost rank alone that is exact and verified.
+An update is elementwise, so any rank can repeat it from its inputs, bit for bit. Prior work logs gradients too: in
+MoEtion peers apply them to a copy (its section 5.2), and GoCkpt (arXiv 2511.07035), Checkmate (NSDI '26) and LowDiff
+(arXiv 2509.04084) log those between checkpoints; write-ahead logs of databases are older than all of them. New here is
+the slice of full state in every snapshot. With it the lost rank alone is restored, exactly and verified.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from moevement_core.strategies.sparse import SparseSchedule
 from moevement_core.strategies.strategy import Measured, Proposal, Strategy
 
 BY_REPLAY, BY_REDO = "recovery by replay", "recovery by redo"
-"""The ways to recover, as they are said to who runs the job."""
+"""Names of the two ways to recover in log lines."""
 NOT_CARRIED = 1 << 20
-"""In the place of a window: a slot of none is copied and sent while an iteration runs."""
+"""Value that replaces W if no W has slots that are copied and sent within an iteration."""
 
 
 def order_of(table: OperatorTable) -> Order:
-    """That of the table, but for the experts of a layer, which come by their numbers with reversed bits.
+    """Return the order of the table, but with the experts of each layer by their numbers with reversed bits.
 
-    A rank holds experts whose numbers follow each other, so each has about as much in every slot as the others,
-    whatever their number. Evened over the ranks that there are the order would change with a job's size, and it would
-    fall back to an earlier run.
+    A rank holds experts with consecutive numbers. Reversed bits spread these over the slots, so every rank has about
+    equal bytes in each slot. The order does not depend on the number of ranks: otherwise it would change when the job
+    changes its size, and the job would fall back to an earlier run.
     """
     order = np.arange(len(table))
     for layer in np.unique(table.layers[table.is_expert]):
@@ -51,18 +51,20 @@ def order_of(table: OperatorTable) -> Order:
 
 @dataclass(frozen=True, eq=False)
 class RedoSchedule(SparseSchedule):
-    """Full state of a slice of the operators in every iteration, gradients of all others."""
+    """Schedule with full state of a slice of the operators in every iteration, and gradients of all others."""
 
     supersedes = True
 
     @classmethod
     def of(cls, table: OperatorTable, size: int, start: int = 0, rest: int = 0) -> RedoSchedule:
-        """Slots about equally heavy, on every rank; all operators are restored alike, so none comes first.
+        """Return a schedule whose slots are about equally heavy on every rank.
+
+        Popularity does not matter, because all operators are restored alike.
 
         Args:
             table: the operators of the stage.
-            size: W, iterations.
-            start: the iteration whose state the first snapshot holds.
+            size: W, snapshots of a window.
+            start: iteration whose state the first snapshot holds.
             rest: iterations without a snapshot after a window.
         """
         order = order_of(table)
@@ -71,66 +73,80 @@ class RedoSchedule(SparseSchedule):
 
     @cached_property
     def id(self) -> str:
-        """Of start, window, rest and order."""
+        """Digest of start, window, rest and order, hexadecimal."""
         digest = hashlib.sha256(repr((self.start, "redo", self.window.ends, self.rest)).encode())
         digest.update("\n".join(self.table.names[place] for place in self.order).encode())
         return digest.hexdigest()[:16]
 
     @property
     def reorders(self) -> bool:
-        """Never: popularity is of no use."""
+        """False: popularity does not decide the order."""
         return False
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Return full state of the slot's operators and gradients of all others; None in the rest of a window."""
+        """Return full state of the slot's operators and gradients of others; None in the rest of a window."""
         if slot >= self.window.size:
             return None
         full = self.slot_of_operator == slot
         return np.where(full, np.int8(Saved.FULL), np.int8(Saved.GRADIENT))
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """What is run again begins where a persisted run ends; after a gap that is a window ago and a run."""
+        """Return how many iterations logs reach back at most.
+
+        A recovery executes iterations again from the end of a persisted run. After a gap that end is a window and a run
+        ago.
+        """
         return (2 if self.rest else 1) * self.size + 3 + 2 * lag
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """What is run again begins where the persisted run ends: after what is copied, reported and known.
+        """Return how many iterations logs reach back while nothing fails.
 
-        With a rest that is up to a window ago, and copies of the newest window take as long to arrive.
+        A recovery executes iterations again from the end of the persisted run. Later snapshots are being copied,
+        reported or acknowledged, or lag. If windows have a rest, the run may have ended a window ago, and copies of the
+        newest window take as long to arrive.
         """
         return 3 + lag + (2 * self.size if self.rest else 0)
 
     def replayed_after(self, run: tuple[int, int]) -> int:
-        """From the last snapshot of the run on."""
+        """Return the last snapshot of the run: iterations after it are executed again."""
         return run[1]
 
     def most_replayed(self, lag: int) -> int:
-        """What peers do not have yet: ``SS_(T-1-L)`` is the newest that they may have."""
+        """Return the most iterations that a recovery replays.
+
+        They are those after ``SS_(T-1-L)``, the newest snapshot that peers may have.
+        """
         return lag + 1 + (self.size if self.rest else 0)
 
     def expected_rollback(self, lag: float) -> float:
-        """The iterations that peers do not have yet, half of the rest, and half of the interrupted one."""
+        """Return the mean rollback, iterations.
+
+        It is the iterations that peers do not have yet, half of the rest, and half of the interrupted iteration.
+        """
         return lag + 1.5 + 0.5 * self.rest
 
     def digested_once_a_window(self, iteration: int) -> tuple[str, ...]:
-        """Those of the next slot: of all operators they are restored by the most updates."""
+        """Return the operators of the next slot, which need the most updates of all in a recovery."""
         return self.active((self.slot(iteration) + 1) % self.window.size)
 
     def for_operators_of(self, other: SparseSchedule) -> RedoSchedule:
-        """Windows of this size, of the operators of ``other``."""
+        """Return windows of this size and rest for the operators of ``other``."""
         return self.of(other.table, self.window.size, self.start, self.rest)
 
     def starting_at(self, start: int) -> RedoSchedule:
-        """The same window."""
+        """Return this schedule with another start."""
         return replace(self, start=start)
 
 
 class Redo(Strategy):
-    """Full state and gradients, where that fits into host memory and is carried; MoEvement's windows where it does not.
+    """Strategy that saves full state and gradients, or MoEvement's windows if those do not fit.
+
+    Gradients have to fit into host memory, and copies and links have to carry them.
 
     Args:
         table: the operators of the stage.
-        windows: what is done without gradients.
-        is_chosen: whether gradients are logged whatever is measured; otherwise only where they are carried.
+        windows: strategy of the windows without gradients.
+        is_chosen: True to log gradients whatever is measured; False to log them only where they are carried.
     """
 
     name = "moevement"
@@ -144,23 +160,27 @@ class Redo(Strategy):
         self._why = ""
 
     def first(self, start: int, most: int) -> SparseSchedule:
-        """Windows with gradients, if they are wanted whatever is measured."""
+        """Return windows with gradients if the user chose redo, and windows without them otherwise."""
         size = min(self.windows.size or FIRST_WINDOW, most)
         if not self.is_chosen:
             return self.windows.first(start, most)
         return RedoSchedule.of(self.table, size, start - size)
 
     def first_without(self, start: int, most: int) -> SparseSchedule | None:
-        """MoEvement's windows take less host memory where gradients are heavier than compute weights."""
+        """Return windows without gradients as the alternative for lack of host memory; None if they come first.
+
+        They need less memory if gradients are heavier than compute weights.
+        """
         return self.windows.first(start, most) if self.is_chosen else None
 
     def observe(self, counts: Scores) -> None:
-        """Windows have an order, should gradients be given up."""
+        """Add routed tokens to the popularity that orders windows without gradients."""
         self.windows.observe(counts)
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """Return the fewest snapshots of a window with gradients that are carried, or :data:`NOT_CARRIED`; and what
-        windows without gradients would be.
+        """Return W with gradients, and W and the period of windows without gradients.
+
+        The first is the fewest snapshots of a window that are carried, or :data:`NOT_CARRIED`.
         """
         assert isinstance(now, SparseSchedule)
         to_save = measured.bytes_to_save(now.mean_bytes, self.windows.cap)
@@ -170,7 +190,10 @@ class Redo(Strategy):
         return size, *self.windows.sizes(order, measured, now.mean_bytes)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """Gradients as far as they are carried, or asked for; and windows without them, if memory has no room."""
+        """Propose windows with gradients if they are carried or the user chose redo.
+
+        Windows without gradients are the alternative if host memory has no room.
+        """
         assert isinstance(now, SparseSchedule)
         if sizes is None:
             return (
@@ -194,29 +217,31 @@ class Redo(Strategy):
         return Proposal([wanted, *in_force, *without.schedules], is_change, why=why)
 
     def way_of(self, schedule: Schedule) -> str:
-        """Return the way to recover that ``schedule`` is for, where what is measured decides."""
+        """Return the way to recover that ``schedule`` is for; empty if the user chose redo."""
         if self.is_chosen:
             return ""
         return BY_REDO if isinstance(schedule, RedoSchedule) else BY_REPLAY
 
     def accept(self, proposal: Proposal) -> None:
-        """Windows without gradients have their order from now."""
+        """Pass ``proposal`` to the windows without gradients, which note their order."""
         self.windows.accept(proposal)
 
     def learned(self) -> Any:
-        """Of the windows."""
+        """Return the learned state of the windows without gradients."""
         return self.windows.learned()
 
     def adopt(self, learned: Any) -> None:
-        """Likewise."""
+        """Take over the learned state of the windows without gradients from another rank."""
         self.windows.adopt(learned)
 
     def _size(self, measured: Measured, to_save: float) -> int:
-        """Return the fewest snapshots of a window that copies carry one by one, and ``to_save`` on average."""
+        """Return the fewest snapshots of a window that copies carry one by one, and links at ``to_save`` bytes on
+        average.
+        """
         table, order = self.table.with_gradients_for_compute(), order_of(self.table)
         if (size := self.windows.size) is not None:
             window = impose_window(table, order, size, WindowKind.ROLLING, measured.copies.bytes)
-            # A window that was asked for is not measured by what it costs: only by what can be carried.
+            # The cap on overhead does not limit a window that the user chose; copies and links do.
             return NOT_CARRIED if window.over_budget or _mean_bytes(window) > measured.link_bytes else size
         window = choose_window(table, order, measured.copies, WindowKind.ROLLING)
         if _mean_bytes(window) > to_save:
@@ -224,8 +249,9 @@ class Redo(Strategy):
         return NOT_CARRIED if window.over_budget or _mean_bytes(window) > to_save else window.size
 
     def _size_for(self, to_save: float) -> int:
-        """Return the fewest snapshots that weigh ``to_save`` bytes on average: ``W`` of them hold all full states once,
-        and all gradients ``W - 1`` times.
+        """Return the fewest snapshots of a window with a mean of ``to_save`` bytes.
+
+        W snapshots hold all full states once, and all gradients ``W - 1`` times.
         """
         full, gradient = self.table.full.sum(axis=1).max(), self.table.gradient.sum(axis=1).max()
         if to_save <= gradient:
@@ -245,7 +271,7 @@ class Redo(Strategy):
         )
 
     def _without(self, now: Schedule) -> SparseSchedule:
-        """A schedule of windows without gradients, whose order is that of the newest popularity."""
+        """Return ``now``, or windows without gradients in the order of the newest popularity if it has gradients."""
         if isinstance(now, RedoSchedule):
             return self.windows.first(now.start, now.window.size)
         assert isinstance(now, SparseSchedule)
@@ -253,5 +279,5 @@ class Redo(Strategy):
 
 
 def _mean_bytes(window: Window) -> float:
-    """Return the bytes that a snapshot has on average, on the rank that has the most."""
+    """Return the mean bytes of a snapshot, on the rank that has the most."""
     return float(window.slot_bytes.sum(axis=1).max()) / window.size

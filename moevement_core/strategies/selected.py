@@ -1,7 +1,7 @@
-"""Everything but the experts in every snapshot, and of the experts those that are chosen by the tokens they got.
+"""Common part of strategies that save all state but the experts, and experts chosen by their tokens.
 
-What MoEtion does, and MoC-System where it selects by load. After a failure all ranks go back to the newest snapshot,
-and each expert to its newest version; updates in between are lost, and the tokens behind them counted.
+MoEtion works so, and MoC-System with selection by load. After a failure all ranks go back to the newest snapshot, and
+each expert to its newest version. Updates in between are lost, and the strategy counts the tokens behind them.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from moevement_core.strategies.strategy import Proposal, Strategy
 from moevement_core.strategies.versions import MOST_REACH, VersionSchedule
 
 LEAST_SPAN = 4
-"""Snapshots, at least, until an expert has its full state saved again."""
+"""Least number of snapshots among which each expert has its full state saved once."""
 
 
 @dataclass(frozen=True, eq=False)
 class SelectedSchedule(VersionSchedule):
-    """What the next snapshot holds; or, where a job starts, the next ones in turn."""
+    """Schedule of the next snapshot, or of several snapshots in turn at the start of a job."""
 
     span: int
-    """Any so many snapshots in a row hold the full state of every operator."""
+    """Number of consecutive snapshots that hold the full state of every operator, wherever they begin."""
     rounds: tuple[Contents, ...]
-    """One after the other, and then from the first one again."""
+    """Contents of consecutive snapshots; after the last the first follows."""
     history: int = 0
-    """Another one after each recovery that lost updates, as in :mod:`moevement_core.strategies.moc`."""
+    """Number that changes with each recovery that lost updates, as in :mod:`moevement_core.strategies.moc`."""
 
     @property
     def size(self) -> int:
-        """Until the first round comes again."""
+        """Iterations until the first round repeats."""
         return self.interval * len(self.rounds)
 
     @property
     def snapshots(self) -> int:
-        """Those of a run."""
+        """Number of snapshots of a run."""
         return self.span
 
     @property
     def is_dense(self) -> bool:
-        """Whether no snapshot needs another."""
+        """True if every snapshot holds the full state of every operator."""
         return all((contents == Saved.FULL).all() for contents in self.rounds)
 
     @cached_property
     def id(self) -> str:
-        """Of everything in it."""
+        """Digest of all fields and of the operator names, hexadecimal."""
         digest = hashlib.sha256(repr((self.start, "selected", self.interval, self.span, self.history)).encode())
         for contents in self.rounds:
             digest.update(contents.tobytes())
@@ -67,41 +67,45 @@ class SelectedSchedule(VersionSchedule):
         return digest.hexdigest()[:16]
 
     def contents_of_slot(self, slot: int) -> Contents | None:
-        """Those of its round."""
+        """Return the contents of the slot's round; None if no snapshot is taken."""
         turn, rest = divmod(slot, self.interval)
         return None if rest else self.rounds[turn]
 
     def with_windows_of(self, other: Schedule) -> SelectedSchedule:
-        """As often. What was chosen nobody of this stage knows any more; its snapshots say it."""
+        """Return the schedule ``other`` for the operators of this stage, with the rounds of this schedule.
+
+        It is used if no rank of this stage has survived, so no rank knows its selection; the snapshots record what they
+        hold.
+        """
         assert isinstance(other, SelectedSchedule)
         return replace(other, table=self.table, rounds=self.rounds)
 
     def starting_at(self, start: int) -> SelectedSchedule:
-        """The same from another iteration on."""
+        """Return this schedule with another start."""
         return replace(self, start=start)
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What the ranks of a stage know, all alike; travels with every snapshot."""
+    """Learned state of a stage, equal on all its ranks; it travels with every snapshot."""
 
     account: TokenAccount
     number: int
-    """Of the newest snapshot; 0 is that of the state that the job began from."""
+    """Number of the newest snapshot; the snapshot of the state that the job began from has number 0."""
     full_at: np.ndarray
-    """The number of the snapshot that has the newest full state of each operator, int64 ``[operators]``."""
+    """Number of the snapshot with the newest full state of each operator, int64 ``[operators]``."""
     held: np.ndarray
-    """Which operators the newest snapshot holds, bool ``[operators]``."""
+    """Operators that the newest snapshot holds, bool ``[operators]``."""
     saved: np.ndarray
-    """What each expert had got when it was last saved, int64 ``[operators]``."""
+    """Tokens that each operator had received when it was last saved, int64 ``[operators]``."""
 
     @property
     def risk(self) -> np.ndarray:
-        """Tokens that each operator got since it was last saved, int64 ``[operators]``."""
+        """Tokens that each operator has received since it was last saved, int64 ``[operators]``."""
         return self.account.routed - self.saved
 
     def as_learned(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return all fields as plain data."""
         return {
             "routed": self.account.routed, "lost": self.account.lost, "number": self.number, "full_at": self.full_at,
             "held": self.held, "saved": self.saved,
@@ -109,7 +113,7 @@ class Memory:
 
     @staticmethod
     def of(learned: Mapping[str, Any]) -> Memory:
-        """The inverse of :meth:`as_learned`."""
+        """Return the memory from the result of :meth:`as_learned`."""
         routed, lost, full_at, held, saved = (
             learned[name].copy() for name in ("routed", "lost", "full_at", "held", "saved")
         )
@@ -117,16 +121,16 @@ class Memory:
 
 
 class Selecting(Strategy):
-    """Some of the experts in every snapshot; all ranks go back to the newest version of each.
+    """Strategy that saves selected experts in every snapshot; all ranks go back to the newest version of each.
 
     Args:
         table: the operators of the stage.
         interval: iterations between snapshots.
-        experts: how many of each layer a snapshot holds, on average.
-        most: E, of the layer of the job that has the most; None: of this stage.
+        experts: mean number of experts of each layer in a snapshot.
+        most: E, number of experts of the layer of the job that has the most; None for that of this stage.
 
     Raises:
-        ConfigError: it takes too long until every expert has been saved.
+        ConfigError: too many iterations pass until every expert has been saved.
     """
 
     rolls_back_all = True
@@ -134,7 +138,7 @@ class Selecting(Strategy):
     counts = Ordering.HARD_COUNT
     sizes_are_iterations = False
     chains_gradients: ClassVar[bool] = False
-    """Whether an expert that the snapshot before holds, too, is there by its gradients alone."""
+    """True if a snapshot holds only gradients of an expert that the previous snapshot holds too."""
 
     def __init__(self, table: OperatorTable, interval: int, experts: int, most: int | None = None) -> None:
         super().__init__(table)
@@ -148,15 +152,18 @@ class Selecting(Strategy):
             )
         self._memory = self._at_first()
         self._begins = 0
-        """The first snapshot of the job."""
+        """Iteration of the first snapshot of the job."""
 
     @property
     def span(self) -> int:
-        """Snapshots that hold every expert's full state: no expert waits for longer, however few tokens it gets."""
+        """Number of consecutive snapshots that hold the full state of every expert.
+
+        It bounds how long an expert with few tokens waits.
+        """
         return max(LEAST_SPAN, 2 * math.ceil(self.most / self.experts))
 
     def first(self, start: int, most: int) -> SelectedSchedule:
-        """The state that the run begins from is saved whole, experts in turn."""
+        """Return the schedule whose first run holds the whole initial state, with experts in turn."""
         self._begins = start - (self.span - 1) * self.interval
         return SelectedSchedule(self.table, self.interval, self.span, self._first_rounds(), start=self._begins)
 
@@ -181,47 +188,47 @@ class Selecting(Strategy):
             contents[gradients] = Saved.GRADIENT
         return contents
 
-    # What can be restored
+    # Restore points
 
     def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-        """Runs as long as :attr:`span` says, whatever they need of it, so that those of all stages begin alike."""
+        """Yield runs of at least :attr:`span` snapshots, so that runs of all stages begin at the same iteration."""
         for run in restore_points(held, until):
             first = max(self._begins, run.last - (self.span - 1) * self.interval)
             yield replace(run, first=min(run.first, first))
 
     def open_starts(self, held: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
-        """With every snapshot that is newer than the beginning of the newest run: any may be the first of one."""
+        """Return all snapshots after the first one of the newest run: each may be the first of a later run."""
         newest = next(self.restore_points(held), None)
-        return (one for one in held if newest is None or one > newest.first)
+        return (iteration for iteration in held if newest is None or iteration > newest.first)
 
-    # What is saved
+    # Contents of snapshots
 
     @abstractmethod
     def choose(self, risk: np.ndarray, due: Chosen) -> Chosen:
-        """Returns the experts that the next snapshot holds.
+        """Return the experts that the next snapshot holds.
 
         Args:
-            risk: tokens that each operator got since it was last saved.
-            due: those that it holds in any case.
+            risk: tokens that each operator has received since it was last saved, int64 ``[operators]``.
+            due: experts that the snapshot has to hold in any case, bool ``[operators]``.
         """
 
     @abstractmethod
     def take(self, sizes: tuple[int, ...]) -> None:
-        """Go by what :meth:`wanted_sizes` gave, of all ranks."""
+        """Use the sizes that ranks agreed on: the largest results of :meth:`wanted_sizes`."""
 
     def observe(self, counts: Scores) -> None:
-        """Tokens are counted to the last one."""
+        """Add routed tokens to the account of each expert."""
         self._memory = replace(self._memory, account=self._memory.account.with_routed(counts))
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """The next selection, at every snapshot."""
+        """Propose the contents of the next snapshot; the session calls it for every snapshot."""
         assert isinstance(now, SelectedSchedule)
         if sizes is not None:
             self.take(sizes)
         memory, number = self._memory, self._memory.number + 1
         due = self.table.is_expert & (number - memory.full_at >= self.span)
         chosen_ = self.choose(memory.risk, due)
-        # A gradient makes the update of one iteration.
+        # Gradients repeat the update of a single iteration, so a chain needs a snapshot in every iteration.
         is_chained = self.chains_gradients and self.interval == 1
         by_gradients = chosen_ & memory.held & ~due if is_chained else np.zeros_like(chosen_)
         contents = self._contents(chosen_, by_gradients)
@@ -236,30 +243,32 @@ class Selecting(Strategy):
     # After a failure
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """Go on with the account of the newest snapshot, and write off what versions before it had not got."""
+        """Return the tokens that restored versions of experts lack, and continue from the snapshot's account."""
         then = Memory.of(learned[run.last])
         versions = kept_at(run.version_at, learned)
         account = then.account.back_to(np.where(self.table.is_expert, versions, then.account.kept))
         self._memory = Memory(
             account, then.number, then.number - (run.last - run.full_at) // self.interval, run.version_at == run.last,
-            account.routed,  # what is live is what was saved
+            account.routed,  # the live state equals the saved state
         )  # fmt: skip
         return account.lost_since(then.account, self.table)
 
     def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
-        """What was saved later is of a history that is no more; the next selection is made when it is due."""
-        # Those of a state that comes from disk may be forgotten; what is there of snapshots says what they hold.
-        before = [one for one in schedules if one.start <= iteration] or [schedules[0].starting_at(self._begins)]
+        """Return the schedules up to ``iteration``, the last one once more from there, under another ``history``."""
+        # A state from disk may be older than all remembered schedules; its snapshots record what they hold.
+        before = [schedule for schedule in schedules if schedule.start <= iteration] or [
+            schedules[0].starting_at(self._begins)
+        ]
         last = before[-1]
         assert isinstance(last, SelectedSchedule)
         return [*before, replace(last, start=iteration + self.interval, history=history)]
 
     def learned(self) -> Any:
-        """Plain data."""
+        """Return the memory, the number of experts in a snapshot and the first iteration as plain data."""
         return {**self._memory.as_learned(), "experts": self.experts, "begins": self._begins}
 
     def adopt(self, learned: Any) -> None:
-        """Likewise."""
+        """Take over what :meth:`learned` returned on another rank."""
         self._memory, self.experts, self._begins = Memory.of(learned), learned["experts"], learned["begins"]
 
 

@@ -1,7 +1,7 @@
 """MoEvement's schedule: full state of a slice of the operators in every iteration (section 3.2, Algorithm 1).
 
-Slot ``(t - start) mod W`` is saved with ``state@t``: full state of the slot's operators, compute weights of those in
-later slots (aligned) or of all others (rolling).
+Slot ``(t - start) mod W`` is saved with ``state@t``. It holds full state of the slot's operators, and compute weights
+of operators in later slots (aligned windows) or of all others (rolling windows).
 """
 
 from __future__ import annotations
@@ -20,49 +20,52 @@ from moevement_core.policy.window import Window, WindowKind, impose_window
 
 @dataclass(frozen=True, eq=False)
 class SparseSchedule(Schedule):
-    """One order and one window."""
+    """Schedule of sparse windows with one order of operators."""
 
     order: Order
     window: Window
     rest: int = field(default=0, kw_only=True)
-    """Iterations without a snapshot between a window's last one and the first of the next window."""
+    """Iterations without a snapshot between one window and the next."""
 
     @property
     def size(self) -> int:
-        """W snapshots, one in each iteration, and the rest after them."""
+        """Iterations from one window to the next: W with a snapshot each, and the rest."""
         return self.window.size + self.rest
 
     @property
     def snapshots(self) -> int:
-        """W."""
+        """Number of snapshots of a window, W."""
         return self.window.size
 
     @property
     def is_dense(self) -> bool:
-        """A window of one snapshot saves everything, whatever the order."""
+        """True if W is 1, so that each snapshot holds the full state of every operator."""
         return self.window.size == 1
 
     @cached_property
     def id(self) -> str:
-        """Of start, window, rest and order."""
+        """Digest of start, window, rest and order, hexadecimal."""
         digest = hashlib.sha256(repr((self.start, self.window.kind.value, self.window.ends, self.rest)).encode())
         digest.update("\n".join(self.table.names[place] for place in self.order).encode())
         return digest.hexdigest()[:16]
 
     @cached_property
     def slot_of_operator(self) -> npt.NDArray[np.int64]:
-        """The slot in which each operator of the table saves its full state, int64 ``[operators]``."""
+        """Slot in which each operator of the table saves its full state, int64 ``[operators]``."""
         slots = np.empty(len(self.table), dtype=np.int64)
         slots[self.order] = np.searchsorted(self.window.ends, np.arange(len(self.table)), side="right")
         return slots
 
     def active(self, slot: int) -> tuple[str, ...]:
-        """Operators that save full state in ``slot``, in order."""
+        """Return the operators that save full state in ``slot``, in order."""
         start = self.window.ends[slot - 1] if slot else 0
         return tuple(self.table.names[place] for place in self.order[start : self.window.ends[slot]])
 
     def frozen(self, slot: int) -> tuple[str, ...]:
-        """Operators that save compute weights in ``slot``, in order: later ones (aligned) or all others (rolling)."""
+        """Return the operators that save compute weights in ``slot``, in order.
+
+        They are the operators of later slots in aligned windows, and all others in rolling windows.
+        """
         start = self.window.ends[slot - 1] if slot and self.window.kind is WindowKind.ROLLING else 0
         others = self.order[:start], self.order[self.window.ends[slot] :]
         return tuple(self.table.names[place] for part in others for place in part)
@@ -78,72 +81,82 @@ class SparseSchedule(Schedule):
         return saved
 
     def snapshot_bytes(self, iteration: int) -> npt.NDArray[np.int64]:
-        """What ``SS_iteration`` weighs on each rank of the table, int64 ``[ranks]``."""
+        """Return the bytes of ``SS_iteration`` on each rank of the table, int64 ``[ranks]``."""
         return self.window.slot_bytes[:, self.slot(iteration)]
 
     @property
     def mean_bytes(self) -> float:
-        """Bytes that an iteration saves, a mean over a window and its rest, on the rank of the table with the most."""
+        """Bytes that an iteration saves on the rank with the most, a mean over a window and its rest."""
         return float(self.window.slot_bytes.sum(axis=1).max()) / self.size
 
     def last_of_run(self, first: int) -> int:
-        """W snapshots hold everything."""
+        """Return the last of the W snapshots that begin with ``SS_first``."""
         return first + self.window.size - 1
 
     @property
     def begins_anywhere(self) -> bool:
-        """Whether a run may begin with any snapshot: windows are rolling, and one follows the other at once."""
+        """True if any snapshot may begin a run: windows are rolling, without a rest between them."""
         return self.window.kind is WindowKind.ROLLING and not self.rest
 
     def may_begin_at(self, iteration: int) -> bool:
-        """Aligned windows begin with their first slot, rolling ones anywhere."""
+        """Return True if ``SS_iteration`` may begin a run: the first slot of a window, or any if
+        rolling without rest.
+        """
         return self.begins_anywhere or self.slot(iteration) == 0
 
     def slots_kept(self, lag: int, *, to_disk: bool = False) -> int:
-        """A persisted run, the next one, one snapshot being copied, and the lag.
+        """Return the most snapshots that a rank keeps: two runs, one snapshot being copied, and the lag.
 
-        Rolling windows need as many as aligned ones after a reorder, or when a snapshot is lost: then the next run is W
-        new snapshots beside the W that are persisted.
+        One run is persisted, and the next one is being taken; with ``to_disk`` a third is being written. Rolling
+        windows need both after a reorder or a lost snapshot: W new snapshots then have to form a run beside the W that
+        are persisted.
         """
         return (3 if to_disk else 2) * self.window.size + 1 + lag
 
     def slots_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """Of rolling windows a persisted run, and those that are taken before all ranks know of a newer one.
+        """Return how many snapshots a rank keeps while nothing fails.
 
-        One is being captured (or has its gradients), the one before is reported, and then all ranks know of it. Runs
-        that are written to disk are freed when they are written.
+        Aligned windows, and windows with a rest, need as many as at most. Other rolling windows need the persisted run
+        and the snapshots taken before all ranks know of a newer run: one that is being captured (or waits for its
+        gradients), one that is being reported, and the lag. A run that is written to disk is freed after the write.
         """
         if not self.begins_anywhere:
             return self.slots_kept(lag, to_disk=to_disk)
         return (2 if to_disk else 1) * self.size + 2 + lag
 
     def iterations_logged(self, lag: int, *, to_disk: bool = False) -> int:
-        """As far back as snapshots are kept; a window more where one was abandoned, whose place the next takes late."""
+        """Return how many iterations logs reach back at most.
+
+        They reach back as far as snapshots are kept, and a window more: the window after an abandoned one is late.
+        """
         return (4 if to_disk else 3) * self.size + 2 + lag
 
     def iterations_logged_at_first(self, lag: int, *, to_disk: bool = False) -> int:
-        """As far back as snapshots are kept."""
+        """Return how many iterations logs reach back while nothing fails: as far as snapshots are kept."""
         windows = (2 if to_disk else 1) if self.begins_anywhere else (3 if to_disk else 2)
         return windows * self.size + (2 if self.begins_anywhere else 1) + lag
 
     def most_replayed(self, lag: int) -> int:
-        """Back to the first snapshot of the newest run of W that peers have."""
+        """Return the most iterations that a recovery replays: back to the first snapshot of the run that peers have."""
         return lag + (self.size if self.begins_anywhere else self.size + self.window.size - 1)
 
     def expected_rollback(self, lag: float) -> float:
-        """Without lag and rest the aligned one is the paper's 3/2 W (section 3.6)."""
+        """Return the mean rollback, iterations.
+
+        For aligned windows without lag and rest it is the paper's 3/2 W (section 3.6).
+        """
         return lag + self.window.size + (0.5 if self.begins_anywhere else 0.5 * self.size)
 
     def with_windows_of(self, other: Schedule) -> SparseSchedule:
-        """A window of the same kind and size, in this order."""
+        """Return windows like those of ``other`` for the operators of this schedule."""
         assert isinstance(other, SparseSchedule)
         return other.for_operators_of(self)
 
     def for_operators_of(self, other: SparseSchedule) -> SparseSchedule:
-        """Windows like these, of the operators of ``other`` in its order."""
+        """Return windows like these for the operators of ``other``, in the order of ``other``."""
         window = impose_window(other.table, other.order, self.window.size, self.window.kind)
         return SparseSchedule(other.table, other.order, window, start=self.start, rest=self.rest)
 
     def starting_at(self, start: int) -> SparseSchedule:
-        """The same order and window."""
+        """Return this schedule with another start."""
         return replace(self, start=start)

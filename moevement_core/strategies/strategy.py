@@ -1,7 +1,8 @@
-"""What a way of checkpointing has to say of itself, to the engine and to the binding.
+"""Interface of a checkpointing strategy to the engine and the binding.
 
-A strategy is pure: it sees counts, measurements and what snapshots hold, and answers with schedules and restore points.
-Every rank of a pipeline stage has an equal one and asks it the same, so all come to the same answer by themselves.
+A strategy is pure: it receives counts, measurements and the contents of snapshots, and returns schedules and restore
+points. Every rank of a pipeline stage has an equal strategy and makes the same calls. So all ranks of the stage get the
+same answers without communication.
 """
 
 from __future__ import annotations
@@ -22,43 +23,44 @@ from moevement_core.policy.schedule import Contents, Schedule
 from moevement_core.policy.window import Budget
 
 LEAST_COPIED = 0.25
-"""Share of what copies from the device can move that is left to snapshots, however much the boundary log takes."""
+"""Least share of the copy bandwidth that snapshots get, however large the boundary log is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a rank has measured of itself."""
+    """Measurements of one rank, from which a strategy chooses windows and intervals."""
 
     iteration_s: float
-    """Seconds of an iteration beside which nothing is saved; of all iterations while there is no such one."""
+    """Seconds of an iteration beside which nothing is saved; of any iteration until such a one has run."""
     d2h_bytes_per_s: float
     replication_bytes_per_s: float
-    """That snapshots may take, all peers together."""
+    """Bytes per second that links carry for snapshots of this rank, to all peers together."""
     replicas: int
     disk_bytes_per_s: float = float("inf")
-    """At which snapshots were written to disk."""
+    """Bytes per second at which snapshots were written to disk."""
     delay_s: float = 0.0
-    """By which the snapshots of the last window delayed its iterations, stalls among it."""
+    """Seconds by which the snapshots of the last window delayed training, stalls included."""
     logged_bytes: float = 0.0
-    """Bytes of an iteration that the boundary log copies from the device."""
+    """Bytes that the boundary log copies from the device in an iteration."""
     cost: Evidence | None = None
-    """What saving costs training now, the same on all ranks; None before it is measured."""
+    """Measured cost of saving, the same on all ranks; None before it is measured."""
 
     @property
     def copies(self) -> Budget:
-        """What copies from device to host can move in an iteration beside the boundary log, which leaves at least
-        :data:`LEAST_COPIED` of it.
+        """Budget of copies from device to host in an iteration, beside the boundary log.
+
+        The boundary log takes its bytes first, but leaves at least :data:`LEAST_COPIED` of the bandwidth.
         """
         logged_bytes = min(self.logged_bytes, (1 - LEAST_COPIED) * self.d2h_bytes_per_s * self.iteration_s)
         return Budget(self.iteration_s, self.d2h_bytes_per_s, replicas=0, reserved_d2h_bytes=logged_bytes)
 
     @property
     def link_bytes(self) -> float:
-        """Bytes of snapshots that links carry to all peers in an iteration; infinite where there are no peers."""
+        """Bytes of snapshots that links carry to each peer in an iteration; infinite without peers."""
         return self.replication_bytes_per_s * self.iteration_s / self.replicas if self.replicas else math.inf
 
     def bytes_to_save(self, now_bytes: float, cap: float) -> float:
-        """Return the bytes that an iteration may save: what links carry, and what the cap on overhead leaves.
+        """Return the bytes that an iteration may save, limited by the links and by the cap on overhead.
 
         Args:
             now_bytes: bytes that an iteration saves now, a mean over a window.
@@ -69,20 +71,23 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """What a strategy wants from the next window on."""
+    """Schedules that a strategy proposes from the next window on."""
 
     schedules: Sequence[Schedule]
-    """The preferred one first; the first that fits into host memory is taken. Where they start is not decided yet."""
+    """Proposed schedules, the preferred one first.
+
+    The job takes the first schedule that fits into host memory, and decides where it starts.
+    """
     is_change: bool
-    """Whether the first is another one than that in force."""
+    """True if the preferred schedule differs from the schedule in force."""
     reorders: bool = False
-    """Whether it saves operators in another order."""
+    """True if the preferred schedule saves operators in another order."""
     why: str = ""
-    """For who runs the job, where there was a choice between ways to recover: which it is, and from what numbers."""
+    """Log line with the chosen way to recover and the numbers behind it; empty if there was no choice."""
 
 
 class Strategy(ABC):
-    """Of one pipeline stage.
+    """Checkpointing strategy of one pipeline stage.
 
     Args:
         table: the operators of the stage.
@@ -90,122 +95,138 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     rolls_back_all: ClassVar[bool] = False
-    """Whether every rank goes back to the restore point after a loss; otherwise those stages alone that lost state."""
+    """True if a loss sends every rank back to the restore point; False if only stages that lost state go back."""
     to_disk_alone: ClassVar[bool] = False
-    """Whether only what is on disk counts: no peer is given a copy."""
+    """True if restore points are on disk only, and peers receive no copies."""
     loses_updates: ClassVar[bool] = False
-    """Whether a recovery may leave operators at older versions; what is learned travels with every snapshot then."""
+    """True if a recovery may leave operators at older versions; snapshots then also hold :meth:`learned`."""
     is_tuned: ClassVar[bool] = False
-    """Whether its window is measured again and again; otherwise once."""
+    """True if the size of its windows is measured repeatedly; False if it is measured once."""
     sizes_are_iterations: ClassVar[bool] = True
-    """Whether :meth:`wanted_sizes` are of windows, of which ranks agree on so many iterations at most."""
+    """True if :meth:`wanted_sizes` returns iterations, which ranks limit to ``MOST_PERIOD``."""
     paces_copies: ClassVar[bool] = False
-    """Whether copies are sent while training leaves the network alone."""
+    """True if copies are sent only while training leaves the network idle."""
     counts: Ordering | None = None
-    """What routers are to count of the tokens of each expert; nothing if it is of no use here."""
+    """Statistic of expert popularity that routers count for this strategy; None if it needs no counts."""
 
     def __init__(self, table: OperatorTable) -> None:
         self.table = table
         self.settled = True
-        """Whether the size of the window is no longer to be measured."""
+        """True if the size of the window is not measured any more."""
 
     @abstractmethod
     def first(self, start: int, most: int) -> Schedule:
-        """Until something is measured.
+        """Return the schedule that is in force until something is measured.
 
         Args:
-            start: the iteration whose state the run begins from; the schedule holds it when that iteration is over.
-            most: slots that a window may have: operators of the stage that has the most.
+            start: iteration whose state the run begins from; snapshots up to ``SS_start`` hold that state completely.
+            most: slots that a window may have: the number of operators of the stage that has the most.
         """
 
     def first_without(self, start: int, most: int) -> Schedule | None:
-        """Returns what takes the place of :meth:`first` where host memory has no room for that; None: nothing does."""
+        """Return the schedule to use if host memory has no room for :meth:`first`; None if there is none."""
         return None
 
     def restore_points(self, held: Mapping[int, Contents], until: int | None = None) -> Iterator[RecoverableRun]:
-        """What a state can be restored from, the newest first.
+        """Yield the runs of snapshots that restore a state, the newest first.
 
         Args:
-            held: what each snapshot holds that is there, by iteration.
-            until: the iteration that is to be recovered; later snapshots are not used.
+            held: contents of each available snapshot, by iteration.
+            until: iteration to recover; later snapshots are not used.
         """
         return restore_points(held, until)
 
     def open_starts(self, held: Mapping[int, Contents], *, is_gapless: bool) -> Iterator[int]:
-        """Where a restore point begins that is there or may still come with the next snapshots.
+        """Yield the first iterations of restore points that are complete or may still become so.
 
         Args:
-            held: what each snapshot holds that is there, by iteration.
-            is_gapless: whether the newest of them is the last one taken.
+            held: contents of each available snapshot, by iteration.
+            is_gapless: True if the newest of them is the last snapshot that was taken.
         """
         return open_starts(held, is_gapless=is_gapless)
 
-    def observe(self, counts: Scores) -> None:  # noqa: B027, many have nothing to observe
-        """Tokens that reached each operator in one iteration, float64 ``[operators]``, all ranks of the stage."""
+    def observe(self, counts: Scores) -> None:  # noqa: B027, many strategies need no counts
+        """Add the tokens that routers sent to each operator.
+
+        Args:
+            counts: tokens of one iteration, or a sum over several, float64 ``[operators]``, of all ranks of the stage.
+        """
 
     def short_of_tokens(self) -> Collection[str]:
-        """Returns experts that are to be given room for more tokens in the next iteration."""
+        """Return the experts that get extra capacity in the next iteration."""
         return ()
 
     @property
     def tokens_owed(self) -> int:
-        """Tokens that recoveries cost experts of the stage, and that such room has not let in yet."""
+        """Tokens that recoveries cost experts of the stage, less those that extra capacity has admitted since."""
         return 0
 
     def let_in(self, tokens: Scores) -> None:  # noqa: B027
-        """Tokens that only such room let in, in one iteration, float64 ``[operators]``, all ranks of the stage."""
+        """Subtract the tokens that only extra capacity admitted from the tokens owed.
+
+        Args:
+            tokens: tokens since the last call, float64 ``[operators]``, of all ranks of the stage.
+        """
 
     def wanted_sizes(self, now: Schedule, measured: Measured) -> tuple[int, ...]:
-        """The windows that this rank would have, iterations; of all ranks the largest of each is taken."""
+        """Return the sizes that this rank asks for; the job takes the largest of each over all ranks.
+
+        Args:
+            now: newest schedule.
+            measured: measurements of this rank.
+
+        Returns:
+            Windows or intervals in iterations, or other numbers that :meth:`propose` of the same strategy understands.
+        """
         return (now.size,)
 
     def propose(self, now: Schedule, sizes: tuple[int, ...] | None) -> Proposal:
-        """What is to come into force at the next boundary.
+        """Return the schedules that should come into force at the next window boundary.
 
         Args:
-            now: in force, or decided on.
-            sizes: what :meth:`wanted_sizes` gave, of all ranks; None where nothing was measured.
+            now: newest schedule, in force or already decided on.
+            sizes: largest values of :meth:`wanted_sizes` over all ranks; None if nothing was measured.
         """
         return Proposal([now], is_change=False)
 
     def way_of(self, schedule: Schedule) -> str:
-        """Return how a proposal that keeps ``schedule`` begins to say why; empty where there is nothing to choose."""
+        """Return the prefix of :attr:`Proposal.why` that goes with ``schedule``; empty if there is no choice."""
         return ""
 
     def accept(self, proposal: Proposal) -> None:  # noqa: B027
-        """It comes into force."""
+        """Note that the job has accepted ``proposal``."""
 
     def caution(self) -> str | None:
-        """Returns what who runs the job should know of it before training begins; None: nothing."""
+        """Return a warning to log before training begins; None if there is none."""
         return None
 
     def restored(self, run: RecoverableRun, learned: Mapping[int, Any]) -> LostTokens:
-        """The state is that of ``run``, of which some operators may be older than others.
+        """Go back to what was learned when the snapshots of ``run`` were taken, and count the lost tokens.
 
-        Only asked where :attr:`loses_updates`.
+        The session calls it only if :attr:`loses_updates` is true.
 
         Args:
-            run: of the stage.
-            learned: what :meth:`learned` gave when its snapshots were taken, by iteration.
+            run: restored run of the stage, of which some operators may be older than others.
+            learned: results of :meth:`learned` when its snapshots were taken, by iteration.
 
         Returns:
-            Tokens whose updates are lost, of the experts of the stage.
+            Tokens whose updates are lost, by expert of the stage.
         """
         raise NotImplementedError
 
     def going_on(self, schedules: Sequence[Schedule], iteration: int, history: int) -> Sequence[Schedule]:
-        """After :meth:`restored`: what is saved from now on, where the job has gone back to ``iteration``.
+        """Return the schedules of the job after it went back to ``iteration``; called after :meth:`restored`.
 
         Args:
-            schedules: that were in force, or decided on; the oldest first.
-            iteration: whose state is restored; later snapshots are no more.
-            history: a number that no earlier recovery of the job had.
+            schedules: schedules that were in force or decided on, the oldest first.
+            iteration: iteration whose state is restored; later snapshots are dropped.
+            history: number that no earlier recovery of the job had.
         """
         return schedules
 
     def learned(self) -> Any:
-        """What a rank that joins the stage is given; plain data."""
+        """Return the learned state, as plain data, for ranks that join the stage."""
         return None
 
     def adopt(self, learned: Any) -> None:  # noqa: B027
-        """Go on from what :meth:`learned` of another rank of the stage gave."""
+        """Take over the result of :meth:`learned` on another rank of the stage."""

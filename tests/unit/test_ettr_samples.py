@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ettr import OUTPUT, RATES, STRATEGIES, Measuring, write
+from benchmarks.ettr import RATES, STRATEGIES, Measuring, write
 from benchmarks.ettr_page import CAP, Halved, Jobs, page
-from benchmarks.ettr_results import FILE, Planned, Results
+from benchmarks.ettr_results import Planned, Results
 from moevement_cli.ettr_samples import (
     FREE,
     HEADER,
@@ -130,7 +130,21 @@ def test_results_are_read_back_as_they_were_kept(tmp_path: Path) -> None:
     assert [one.strategy for one in again.halved([limited, halved])] == ["dense"]
 
 
-def test_the_page_of_the_repository_is_what_its_results_say(tmp_path: Path) -> None:
+def test_the_page_is_written_from_what_there_is(tmp_path: Path) -> None:
     measuring = Measuring(80, MTBF_S, 2, RATES, STRATEGIES)
-    write(measuring, Results.read(FILE), tmp_path / "ettr.md", tmp_path / "ettr.png")
-    assert (tmp_path / "ettr.md").read_text(encoding="utf-8") == OUTPUT.read_text(encoding="utf-8")
+    first, second, *_ = measuring.planned()
+    results = Results.read(tmp_path / "ettr.jsonl")
+    results.add(first, sample(FREE, overhead=None), "then")
+    results.add(second, sample("moevement"), "later")
+    write(measuring, results, tmp_path / "ettr.md", tmp_path / "ettr.png")
+    made = (tmp_path / "ettr.md").read_text(encoding="utf-8")
+    assert f"{len(measuring.planned()) - 2} jobs" in made
+    assert "then; later" in made
+    assert (tmp_path / "ettr.png").exists()
+
+
+def test_jobs_without_which_others_say_least_come_first() -> None:
+    planned = Measuring(80, MTBF_S, 2, RATES, STRATEGIES).planned()
+    assert len(planned) == len(set(planned)) == 4 * 9 + 4 * 8 * 2 + 3 * 3
+    assert [one.schedule for one in planned[:36]] == [0] * 36
+    assert {one.schedule for one in planned[-32:]} == {2}

@@ -24,13 +24,13 @@ from moevement_core.restart.in_process import Training, Watching, run_through_fa
 
 HANG_S = {"broken-device": 30.0, "long-call": 4.0}
 CALL_S = 7.0
-"""Of the long C call, beyond the limit for a hang."""
+"""Seconds of the long C call, beyond the limit for a hang."""
 LIMIT = 8
 """Generations after which the script gives up by ending well, so that a check ends."""
 
 
 class Troubled(Training):
-    """One rank, whose first process has trouble.
+    """Training of one rank, whose first process has trouble.
 
     Args:
         trouble: ``broken-device`` or ``long-call``.

@@ -1,1 +1,1 @@
-"""What is written in CUDA C++, built when it is first used."""
+"""Kernels in CUDA C++, built when they are first used."""

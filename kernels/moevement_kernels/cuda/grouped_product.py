@@ -22,7 +22,7 @@ NAME = "moevement_grouped_product"
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a")
 ROWS = 128
-"""Of a row tile, as in the source."""
+"""Rows of a tile, as in the source."""
 BUILD_LIMIT_S = 600.0
 """Seconds that a process waits for another one's build, which takes less than a minute."""
 _DESCRIPTION_BYTES = 128
@@ -35,7 +35,9 @@ class CudaKernelError(RuntimeError):
 
 
 def fits(left: torch.Tensor, weights: Weights, rows: RowTiles, size: Tiles) -> bool:
-    """Whether the kernel takes this; it depends on shapes and dtypes alone, never on who is frozen."""
+    """Return whether the kernel takes these arguments; it depends on shapes and dtypes alone, never on which experts
+    are frozen.
+    """
     return (
         left.is_cuda
         and left.dtype == torch.bfloat16
@@ -81,7 +83,7 @@ def _run(left: torch.Tensor, weights: Weights, rows: RowTiles, out: torch.Tensor
 
 @functools.lru_cache(maxsize=1024)
 def _described(device: int, pointers: tuple[int, ...], inner: int, columns: int) -> torch.Tensor:
-    """Where weights lie, as the hardware wants it; weights of a training stay where they are."""
+    """Return the positions of weights in the hardware's form; weights of a training stay where they are."""
     array = (ctypes.c_void_p * len(pointers))(*pointers)
     on_device = torch.empty(len(pointers) * _DESCRIPTION_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     stream = torch.cuda.current_stream(device).cuda_stream

@@ -19,14 +19,14 @@ from moevement_kernels.tiles import RowTiles, Tiles, addresses, row_tiles
 from moevement_kernels.weights import BLOCK, Format, Weights
 
 TILES = Tiles(inner=128)
-"""Of blocks and of whole tensors alike: 96 KiB of shared memory for three stages."""
+"""Tiles for blocks and for whole tensors alike: 96 KiB of shared memory for three stages."""
 
 
 def input_gradient(
     dy: Codes, h: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation,
     quantiser: Quantiser, tiles: Tiles | None = None,
 ) -> FP8InputGradient:  # fmt: skip
-    """As :func:`moevement_kernels.experimental.fp8_reference.input_gradient`.
+    """Compute :func:`moevement_kernels.experimental.fp8_reference.input_gradient`.
 
     Raises:
         ValueError: shapes, dtypes or scales do not fit.

@@ -40,11 +40,11 @@ class Codes:
 
     @property
     def is_by_block(self) -> bool:
-        """Whether a row has scales of its own."""
+        """True if a row has scales of its own."""
         return self.inverse_scales.dim() == 2
 
     def dense(self, counts: Sequence[int]) -> torch.Tensor:
-        """FP32, ``[T, N]``."""
+        """Return the values as FP32, ``[T, N]``."""
         if self.is_by_block:
             return self.data.float() * self.inverse_scales.repeat_interleave(BLOCK, 1)[:, : self.data.shape[1]]
         of_rows = self.inverse_scales.repeat_interleave(torch.tensor(list(counts), device=self.data.device))
@@ -53,7 +53,7 @@ class Codes:
 
 @dataclass(frozen=True)
 class Quantiser:
-    """How ``dh`` becomes FP8.
+    """Quantiser that makes ``dh`` FP8.
 
     Args:
         dtype: E5M2 or E4M3.
@@ -72,7 +72,7 @@ class Quantiser:
             raise ValueError("scales are given, and each block has one of its own; needs one or the other")
 
     def of(self, dh: torch.Tensor, counts: Sequence[int]) -> Codes:
-        """``[T, G]``."""
+        """Return the codes of ``dh``, ``[T, G]``."""
         if self.is_by_block:
             return by_rows(dh, self.dtype)
         scales = scale_of(amaxes(dh, counts), self.dtype) if self.scales is None else self.scales
@@ -81,7 +81,7 @@ class Quantiser:
 
 
 class FP8InputGradient(NamedTuple):
-    """What flows back."""
+    """Gradients that flow back."""
 
     dx: torch.Tensor
     """``[T, H]``, in the dtype of h."""
@@ -97,7 +97,7 @@ def input_gradient(
     dy: Codes, h: torch.Tensor, p: torch.Tensor, counts: Sequence[int], w1: Weights, w2: Weights, kind: Activation,
     quantiser: Quantiser,
 ) -> FP8InputGradient:  # fmt: skip
-    """Of tokens sorted by expert.
+    """Return the gradients for tokens sorted by expert.
 
     Args:
         dy: ``[T, H]``.
@@ -137,13 +137,13 @@ def by_rows(matrix: torch.Tensor, dtype: torch.dtype) -> Codes:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To the nearest code, ties to even; what is beyond the largest number becomes it."""
+    """Round to the nearest code, ties to even; values beyond the largest number become it."""
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest).to(dtype)
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
-    """What brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale."""
+    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale."""
     scale = (torch.full_like(amax, torch.finfo(dtype).max) / amax).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
     return (scale.view(torch.int32) & 0x7F800000).view(torch.float32) if power_of_two else scale

@@ -35,7 +35,7 @@ def _dot(left, right):
 
 @triton.jit
 def _cast(x, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
-    """To the nearest FP8 number, ties to even, no larger than the largest; the interpreter gets it rounded."""
+    """Round to the nearest FP8 number, ties to even, no larger than the largest; the interpreter gets it rounded."""
     x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     if INTERPRETED:
         KEPT: tl.constexpr = 21 if tl.float8e5 == DTYPE else 20  # bits of FP32 that go

@@ -20,21 +20,21 @@ BLOCK_ENV = "MOEVEMENT_BENCH_BLOCK"
 
 @dataclass
 class Sample:
-    """One iteration of one rank."""
+    """Measurements of one iteration of one rank."""
 
     iteration: int
     mode: str
     first_of_block: bool
     seconds: float
-    """From the beginning of one iteration to that of the next."""
+    """Seconds from the beginning of one iteration to that of the next."""
     stall_s: float
     begin_s: float
-    """On the training thread: boundary record and issuing copies."""
+    """Seconds of the training thread for the boundary record and for issuing copies."""
     copied_bytes: int
     copy_cpu_s: float
     digest_cpu_s: float
     whole_cpu_s: float
-    """Of digests of the whole state, in the iterations that have one."""
+    """Processor seconds of digests of the whole state, in the iterations that have one."""
     replicated_bytes: int
 
 

@@ -44,7 +44,7 @@ COPIED_BYTES, STORED_BYTES = 64 << 20, 32 << 20
 
 
 class Measured:
-    """What one rank has seen."""
+    """Measurements of one rank."""
 
     def __init__(self, iterations: int) -> None:
         self.iterations = iterations
@@ -140,13 +140,15 @@ def _clear(timers: Any) -> None:
 
 
 def _elapsed(timers: Any, name: str) -> float:
-    """Since it was last asked; 0 of what this run has not."""
+    """Return the seconds of a timer since the last call; 0 for a timer that this run does not have."""
     return float(timers._timers[name].elapsed(reset=True)) if name in timers._timers else 0.0
 
 
 @contextmanager
 def _layers(model: Any, found: dict[str, Any]) -> Iterator[None]:
-    """Of each transformer layer in one micro-batch: bytes that it keeps for its backward pass, and of its output."""
+    """Record, for each transformer layer in one micro-batch, the bytes that it keeps for its backward pass and the
+    bytes of its output.
+    """
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     kept: list[int] = []
@@ -214,7 +216,7 @@ def _copy_rate() -> float:
 
 
 def _storage_rate(folder: Path) -> float:
-    """Until it is durable."""
+    """Return the rate of writes to storage until they are durable."""
     folder.mkdir(parents=True, exist_ok=True)
     data = os.urandom(STORED_BYTES)
 

@@ -29,7 +29,7 @@ class Sample:
     kind: str
     """normal, stage, or all."""
     wall_s: float
-    """Of an iteration; of a recovery, its replay."""
+    """Seconds of an iteration; of a recovery, those of its replay."""
     cpu_s: float
     """Processor time of all ranks together."""
     replayed: int

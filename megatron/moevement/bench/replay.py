@@ -30,11 +30,11 @@ AT = 8
 
 @dataclass
 class Sample:
-    """One iteration of one rank."""
+    """Measurements of one iteration of one rank."""
 
     round: int
     share: float
-    """Of the operators that are frozen; nothing of a normal iteration is different."""
+    """Share of the operators that are frozen; nothing of a normal iteration is different."""
     seconds: float
 
 

@@ -82,4 +82,4 @@ def _timetable(draws: Draws) -> str:
 _KINDS: tuple[tuple[Callable[[Draws], str], str], ...] = (
     (_story, " "), (_recipe, "\n"), (_sums, "\n"), (_timetable, "\n"),
 )  # fmt: skip
-"""What writes a sentence of each kind of document, and what stands between two sentences."""
+"""Writers of one sentence of each kind of document, and the separator of two sentences."""

@@ -30,7 +30,7 @@ DocumentUnit = Literal["file", "line", "paragraph"]
 
 
 class Tokenizer(Protocol):
-    """What turns text into token ids."""
+    """Converter of text into token ids."""
 
     vocab_size: int
     end_of_document: int
@@ -51,7 +51,7 @@ class ByteTokenizer:
         self.train_flags = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(BYTE_VOCAB_SIZE)]
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The bytes themselves."""
+        """Return the bytes themselves as ids."""
         return np.frombuffer(text, dtype=np.uint8)
 
 
@@ -80,13 +80,13 @@ class FileTokenizer:
         self.train_flags = ["--tokenizer-type", kind, "--tokenizer-model", str(model)]
 
     def encode(self, text: bytes) -> np.ndarray:
-        """The tokenizer's ids."""
+        """Return the ids of the tokenizer."""
         return np.asarray(self._tokenizer.tokenize(text.decode("utf-8")), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """What was written, and how to train on it; stands beside the files as ``PREFIX.json``."""
+    """Files that were written, and how to train on them; stands beside them as ``PREFIX.json``."""
 
     prefix: str
     documents: int

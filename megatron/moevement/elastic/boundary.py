@@ -1,4 +1,4 @@
-"""What stands beside the optimizer's state on another rank, made to fit this one."""
+"""Boundary state of another rank, beside the optimizer's state, fitted to this one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fitted(boundary: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
 
 
 def fitted_record(record: Mapping[str, Any], optimizer: Any, *, is_comparable: bool) -> dict[str, Any]:
-    """What came of an iteration, as this rank can use it.
+    """Return the outcome of an iteration in the form that this rank can use.
 
     Args:
         record: of a rank of its stage.

@@ -49,7 +49,8 @@ def bring_live_state(live: Live, stand: Stand, iteration: int, offer: Offer | No
 
 @torch.no_grad()
 def equalize_replicas(live: Live, stand: Stand) -> None:
-    """At a start of the job: bring the state of the first replica of each expert, as it was built or loaded, to all.
+    """Send the state of the first replica of each expert, as it was built or loaded, to all replicas at a start of the
+    job.
 
     Every rank calls it.
     """

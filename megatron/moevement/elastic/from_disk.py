@@ -16,7 +16,7 @@ from moevement_core.session.window_files import Resize, WindowFiles
 
 
 def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize | None:
-    """How an elastic job loads windows; None where the job is not elastic.
+    """Return how an elastic job loads windows; None where the job is not elastic.
 
     Args:
         args: Megatron's.
@@ -27,7 +27,9 @@ def resize_of(args: Namespace, binding: MegatronBinding, live: Live) -> Resize |
         return None
 
     def is_needed(manifest: Manifest) -> bool:
-        """With slots always: ranks of then may have had other experts."""
+        """Return whether a window needs a resize: always with slots, because the ranks that wrote it may have had other
+        experts.
+        """
         return slots() is not None or manifest.settings.get("world_size") != args.world_size
 
     def prepare(files: WindowFiles, manifest: Manifest) -> Prepared:

@@ -1,4 +1,4 @@
-"""To which sizes an elastic job may be cut, from Megatron's arguments."""
+"""Sizes to which an elastic job may shrink, from Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def blocks_of(args: Namespace) -> tuple[int, ...]:
 
 
 def can_train(args: Namespace, replicas: int) -> bool:
-    """Whether so many data-parallel replicas can share every batch as Megatron shares it."""
+    """Return whether so many data-parallel replicas can share every batch as Megatron shares it."""
     micro_batches, rest = divmod(args.global_batch_size, args.micro_batch_size * replicas)
     is_interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
     stages = args.pipeline_model_parallel_size

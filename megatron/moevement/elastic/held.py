@@ -16,9 +16,9 @@ class Formation:
     """A job from one forming to the next."""
 
     generation: int
-    """In which it was formed: a job may get back a size that it had before, and other state in the same places."""
+    """Generation in which it was formed: a job may return to an earlier size, with other state in the same places."""
     stands: tuple[Stand, ...]
-    """Of all its ranks, in their order."""
+    """Positions of all its ranks, in their order."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +30,7 @@ class Held:
     """The rank that this process was in it; -1: none."""
     holdings: Sequence[Holding]
     open: Callable[[Holding], Snapshot | None]
-    """One of them, not yet checked; nothing if it cannot be read."""
+    """Opens one snapshot, not yet checked; returns None if it cannot be read."""
 
     @staticmethod
     def in_memory(snapshots: Sequence[Snapshot], formation: Formation, rank: int) -> Held:

@@ -1,6 +1,4 @@
-"""What came of the newest iteration of an elastic job, where a failure may have kept its line of metrics from being
-written.
-"""
+"""Outcome of the newest iteration of an elastic job, whose line of metrics a failure may have prevented."""
 
 from __future__ import annotations
 
@@ -18,12 +16,12 @@ from moevement_core.session.exchange import all_gather_objects
 
 @dataclass(frozen=True)
 class Line:
-    """What came of an iteration."""
+    """Outcome of one iteration."""
 
     losses: Mapping[str, torch.Tensor]
-    """None of them where a rank is lost that had a part of them."""
+    """Losses of the iteration; empty where a rank is lost that had a part of them."""
     outcome: Mapping[str, Any]
-    """Of its step."""
+    """Outcome of the iteration's step."""
 
 
 def line_of(offer: Offer | None, iteration: int) -> Line | None:

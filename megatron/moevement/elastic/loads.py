@@ -1,4 +1,4 @@
-"""What the experts of this rank's layers had of tokens lately, and when that asks for another placement."""
+"""Recent token counts of the experts of this rank's layers, and the trigger for another placement."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RoutedLoads:
         self._committed: dict[int, torch.Tensor] = {}
         """Tokens of each expert by layer, on the device, since the last look at the loads that moved no experts."""
         self._last: dict[int, torch.Tensor] = {}
-        """Those of the last iteration."""
+        """Counts of the last iteration."""
 
     def committed(self) -> None:
         """An iteration was committed: what was routed in it counts."""
@@ -62,16 +62,16 @@ class RoutedLoads:
         return float(np.mean(shares)) if shares else None
 
     def forget_replayed(self) -> None:
-        """What was routed in iterations that were run again has been counted, or is of no interest any more."""
+        """Forget what was routed in re-executed iterations: it has been counted, or is not needed any more."""
         for dispatcher in self._layers.values():
             dispatcher.routed = None
 
     def now(self) -> dict[int, list[int]]:
-        """By layer, ``[E]``; waits for the device."""
+        """Return the counts by layer, ``[E]``; waits for the device."""
         return {layer: its.tolist() for layer, its in self._committed.items()}
 
     def regroup_if_uneven(self, committed: int) -> None:
-        """Before an iteration: every so many, ask whether another allocation would be worth its migration.
+        """Check the loads before some iterations: propose a regroup if another allocation is worth its migration.
 
         Every rank of the job calls it.
 

@@ -30,7 +30,7 @@ def masters_by_number(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def masters_in_lists(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Its ``load_state_dict``, which gets what :func:`masters_by_number` made."""
+    """Replace ``load_state_dict``, which gets the result of :func:`masters_by_number`."""
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:

@@ -1,4 +1,5 @@
-"""How the ranks of an elastic job find out what state is left: after a failure, before growing, and at a rebalance.
+"""Exchange between the ranks of an elastic job on which state is left: after a failure, before growing, and at a
+rebalance.
 
 They go on from what they have in memory: replicas and shards of the state after the newest iteration that any rank has
 committed, and snapshots. A process may get another rank, so of the old model only the state is kept.
@@ -27,7 +28,7 @@ from moevement_core.session.sources import MemorySource
 
 @dataclass(frozen=True)
 class _Standing:
-    """What a rank tells all others of what it has."""
+    """Report of a rank to all others on what it has."""
 
     lineage: str
     committed: int
@@ -40,31 +41,31 @@ class _Standing:
 
 @dataclass(frozen=True)
 class Brought:
-    """What a rank brings."""
+    """State that a rank brings."""
 
     stand: Stand | None = None
-    """Where it stood; None: it is new, or has waited."""
+    """Position that the rank had; None: it is new, or has waited."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """By layer, those in its slots."""
+    """Experts in its slots, by layer."""
     loads: Loads = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """What ranks have agreed on, the same on all of them."""
+    """Agreement of the ranks, the same on all of them."""
 
     lineage: str
     is_between: bool
-    """Whether what is due after the newest iteration (evaluation, dense save) may not have been done."""
+    """True if an evaluation or dense save after the newest iteration may not have happened."""
     world_before: int
     newest: int
     """The newest iteration that anybody has committed; -1: nobody has state but in snapshots."""
     books: float
     """Floating-point operations so far."""
     held: Sequence[Brought]
-    """Of every rank."""
+    """State that each rank brings."""
     line: Line | None = None
-    """What came of the newest iteration, for a line of metrics that may not have been written."""
+    """Outcome of the newest iteration, for a line of metrics that may not have been written."""
 
 
 def meet(process: Process) -> Meeting | None:
@@ -91,7 +92,9 @@ def meet(process: Process) -> Meeting | None:
 
 
 def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) -> Meeting:
-    """What one brings that has no state of ``iteration`` (it may have waited as a spare since) does not count."""
+    """Agree on the state. A rank without state of ``iteration`` (it may have waited as a spare
+    since) brings nothing.
+    """
     committed = -1 if offer is None or offer.mark is None else offer.mark.iteration
     held = Brought() if offer is None or committed < iteration else Brought(offer.stand, offer.experts, offer.loads)
     helds = all_gather_objects(held, Brought)
@@ -101,8 +104,8 @@ def _agree(offer: Offer | None, lineage: str, iteration: int, is_between: bool) 
 
 
 def live_boundary(meeting: Meeting, offer: Offer | None, stand: Stand) -> Mapping[str, Any] | None:
-    """What this rank goes on with beside the optimizer's state of the newest iteration; None: nobody of its stage has
-    it. Every rank calls it.
+    """Return the boundary state with which this rank continues, beside the optimizer's state of the newest iteration;
+    None if no rank of its stage has it. Collective.
 
     Args:
         meeting: of all ranks.
@@ -117,7 +120,8 @@ def live_boundary(meeting: Meeting, offer: Offer | None, stand: Stand) -> Mappin
 
 
 def nearest_of_stage(mine: Mapping[Stand, Mapping[str, Any]], stand: Stand) -> Mapping[str, Any] | None:
-    """What a rank of the same stage brings, of the same place in it where there is one; None: nobody brings any.
+    """Return what a rank of the same stage brings, of the same position in it where there is one; None if no rank
+    brings any.
 
     Data-parallel replicas draw the same random numbers, so all of them go on with those of one. Every rank calls it.
 

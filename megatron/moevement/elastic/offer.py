@@ -1,4 +1,4 @@
-"""What a rank that has survived brings into a job of another size: its state, without the model that it was in."""
+"""State that a survivor brings into a job of another size, without the model that it was in."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ class Offer:
     """The newest iteration that it has committed, and what stands beside the optimizer's state after it; None: it has
     no state of any iteration but in snapshots."""
     pieces: Sequence[Piece]
-    """Of that iteration, on the host."""
+    """Pieces of that iteration, on the host."""
     stand: Stand
-    """Of the rank that it was the state of."""
+    """Position of the rank whose state it was."""
     books: float
     """Floating-point operations so far."""
     experts: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """By layer, those in its slots; nothing without slots."""
+    """Experts in its slots, by layer; empty without slots."""
     loads: Loads = field(default_factory=dict)
-    """What experts of its layers had of tokens lately."""
+    """Recent token counts of the experts of its layers."""
     losses: Mapping[str, torch.Tensor] | None = None
-    """Of that iteration, sums over this rank's micro-batches and numbers of tokens; where this rank has any."""
+    """Losses of that iteration, as sums over this rank's micro-batches and numbers of tokens; None where this rank has
+    none.
+    """
     helds: Sequence[Held] = ()
-    """Its own snapshots and those that it keeps for others, of the job of then; and of jobs before it, as long as that
-    one has no window yet that is persisted.
+    """Own snapshots and those kept for others, of that job, and of jobs before it as long as it has
+    no persisted window.
     """
 
     def live(self, iteration: int) -> Sequence[Piece]:
-        """What this rank has of the state after ``iteration``, snapshots not among it."""
+        """Return this rank's part of the state after ``iteration``, without snapshots."""
         return self.pieces if self.mark is not None and self.mark.iteration == iteration else ()

@@ -21,12 +21,12 @@ _LOCAL_EXPERT = re.compile(r"local_experts\.\d+\.|(?<=\.weight)\d+$|(?<=\.bias)\
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Where a rank stands in the job when its model is built."""
+    """Position of a rank in the job when its model is built."""
 
     rank: int
     world: int
     stage: int
-    """Of the pipeline."""
+    """Pipeline stage of the rank."""
     tensor: int
     """Tensor-parallel rank; of experts: ``expert_tensor``."""
     expert: int
@@ -35,7 +35,7 @@ class Stand:
 
     @staticmethod
     def now() -> Stand:
-        """From Megatron's process groups."""
+        """Return the position by Megatron's process groups."""
         from megatron.core import parallel_state
 
         return Stand(
@@ -49,7 +49,7 @@ class Stand:
 
     @staticmethod
     def of(settings: Mapping[str, Any], rank: int) -> Stand:
-        """From the flags of a job, for Megatron's default order of ranks.
+        """Return the position by the flags of a job, for Megatron's default order of ranks.
 
         Args:
             settings: as :func:`~megatron.moevement.runtime.settings.settings_of` has them.
@@ -68,13 +68,13 @@ class Stand:
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the rank that writes what is logged."""
+        """Return whether this is the rank that writes what is logged."""
         return self.rank == self.world - 1
 
 
 def state_pieces(chunks: Sequence[Any], optimizer: Any, stand: Stand) -> list[Piece]:
-    """All of the master weights and optimizer state that this rank has, as views; its shard with the distributed
-    optimizer, everything without.
+    """Return all master weights and optimizer state of this rank, as views: its shard with the distributed optimizer,
+    everything without.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
@@ -102,7 +102,7 @@ _KEY = re.compile(r"(?P<chunk>\d+)\.(?P<name>.*)\[(?P<start>\d+):(?P<end>\d+)\]/
 
 
 def snapshot_pieces(snapshot: Snapshot, stand: Stand) -> Iterator[Piece]:
-    """What a snapshot holds of operators, as pieces.
+    """Yield the state of operators in a snapshot, as pieces.
 
     Args:
         snapshot: of a rank.
@@ -132,7 +132,7 @@ def saved_piece(saved: StateTensor, stand: Stand) -> Piece:
 
 
 def _tensors(parameter: torch.nn.Parameter, part: Part) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """What each tensor is, the place of its first element, and all of it that is here, flat."""
+    """Yield the name of each tensor, the position of its first element, and the part of it that is here, flat."""
     for what, tensor in part.replicated.items():
         yield what, 0, tensor
     for what, tensor in part.state.items():

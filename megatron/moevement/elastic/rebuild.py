@@ -49,19 +49,19 @@ from moevement_core.snapshot.snapshot import (
 
 @dataclass(frozen=True)
 class _Kind:
-    """What all snapshots of one iteration and stage have in common."""
+    """Common header of all snapshots of one iteration and stage."""
 
     schedule: str
     slot: int
     contents: str
     state: int
     saved: Mapping[str, Saved]
-    """By operator of which there are tensors."""
+    """Kinds of state by operator of which there are tensors."""
     places: Mapping[str, int]
-    """Of operators in the stage's table; not of those of windows that do not say it."""
+    """Positions of operators in the stage's table; without those of windows that do not state it."""
 
     def of_operators(self) -> Iterator[tuple[str, Saved]]:
-        """What is held of those of which no rank has given anything back."""
+        """Yield the operators of which no rank has released anything, with what is held of them."""
         contents = contents_of(self.contents)
         for name, saved in self.saved.items():
             if name not in self.places or contents[self.places[name]] != Saved.NOTHING:
@@ -70,11 +70,11 @@ class _Kind:
 
 @dataclass(frozen=True, eq=False)
 class Rebuilt:
-    """What a rank recovers from."""
+    """Result of the rebuild, from which a rank recovers."""
 
     prepared: Prepared
     boundary: Mapping[str, Any]
-    """What stands beside the optimizer's state where the recovery ends."""
+    """Boundary state where the recovery ends."""
     exchanged: Exchanged
 
 
@@ -201,7 +201,7 @@ class _Recut:
         self._is_verified = is_verified
 
     def of_iteration(self, iteration: int, mine: Sequence[Snapshot]) -> tuple[Snapshot, Exchanged]:
-        """One snapshot; every rank calls it.
+        """Return one snapshot. Collective.
 
         Args:
             iteration: of which.
@@ -228,7 +228,7 @@ class _Recut:
         return Snapshot(header, Buffer(buffer)), exchanged
 
     def _kind(self, mine: Sequence[Snapshot]) -> _Kind:
-        """Of this rank's stage."""
+        """Return the header of this rank's stage."""
         kinds: list[_Kind] = []
         for its in all_gather_objects(_kinds(mine, self._stands), list[tuple[int, _Kind]]):
             kinds += [kind for stage, kind in its if stage == self._stand.stage]
@@ -254,7 +254,7 @@ def _record_of(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _kinds(mine: Sequence[Snapshot], stands: Sequence[Stand]) -> list[tuple[int, _Kind]]:
-    """Of each snapshot, and its stage."""
+    """Return the stage and header of each snapshot."""
     return [
         (
             stands[its.rank].stage,

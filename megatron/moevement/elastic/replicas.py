@@ -46,7 +46,7 @@ def slot_layers(chunks: Sequence[Any]) -> Iterator[Any]:
 
 
 def local_parameters(layer: Any) -> list[list[Any]]:
-    """Of each of this rank's slots, in one order."""
+    """Return the parameters of each of this rank's slots, in one order."""
     return [list(expert.parameters()) for expert in layer.experts.local_experts]
 
 
@@ -69,7 +69,7 @@ def reduce_gradients(chunks: Sequence[Any]) -> None:
 
 
 def _reduce(table: Table, gradients: list[list[torch.Tensor]], group: Any) -> None:
-    """Of one layer."""
+    """Reduce the gradients of one layer."""
     rank = dist.get_rank(group)
     owner = _first_slots(table)
     flat = [torch.cat(parts) for parts in gradients]

@@ -15,16 +15,16 @@ class Resized:
     """The state that a resize has brought to one rank, and what training needs to resume from it."""
 
     iteration: int
-    """That all ranks go on from."""
+    """Iteration from which all ranks continue."""
     boundary: Mapping[str, Any] | None
-    """What stands beside the optimizer's state there; None: the recovery that comes first puts it."""
+    """Boundary state of that iteration; None: the recovery that comes first restores it."""
     is_between: bool
-    """Whether what is due after it (evaluation, dense save) may not have been done."""
+    """True if an evaluation or dense save after it may not have happened."""
     world_before: int
     exchanged: Exchanged
     line: Line | None = None
-    """What came of that iteration, for a line of metrics that may not have been written."""
+    """Outcome of that iteration, for a line of metrics that may not have been written."""
     usable_at: float = 0.0
-    """When process groups were usable, seconds since the epoch."""
+    """Time at which process groups were usable, in seconds since the epoch."""
     brought_at: float = 0.0
-    """When the state was here."""
+    """Time at which the state was here, in seconds since the epoch."""

@@ -18,7 +18,7 @@ from moevement_core.session.exchange import all_gather_objects
 
 
 def put_experts_in_slots(args: Namespace) -> None:
-    """Where the flags say so: from now on layers are built with slots, and expert parallelism spans all replicas.
+    """Build layers with slots from now on, and let expert parallelism span all replicas, if the flags say so.
 
     Called when Megatron has validated its arguments, before it makes its configuration objects from them.
     """
@@ -30,7 +30,7 @@ def put_experts_in_slots(args: Namespace) -> None:
 
 
 def begin_placement(args: Namespace, *, is_restart: bool) -> None:
-    """At a start of the job: what ``--moevement-expert-placement`` says, or experts as if all had equal loads.
+    """Place experts at a start of the job: by ``--moevement-expert-placement``, or as if all had equal loads.
 
     Args:
         args: Megatron's.
@@ -44,7 +44,7 @@ def begin_placement(args: Namespace, *, is_restart: bool) -> None:
 
 
 def place_experts(meeting: Meeting) -> dict[int, list[int]]:
-    """After a failure, or when loads ask for it: place experts for the ranks of now, by what they bring.
+    """Place experts for the current ranks, by what they bring; after a failure, or when loads ask for it.
 
     Returns:
         The loads by which it was done, by layer of this rank's stage; nothing without slots.

@@ -17,9 +17,9 @@ from moevement_core.elastic.migration import migrate
 from moevement_core.elastic.placement import place
 
 Table = tuple[tuple[int, ...], ...]
-"""By expert-parallel rank, the expert in each of its slots."""
+"""Expert in each slot, by expert-parallel rank."""
 Loads = Mapping[int, Sequence[int]]
-"""By layer, tokens that each of its experts had of late."""
+"""Recent tokens of each expert, by layer."""
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Slots:
     floor: int
     """f, replicas that each expert has at least where there are slots for them."""
     tables: dict[int, Table] = field(default_factory=dict)
-    """By number of the layer in the model, from 0."""
+    """Tables by number of the layer in the model, from 0."""
 
     def table(self, layer: int, ranks: int) -> Table:
-        """Of a layer; experts are taken to have equal loads where nothing else was placed."""
+        """Return the table of a layer; experts count as equally loaded where nothing else was placed."""
         found = self.tables.get(layer)
         if found is None or len(found) != ranks:
             found = self.tables[layer] = self._placed([1] * self.experts, {rank: () for rank in range(ranks)})
@@ -65,7 +65,7 @@ class Slots:
         return self.tables[layer][rank][slot]
 
     def is_first(self, layer: int, rank: int, slot: int) -> bool:
-        """Whether the slot holds the first replica of its expert, in the order of ranks and slots."""
+        """Return whether the slot holds the first replica of its expert, in the order of ranks and slots."""
         expert = self.expert(layer, rank, slot)
         return (rank, slot) == next(
             (where, number)
@@ -95,6 +95,6 @@ def slots() -> Slots | None:
 
 
 def use_slots(its: Slots | None) -> None:
-    """From now on in this process."""
+    """Use these slots from now on in this process."""
     global _slots
     _slots = its

@@ -69,7 +69,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, MASTER: master_weight_dtype}
         self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
-        """Of FP16 and FP8 state: by parameter and name, FP32 ``[1]``; Transformer Engine's name for them."""
+        """Scales of FP16 and FP8 state by parameter and name, FP32 ``[1]``; the name is Transformer Engine's."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take options of groups, and state in the dtypes that it has (torch would make it the parameters')."""
@@ -82,7 +82,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
                         self._scales[parameter][name] = torch.ones(1, device=value.device)
 
     def keeps_remainder(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is the upper half of its own master weights."""
+        """Return whether a parameter is the upper half of its own master weights."""
         is_bf16 = parameter.dtype == torch.bfloat16 and not isinstance(parameter, QuantisedTensor)
         return self.store_param_remainders and is_bf16
 

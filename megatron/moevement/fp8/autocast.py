@@ -21,7 +21,7 @@ from megatron.moevement.fp8.recipe import Recipe, Role
 
 
 class Call:
-    """One linear layer's product in a forward pass: the scales that it has, whenever it runs."""
+    """Product of one linear layer in a forward pass, with the scales that it has whenever it runs."""
 
     def __init__(self, region: Region, scales: DelayedScales | None) -> None:
         self._region = region
@@ -47,7 +47,7 @@ class Call:
 
 
 class Region:
-    """What runs in FP8 between entering it and leaving it; one microbatch of a stage, or one layer of it.
+    """Region that runs in FP8: one micro-batch of a stage, or one layer of it.
 
     Attributes:
         trains: gradients will be asked for.
@@ -76,17 +76,17 @@ class Region:
 
     @property
     def is_again(self) -> bool:
-        """Whether it is being run again, in a backward pass."""
+        """True while the region runs again, in a backward pass."""
         return self._again is not None
 
     @property
     def is_taped(self) -> bool:
-        """Whether what runs now will run again, or does."""
+        """True if the current operations will run again, or run again now."""
         return bool(self._tapes) or self.is_again
 
     @contextmanager
     def first_run(self, tape: deque[Call]) -> Iterator[None]:
-        """What runs in here will run again; parts of it may, before that."""
+        """Record the operations of a ``with`` block that will run again; parts of it may, before that."""
         self._tapes.append(tape)
         try:
             yield
@@ -95,7 +95,7 @@ class Region:
 
     @contextmanager
     def second_run(self, tape: deque[Call]) -> Iterator[None]:
-        """What ran in :meth:`first_run` runs again."""
+        """Repeat the operations recorded by :meth:`first_run`."""
         before = _regions[:], self._again, self._tapes
         _regions.append(self)
         self._again, self._tapes = tape, []

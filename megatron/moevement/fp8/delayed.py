@@ -57,14 +57,16 @@ class DelayedScales(torch.nn.Module):
             place.copy_(torch.maximum(place, amax.view(())))
 
     def for_codes(self) -> torch.Tensor:
-        """By what the codes of a weight are made now, ``[1]``; the scale of now, unless they are made once more."""
+        """Return the scale by which the codes of a weight are made, ``[1]``: the current one, unless they are made once
+        more.
+        """
         if not _remaking:
             self.made.copy_(self.scale[Role.WEIGHT])
         return self.made
 
 
 _remaking: list[None] = []
-"""As many as :func:`remaking` is entered."""
+"""Entries of :func:`remaking` that are open."""
 
 
 @contextmanager

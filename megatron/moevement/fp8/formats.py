@@ -34,7 +34,7 @@ class Form:
     block: tuple[int, int]
 
     def dequantised(self) -> torch.Tensor:
-        """FP32 ``[M, N]``."""
+        """Return the matrix as FP32 ``[M, N]``."""
         scales = exponents_to_scales(self.scale_inv) if self.scale_inv.dtype == torch.uint8 else self.scale_inv
         return self.codes.float() * spread(scales, self.block, self.codes.shape)
 
@@ -51,13 +51,15 @@ class Quantised:
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """To the nearest code, ties to even; what is beyond the largest number becomes it (torch's own casts overflow)."""
+    """Round to the nearest code, ties to even; values beyond the largest number become it (torch's
+    own casts overflow).
+    """
     largest = torch.finfo(dtype).max
     return values.float().clamp(-largest, largest).to(dtype)
 
 
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> torch.Tensor:
-    """What brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale.
+    """Return the scale that brings ``amax`` to the largest number of ``dtype``; 1 where there is nothing to scale.
 
     Args:
         amax: FP32, any shape.
@@ -78,13 +80,13 @@ def quotient(largest: float, amax: torch.Tensor) -> torch.Tensor:
 
 
 def by_scale(matrix: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """One given scale for all of ``[M, N]`` (delayed scaling); ``scale`` has one element."""
+    """Quantise with one given scale for all of ``[M, N]`` (delayed scaling); ``scale`` has one element."""
     form = Form(cast(matrix.float() * scale, dtype), scale.reciprocal().view(1, 1), (matrix.shape[0], matrix.shape[1]))
     return Quantised(form, form)
 
 
 def by_tensor(matrix: torch.Tensor, dtype: torch.dtype) -> Quantised:
-    """One scale, from the matrix's own amax (current scaling)."""
+    """Quantise with one scale, from the matrix's own amax (current scaling)."""
     return by_scale(matrix, scale_of(amax_of(matrix), dtype), dtype)
 
 
@@ -143,7 +145,7 @@ def amax_of_blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor
 
 
 def spread(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
-    """Each block's scale at all of its elements."""
+    """Return each block's scale at all of its elements."""
     if scales.numel() == 1:
         return scales
     rows = scales.repeat_interleave(block[0], 0)[: shape[0]]

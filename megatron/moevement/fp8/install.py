@@ -57,7 +57,7 @@ def install() -> None:
 
 
 def get_fp8_context(config: Any, layer_no: int = -1, is_init: bool = False) -> AbstractContextManager[None]:
-    """What a layer is built in (``is_init``), or runs in; signature and meaning are Megatron's."""
+    """Return the context in which a layer is built (``is_init``), or runs; signature and meaning are Megatron's."""
     from megatron.core import fp8_utils, parallel_state
 
     if not config.fp8 or fp8_utils.is_first_last_bf16_layer(config, layer_no):
@@ -97,7 +97,7 @@ def _install_adam() -> None:
 
 
 def _with_our_adam(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Where it looks whether the optimizer can do what it is asked to, it finds ours."""
+    """Replace the check of whether the optimizer can do what it is asked to, so that it finds this project's Adam."""
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
@@ -133,7 +133,7 @@ def _on_our_adam(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Manager:
-    """What activations that are made again ask before they are."""
+    """Manager that activations ask before they are recomputed."""
 
     @staticmethod
     def reset() -> None:
@@ -155,5 +155,7 @@ def _recompute_phase(activation_recompute: bool, recompute_phase: bool) -> Abstr
 
 
 def _again(enabled: bool, fp8_recipe: Recipe | None) -> AbstractContextManager[None]:
-    """Only where scales do not look back: with delayed scaling it is refused (``preflight/machine.py``)."""
+    """Return a context for scales that do not look back; with delayed scaling it is refused
+    (``preflight/machine.py``).
+    """
     return autocast.autocast(fp8_recipe, None) if enabled and fp8_recipe is not None else nullcontext()

@@ -1,4 +1,4 @@
-"""What an interruption leaves of Transformer Engine's FP8 in a process that keeps its model.
+"""Cleaning up Transformer Engine's FP8 after an interruption, in a process that keeps its model.
 
 Delayed scaling has a registry in the process: at the end of a forward pass, and of a backward pass, the amaxes of all
 modules in it are concatenated, reduced over the ranks of the group, and made into scales. A module enters the registry
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 _NOTES = ("buffer_index_and_autocast_key", "global_fp8_buffer_pos_fwd_recompute")
-"""Where a module stands in the registry, and in the list of scales that recomputed forward passes take up again."""
+"""Names of a module's position in the registry, and in the list of scales that recomputed forward passes use again."""
 
 
 def forget_regions() -> None:

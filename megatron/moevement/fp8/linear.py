@@ -32,7 +32,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        """Of the input, and of the weight unless it is frozen."""
+        """Return the gradient of the input, and of the weight unless it is frozen."""
         flat = gradient.reshape(-1, gradient.shape[-1])
         its = ctx.call.quantise(flat, Role.GRADIENT)
         of_tokens = of_weight = None
@@ -82,7 +82,9 @@ def _linear(
 
 
 def _quantised_weight(layer: Any, call: Call, weight: torch.Tensor) -> Quantised:
-    """Of this iteration: it does not change between microbatches, and is quantised in the first."""
+    """Return the quantised weight of this iteration: it does not change between micro-batches, and is quantised in the
+    first.
+    """
     if isinstance(weight, QuantisedTensor):
         return weight.quantised()
     if layer.is_first_microbatch or layer.fp8_weight is None:

@@ -16,7 +16,7 @@ Quantiser = Callable[[torch.Tensor, torch.dtype], Quantised]
 
 
 class Role(IntEnum):
-    """What a matrix is to a product; delayed scaling has a scale for each."""
+    """Roles of a matrix in a product; delayed scaling has a scale for each."""
 
     INPUT = 0
     WEIGHT = 1
@@ -30,12 +30,12 @@ _ACTIVATIONS: dict[str, Quantiser] = {
 }
 _WEIGHTS: dict[str, Quantiser] = {**_ACTIVATIONS, "blockwise": formats.by_squares}
 NAMES = ("delayed", *_ACTIVATIONS)
-"""Of ``--fp8-recipe``."""
+"""Values of ``--fp8-recipe``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What ``--fp8-format`` and the flags beside it say."""
+    """Recipe from ``--fp8-format`` and the flags beside it."""
 
     name: str
     is_hybrid: bool
@@ -49,7 +49,7 @@ class Recipe:
 
     @classmethod
     def of(cls, config: Any) -> Recipe:
-        """Of a ``TransformerConfig`` with ``fp8``."""
+        """Return the recipe of a ``TransformerConfig`` with ``fp8``."""
         name = str(getattr(config.fp8_recipe, "value", config.fp8_recipe))
         return cls(
             name,
@@ -61,11 +61,11 @@ class Recipe:
 
     @property
     def is_delayed(self) -> bool:
-        """Whether scales are those of earlier amaxes."""
+        """True if scales follow from earlier amaxes."""
         return self.name == "delayed"
 
     def dtype(self, role: Role) -> torch.dtype:
-        """Of the codes."""
+        """Return the dtype of the codes."""
         return E5M2 if self.is_hybrid and role is Role.GRADIENT else E4M3
 
     def quantise(self, matrix: torch.Tensor, role: Role) -> Quantised:

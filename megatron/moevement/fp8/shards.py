@@ -1,4 +1,4 @@
-"""What Megatron's distributed optimizer and data-parallel buffers do with weights in FP8."""
+"""Operations of Megatron's distributed optimizer and data-parallel buffers on weights in FP8."""
 
 from __future__ import annotations
 
@@ -54,14 +54,16 @@ def quantize_param_shard(
 
 @torch.no_grad()
 def post_all_gather_processing(model_params: Sequence[torch.Tensor]) -> None:
-    """After a gather of codes: with delayed scaling all replicas know the scale, whoever's optimizer has used it."""
+    """Update scales after a gather of codes: with delayed scaling all replicas know the scale that the owning optimizer
+    used.
+    """
     for weight in model_params:
         if isinstance(weight, QuantisedTensor) and weight.scales is not None:
             weight.buffers[weight.scales_name].copy_(weight.scales.for_codes().reciprocal().view(1, 1))
 
 
 def _amaxes(weight: QuantisedTensor, shard: torch.Tensor | None, offset: int) -> torch.Tensor:
-    """Of the range alone: ``[1, 1]``, or one for each block."""
+    """Return the amaxes of the range alone: ``[1, 1]``, or one for each block."""
     if not isinstance(weight, BlockQuantisedTensor):
         return amax_of(shard).view(1, 1) if shard is not None else torch.zeros(1, 1)
     whole = torch.zeros(weight.numel(), dtype=weight.dtype)

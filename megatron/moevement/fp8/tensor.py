@@ -40,7 +40,7 @@ class QuantisedTensor(torch.Tensor):
     def __new__(
         cls, like: torch.Tensor, recipe: Recipe, scales: DelayedScales | None, buffers: dict[str, torch.Tensor]
     ) -> QuantisedTensor:
-        """Of the shape, dtype and device of ``like``."""
+        """Make a tensor with the shape, dtype and device of ``like``."""
         self = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
         self.buffers, self.recipe, self.scales = buffers, recipe, scales
         return self
@@ -59,7 +59,7 @@ class QuantisedTensor(torch.Tensor):
         return self
 
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What its buffers are when it stands for ``values``."""
+        """Return the buffers that stand for ``values``."""
         if self.scales is not None:
             its = by_scale(values.reshape(1, -1), self.scales.for_codes(), self.recipe.dtype(Role.WEIGHT))
         else:
@@ -75,7 +75,7 @@ class QuantisedTensor(torch.Tensor):
         return type(self)(like, self.recipe, self.scales, {**self.buffers, self.codes_name: codes})
 
     def quantised(self) -> Quantised:
-        """As products take it; the buffers, not copies."""
+        """Return the matrix as products take it; the buffers, not copies."""
         form = self._form(self.codes_name, self.scales_name, (1, 1))
         return Quantised(form, form)
 
@@ -83,7 +83,7 @@ class QuantisedTensor(torch.Tensor):
         return Form(self.buffers[codes].view(E4M3), self.buffers[scales], block)
 
     def dequantised(self) -> torch.Tensor:
-        """What it stands for, ``[N, K]``, in the dtype that it looks like."""
+        """Return the represented values, ``[N, K]``, in the dtype that the tensor shows."""
         return self.quantised().row.dequantised().to(self.dtype).view(self.shape)
 
     def from_float8(self) -> torch.Tensor:
@@ -114,7 +114,7 @@ class QuantisedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See the class."""
+        """Dispatch an operation; see the class."""
         first: Any = args[0] if args else None
         if func in _RANGES and isinstance(first, QuantisedTensor) and first.scales is not None:
             return first.part(func(first.buffers[first.codes_name].view(first.shape), *args[1:]))
@@ -136,18 +136,18 @@ class QuantisedTensor(torch.Tensor):
 
 
 class BlockQuantisedTensor(QuantisedTensor):
-    """With a power of two for every 128 x 128 elements."""
+    """Weight in FP8 with a power of two for every 128 x 128 elements."""
 
     codes_name, scales_name = "_rowwise_data", "_rowwise_scale_inv"
 
     def quantised(self) -> Quantised:
-        """As products take it; the buffers, not copies."""
+        """Return the matrix as products take it; the buffers, not copies."""
         form = self._form(self.codes_name, self.scales_name, (BLOCK, BLOCK))
         return Quantised(form, form)
 
 
 class MXQuantisedTensor(BlockQuantisedTensor):
-    """With an exponent for every 32 elements of a row, and codes of their own for those of a column."""
+    """Weight in FP8 with an exponent for every 32 elements of a row, and separate codes for those of a column."""
 
     def _quantise(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         its = self.recipe.quantise(values, Role.WEIGHT)
@@ -159,7 +159,7 @@ class MXQuantisedTensor(BlockQuantisedTensor):
         }
 
     def quantised(self) -> Quantised:
-        """As products take it; the buffers, not copies."""
+        """Return the matrix as products take it; the buffers, not copies."""
         return Quantised(
             self._form("_rowwise_data", "_rowwise_scale_inv", (1, MX_BLOCK)),
             self._form("_columnwise_data", "_columnwise_scale_inv", (MX_BLOCK, 1)),

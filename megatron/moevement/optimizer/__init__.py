@@ -1,1 +1,1 @@
-"""What this fork adds around Megatron's optimizers."""
+"""Extensions of Megatron's optimizers."""

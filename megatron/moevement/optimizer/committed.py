@@ -88,9 +88,9 @@ class CommittedOptimizer(Commit):
         self._optimizer, self._boundary, self._advance, self._vote = optimizer, boundary, advance, vote
         self._step = type(optimizer).step.__get__(optimizer)
         self.mode = Train(optimizer)
-        """How reductions are answered; a replay sets another one for a while."""
+        """Mode that answers reductions; a replay sets another one for a while."""
         self.again: Mapping[str, Any] = {}
-        """What came of the last step that was made again."""
+        """Outcome of the last step that was repeated."""
         self._prepared: Mapping[str, Any] = {}
         self._reduced = Reduced()
         self._section: ExitStack | None = None
@@ -253,14 +253,16 @@ class CommittedOptimizer(Commit):
             weights.gather((chunk for member in self._gathering() for chunk in member.model_chunks), force=now)
 
     def making(self) -> AbstractContextManager[None]:
-        """In which FP8 weights are made of the mark's master weights: anew, or as they were if no update was made."""
+        """Return the context in which FP8 weights are made of the mark's master weights: anew, or unchanged if no
+        update was made.
+        """
         outcome = self.mark.outcome if self.mark is not None else {}
         is_as_it_was = outcome["overflow"] if outcome else not self._has_stepped
         return remaking() if is_as_it_was else nullcontext()
 
     def _make_weights(self, member: Any) -> None:
-        """With the scales of the mark, which an iteration that was interrupted has moved on; what making them leaves in
-        the histories of amaxes belongs to the mark.
+        """Make weights with the scales of the mark, which an interrupted iteration has moved on. The histories of
+        amaxes that this leaves belong to the mark.
         """
         if self.mark is None or self._scales is None:
             weights.copy_masters(member)
@@ -274,8 +276,8 @@ class CommittedOptimizer(Commit):
 
     @override
     def interrupted(self) -> None:
-        """With its section left open the steps of a replay would wait for every rank and never let a restart in; with
-        gathers still deferred they would train on weights that nobody gathers.
+        """Close what an interruption left open. With an open section the steps of a replay would wait for every rank
+        and never let a restart in; with deferred gathers they would train on weights that were not gathered.
         """
         self._section = None
         self.mode = Train(self._optimizer)
@@ -312,7 +314,8 @@ class CommittedOptimizer(Commit):
 
 
 def norm_spans_job(optimizer: Any, world: int) -> bool:
-    """Whether every rank of the job contributes to every norm of a step, so that who has one knows that all have come.
+    """Return whether every rank of the job contributes to every norm of a step, so that a norm proves that all ranks
+    came to it.
 
     Not without the distributed optimizer, where a norm is that of a model replica; nor with several instances of it,
     where it is that of an instance.

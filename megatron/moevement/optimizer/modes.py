@@ -1,4 +1,4 @@
-"""How the reductions of Megatron's chained step are answered: by reducing, in training; from records, otherwise.
+"""Modes that answer the reductions of Megatron's chained step: by reducing, in training; from records, otherwise.
 
 In a **replay** the update is the one that was made the first time, for active operators alone. Frozen operators have
 no gradient (not a zero one, with which momentum and weight decay would still move the weights), so Adam passes them
@@ -21,7 +21,7 @@ from megatron.moevement.optimizer.views import Trained
 from megatron.moevement.state_digest import members
 
 _DECOUPLED = "decoupled_grad"
-"""Where gradients are that are not of the dtype of what is stepped (``--use-precision-aware-optimizer``)."""
+"""Attribute with gradients whose dtype differs from that of what is stepped (``--use-precision-aware-optimizer``)."""
 
 
 class Train:
@@ -35,7 +35,7 @@ class Train:
         self._optimizer = optimizer
 
     def prepare_grads(self, original: Callable[[], bool]) -> bool:
-        """Whether gradients overflowed."""
+        """Return whether gradients overflowed."""
         return original()
 
     def get_grad_norm(self, original: Callable[[], Any]) -> Any:
@@ -47,7 +47,7 @@ class Train:
         return original()
 
     def num_tokens(self, original: Callable[[], int | None]) -> int | None:
-        """By what gradients were divided."""
+        """Return the number by which gradients were divided."""
         return original()
 
     def count_zeros(self, original: Callable[[], int]) -> int:
@@ -55,7 +55,7 @@ class Train:
         return original()
 
     def verdict(self, original: Callable[[], bool], number: int) -> bool:
-        """Whether gradients of the chained optimizer ``number`` overflowed, when they have been unscaled."""
+        """Return whether gradients of the chained optimizer ``number`` overflowed, after they were unscaled."""
         return original()
 
     def update(self, original: Callable[[], bool]) -> bool:
@@ -117,7 +117,7 @@ class Replay(Train):
         self.frozen: frozenset[str] = frozenset()
         """Operators that are passed over."""
         self.outcome: Outcome | None = None
-        """Of the first time; None: it is worked out again."""
+        """Outcome of the first execution; None: it is computed again."""
 
     @override
     def prepare_grads(self, original: Callable[[], bool]) -> bool:

@@ -39,5 +39,5 @@ def as_clipped_by(norm: Norm) -> Any:
 
 
 def as_logged(norm: Norm) -> float | None:
-    """As Megatron's trainer logs it: rounded to FP32 on the way between stages."""
+    """Return the norm as Megatron's trainer logs it: rounded to FP32 on the way between stages."""
     return None if norm is None else torch.as_tensor(norm, dtype=torch.float32).item()

@@ -1,4 +1,4 @@
-"""What came of the reductions of a step: what a replay, or a rank that follows, takes from a record."""
+"""Outcome of the reductions of a step: a replay, or a rank that follows, takes it from a record."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron.moevement.state_digest import members
 from moevement_core.errors import ResultError
 
 Outcome = Mapping[str, Any]
-"""What :func:`outcome_of` gave."""
+"""Result of :func:`outcome_of`."""
 
 
 @dataclass
 class Reduced:
-    """On the host: taken when each reduction is over, because to ask for it later would wait for the device inside the
+    """Results of reductions on the host, taken when each is over: asking later would wait for the device inside the
     update, where nothing may wait.
     """
 
     found_inf: Sequence[bool | None] = ()
-    """Of each chained optimizer: it moves its own loss scale by it."""
+    """Overflow of each chained optimizer, by which it moves its own loss scale."""
     clip_norm: Norm = None
-    """As the clipping had it: what the trainer prints was rounded on the way between stages."""
+    """Norm as the clipping had it: the number that the trainer prints was rounded on the way between stages."""
     clip_norms_by_group: Mapping[str, Norm] = field(default_factory=dict)
     num_tokens: int | None = None
-    """Of the batch, where gradients are divided by it."""
+    """Tokens of the batch, where gradients are divided by them."""
     zeros: int | None = None
     """Elements of gradients that are zero, where they are counted."""
 
@@ -59,7 +59,7 @@ class Reduced:
 
 
 def outcome_of(result: Any, reduced: Reduced) -> dict[str, Any]:
-    """What a replay needs to know of a step; waits for nothing.
+    """Return what a replay needs to know of a step; waits for nothing.
 
     Args:
         result: what Megatron's ``optimizer.step()`` returned.

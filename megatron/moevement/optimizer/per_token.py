@@ -9,7 +9,7 @@ import torch
 
 
 def divide_gradients(chunks: Sequence[Any], num_tokens: int, counted: torch.Tensor) -> None:
-    """What Megatron's ``finalize_model_grads`` does at its end.
+    """Divide gradients as Megatron's ``finalize_model_grads`` does at its end.
 
     Args:
         chunks: this rank's virtual stages.

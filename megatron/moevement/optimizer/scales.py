@@ -11,12 +11,12 @@ from megatron.moevement.fp8.delayed import DelayedScales
 from moevement_core.errors import RecoveryError
 
 KEY = "fp8_scales"
-"""Where they are in the boundary between iterations."""
+"""Key of the scales in the boundary between iterations."""
 _FORWARD = "scaling_fwd"
 _DIRECTIONS = (_FORWARD, "scaling_bwd")
 _SCALE = ".scale"
 _MADE_IN_FORWARD = tuple(f"{direction}.{what}" for direction in _DIRECTIONS for what in ("scale", "amax_history"))
-"""How the names end of tensors that Transformer Engine makes in a module's first forward pass."""
+"""Endings of the names of tensors that Transformer Engine makes in a module's first forward pass."""
 _PER_PRODUCT = 3
 """Scales that Transformer Engine has for each product in the forward pass: of input, weight and output."""
 

@@ -37,9 +37,9 @@ class Part:
     state: dict[str, torch.Tensor]
     """Master weights and optimizer state, flat, this range only."""
     master: torch.Tensor | None = None
-    """What the inner optimizer steps, as it has it; nothing if it does not train the parameter."""
+    """Tensor that the inner optimizer steps, in its form; None if it does not train the parameter."""
     replicated: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Where data-parallel replicas take a range each: all of the state, flat."""
+    """Complete state, flat, where data-parallel replicas take a range each."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ class Replicated:
     operator: str
     saved: Saved
     tensor: torch.Tensor
-    """All of it, flat."""
+    """Complete tensor, flat."""
     group: Any
     """The replicas."""
 
@@ -70,14 +70,14 @@ class OperatorViews:
     """The live state of the operators of one rank; nothing is copied, and all of it stays valid."""
 
     states: dict[OperatorId, OperatorState]
-    """What this rank saves of each."""
+    """State that this rank saves of each operator."""
     trained: dict[str, list[Trained]]
     """The parameters of each, by its name."""
     replicated: list[Replicated]
 
 
 Whose = Callable[[Any], int]
-"""In a group of replicas, the number of the one whose part of the state is meant."""
+"""Number, in a group of replicas, of the one whose part of the state is meant."""
 
 
 def _own(group: Any) -> int:
@@ -227,7 +227,7 @@ def _distributed(member: Any) -> Iterator[tuple[torch.nn.Parameter, Part]]:
 
 
 def _stepped(member: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What the distributed optimizer steps of a parameter, and its state as it is stored.
+    """Return the tensor that the distributed optimizer steps of a parameter, and its state as it is stored.
 
     ``--use-precision-aware-optimizer`` may leave master weights to the optimizer. Then it steps the parameter's own
     range, which with remainders is the upper half of them.
@@ -309,7 +309,9 @@ def _replicas_of(parameter: torch.nn.Parameter) -> Any:
 
 
 def _scales(parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of a parameter of which another rank owns the codes; it makes both forms of MXFP8 from what it gathers."""
+    """Yield the scales of a parameter whose codes another rank owns; it makes both forms of MXFP8
+    from what it gathers.
+    """
     quantised = quantised_buffers(parameter)
     if quantised is not None and quantised.is_one_form:
         for scale in quantised.scales.values():

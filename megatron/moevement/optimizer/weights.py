@@ -21,13 +21,15 @@ HALF = "moevement_half"
 
 
 def is_quantised(member: Any) -> bool:
-    """Whether an optimizer's compute weights are in FP8 and their scales reduced over replicas."""
+    """Return whether an optimizer's compute weights are in FP8 and their scales reduced over replicas."""
     config = getattr(member, "ddp_config", None)
     return bool(getattr(config, "fp8_param_gather", False)) and not getattr(config, "use_megatron_fsdp", False)
 
 
 def gathers_by_gradients(member: Any) -> bool:
-    """Whether an optimizer's compute weights are gathered by way of its gradient buffers, which lose the gradients."""
+    """Return whether an optimizer's compute weights are gathered through its gradient buffers,
+    which lose the gradients.
+    """
     return bool(getattr(getattr(member, "config", None), "reuse_grad_buf_for_mxfp8_param_ag", False))
 
 
@@ -50,7 +52,9 @@ def copy_masters(member: Any) -> None:
 
 
 def _write_weights(inner: Any) -> None:
-    """From master weights that the optimizer keeps; a weight that is half of its master is there already."""
+    """Write weights from master weights that the optimizer keeps; a weight that is half of its
+    master is there already.
+    """
     for group in inner.param_groups:
         for weight in group["params"]:
             master = inner.state[weight].get("master_param")
@@ -60,7 +64,9 @@ def _write_weights(inner: Any) -> None:
 
 @torch.no_grad()
 def round_masters(member: Any) -> None:
-    """What MXFP8 weights are made from, as snapshots save it; neither of their two forms can be made from the other."""
+    """Round masters to what MXFP8 weights are made from, as snapshots save it; neither of their two forms can be made
+    from the other.
+    """
     for parameter in getattr(member, "model_param_gbuf_map", ()):
         if (half := getattr(parameter, HALF, None)) is not None:
             half.copy_(parameter.main_param.view(-1))

@@ -1,1 +1,1 @@
-"""What crosses a stage boundary: logged as it is sent, and fed again to a stage that replays alone."""
+"""Traffic over stage boundaries: logged as it is sent, and fed again to a stage that replays alone."""

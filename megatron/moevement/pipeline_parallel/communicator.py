@@ -24,7 +24,7 @@ def logging_communicator(process: Process) -> Callable[[Any], Any]:
 
     def wrapper(original: Any) -> Any:
         class LoggingCommunicator(original):
-            """See the module."""
+            """Communicator that logs and can be fed; see the module."""
 
             def _communicate(
                 self,

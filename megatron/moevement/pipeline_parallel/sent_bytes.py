@@ -1,4 +1,6 @@
-"""How much a rank sends to other stages in an iteration, from flags: what its boundary log takes for each of them."""
+"""Bytes that a rank sends to other stages in an iteration, from flags: the size of its boundary log
+for each of them.
+"""
 
 from __future__ import annotations
 

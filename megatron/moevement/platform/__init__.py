@@ -18,7 +18,7 @@ PLATFORM_ENV = "MOEVEMENT_PLATFORM"
 
 
 def is_cpu() -> bool:
-    """Whether this process runs Megatron on the CPU."""
+    """Return whether this process runs Megatron on the CPU."""
     wanted = os.environ.get(PLATFORM_ENV, "")
     if wanted not in ("", "cpu", "cuda"):
         raise ConfigError(f"{PLATFORM_ENV}={wanted!r}: needs 'cpu' or 'cuda', or leave it unset")

@@ -1,4 +1,4 @@
-"""What Megatron does with CUDA's answers, adapted to the CPU and gloo.
+"""Adaptations of Megatron's use of CUDA to the CPU and gloo.
 
 Every entry names the function of Megatron it replaces and why; ``tests/unit/test_platform.py`` has a test for each.
 """
@@ -104,7 +104,9 @@ def _as_numpy_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """On a GPU the bytes to write are copied to the host; on a CPU they would be the live weights themselves."""
+    """Copy the bytes to write: on a GPU they are copied to the host; on a CPU they would be the
+    live weights themselves.
+    """
 
     @functools.wraps(original)
     def prepare_write_data(writer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -119,7 +121,7 @@ def _with_copies(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Works:
-    """What the coalescing manager gives: one handle of all."""
+    """Handle of a coalescing manager: one for all operations."""
 
     def __init__(self) -> None:
         self.works: list[dist.Work] = []

@@ -45,24 +45,24 @@ class Stream:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """Always done."""
+        """Return True: everything is done."""
         return True
 
     def record_event(self, event: Any = None) -> Event:
-        """A recorded event."""
+        """Return a recorded event."""
         event = event or Event()
         event.record(self)
         return event
 
 
 class Event:
-    """A clock reading."""
+    """Event that is a clock reading."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._event = CpuDevice().event(timing=True)
 
     def record(self, stream: Any = None) -> None:
-        """Read the clock."""
+        """Record the current clock reading."""
         self._event.record()
 
     def wait(self, stream: Any = None) -> None:
@@ -72,7 +72,7 @@ class Event:
         """Nothing to wait for."""
 
     def query(self) -> bool:
-        """Always done."""
+        """Return True: everything is done."""
         return True
 
     def elapsed_time(self, end: Event) -> float:

@@ -1,4 +1,4 @@
-"""What cannot work, said before anything is built: one line with the flag, the value found and what to do.
+"""Checks before anything is built: one line with the flag, the value found and what to do.
 
 Megatron answers most of these with an assertion from every rank, some of them after the model is built. Every rank
 runs the same checks on the same flags and comes to the same answer; rank 0 prints it.
@@ -28,7 +28,7 @@ CHECKS: tuple[Check, ...] = (
     files.data, files.written_folders, files.metrics_endpoint, files.checkpoints, sparse.sparse_checkpoints,
     spares.spares, elastic.elastic,
 )  # fmt: skip
-"""In the order in which they are made."""
+"""Checks in the order in which they run."""
 
 
 def validate_args_after_preflight(original: Callable[..., Any]) -> Callable[..., Any]:

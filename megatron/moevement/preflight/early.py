@@ -1,4 +1,4 @@
-"""What the words of a command show to be impossible, before any rank is started.
+"""Checks of the words of a command, before any rank is started.
 
 Ranks make all checks, after they have imported Megatron and parsed every flag. These few need neither, and are those
 that a first short run meets.

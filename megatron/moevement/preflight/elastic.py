@@ -1,4 +1,4 @@
-"""What an elastic job cannot do, and what experts in slots cannot."""
+"""Refusals of elastic jobs and of experts in slots."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SLOTS_REFUSED = (
 
 
 def elastic(args: Namespace) -> Iterator[str]:
-    """What an elastic job cannot do."""
+    """Yield what an elastic job cannot do."""
     config = from_args(ElasticConfig, args)
     if not config.is_elastic:
         for flag in ("expert_slots", "expert_placement"):

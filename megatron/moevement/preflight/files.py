@@ -106,7 +106,9 @@ def written_folders(args: Namespace) -> Iterator[str]:
 
 
 def _full(name: str, folder: Path) -> Iterator[str]:
-    """There is room for a little at least: for the configuration, and what Megatron's writers begin with."""
+    """Check that a folder has a little space at least: for the configuration, and for the first bytes of Megatron's
+    writers.
+    """
     probe = folder / f".moevement-room.{os.getpid()}"
     try:
         probe.write_bytes(bytes(_ROOM_BYTES))

@@ -1,4 +1,4 @@
-"""What this machine does not have: a GPU, Transformer Engine, optimizers that come with packages."""
+"""Checks of this machine: a GPU, Transformer Engine, optimizers that come with packages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def optimizer(args: Namespace) -> Iterator[str]:
 
 
 def fp8(args: Namespace) -> Iterator[str]:
-    """What neither Megatron nor our FP8 (``megatron/moevement/fp8``) can do, and where there is no FP8 at all."""
+    """Yield FP8 settings that neither Megatron nor this project's FP8 (``megatron/moevement/fp8``) supports here."""
     has_te = importlib.util.find_spec("transformer_engine") is not None
     narrow = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
     asked = "--fp8-format" if args.fp8 else "--use-precision-aware-optimizer"
@@ -140,7 +140,7 @@ def fp8(args: Namespace) -> Iterator[str]:
 
 
 def without_gpu(args: Namespace) -> Iterator[str]:
-    """What a machine without a GPU, or gloo, cannot do."""
+    """Yield settings that a machine without a GPU, or gloo, does not support."""
     if args.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None:
         yield (
             "--transformer-impl transformer_engine: Transformer Engine is not installed; "

@@ -45,7 +45,7 @@ RANGES: dict[str, Range] = {
     "inprocess_soft_timeout": POSITIVE, "inprocess_hard_timeout": POSITIVE,
     "inprocess_monitor_thread_interval": POSITIVE,
 }  # fmt: skip
-"""By their names in the parsed namespace. ``hidden_size`` and its like may be missing, but not be 0."""
+"""Ranges by names in the parsed namespace. ``hidden_size`` and its like may be missing, but not be 0."""
 _NAMED = {"layernorm_epsilon": "--norm-epsilon"}
 """Flags whose values are kept under another name."""
 _MAY_BE_INFINITE = ("moevement_",)

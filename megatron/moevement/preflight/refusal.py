@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One flag."""
+    """Refusal of one flag."""
 
     flag: str
     value: Callable[[Namespace], Any]
-    """What is refused: True where the flag alone says it, nothing (or False) if it does not apply."""
+    """Value that is refused: True where the flag alone says it, None or False if the refusal does not apply."""
     reason: str
 
     def complaint(self, args: Namespace, text: str) -> Iterator[str]:
@@ -25,13 +25,13 @@ class Refusal:
 
 
 def complaints(refusals: Iterable[Refusal], args: Namespace, text: str) -> Iterator[str]:
-    """Of those that apply."""
+    """Yield the complaints of the refusals that apply."""
     for refusal in refusals:
         yield from refusal.complaint(args, text)
 
 
 def given(name: str) -> Callable[[Namespace], Any]:
-    """Whether a switch is set."""
+    """Return a test of whether a switch is set."""
     return lambda args: bool(getattr(args, name))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 def missing(args: Namespace) -> Iterator[str]:
-    """What Megatron cannot do without has to be given; what it may be ``ranges`` says."""
+    """Yield flags that Megatron requires and that are missing; ``ranges`` says which values they may have."""
     required = {
         "--hidden-size": args.hidden_size,
         "--num-attention-heads": args.num_attention_heads,

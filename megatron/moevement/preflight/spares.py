@@ -1,4 +1,6 @@
-"""What cannot be interrupted and entered again in one process, as a job with spares does after every failure."""
+"""Refusals of what cannot be interrupted and entered again in one process, as a job with spares
+does after every failure.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,11 @@ REFUSED_ON_GPUS = (
         "interrupted their kernels yet; leave the flag out",
     ),
 )  # fmt: skip
-"""What only GPUs have; without one these flags are refused whatever the job."""
+"""Refusals that concern GPUs alone; without a GPU these flags are refused in every job."""
 
 
 def spares(args: Namespace) -> Iterator[str]:
-    """What a job with spares cannot do."""
+    """Yield what a job with spares cannot do."""
     if MEMBER_ENV not in os.environ:
         return
     refused = REFUSED if platform.is_cpu() else (*REFUSED, *REFUSED_ON_GPUS)

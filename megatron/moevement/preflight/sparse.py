@@ -1,4 +1,4 @@
-"""What sparse snapshots cannot see or cannot keep apart."""
+"""Refusals of what sparse snapshots cannot see or cannot keep apart."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ OPTIMIZERS = ("adam", "muon")
 
 
 def sparse_checkpoints(args: Namespace) -> Iterator[str]:
-    """What sparse snapshots cannot see or cannot keep apart."""
+    """Yield settings with which sparse snapshots do not work."""
     if session_config(args) is None:
         why = "without --moevement-sparse-ckpt; give both"
         if args.moevement_sparse_ckpt:

@@ -1,4 +1,4 @@
-"""What every way of setting a job up has in common: where it starts, and what is noted when its model is built."""
+"""Common parts of every way to set a job up: where it starts, and what is recorded when its model is built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Setup = Callable[[], tuple[list[Any], Any, Any]]
 
 
 class FirstProgress:
-    """What Megatron's arguments said of progress before the first start of this process."""
+    """Progress in Megatron's arguments before the first start of this process."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Where Megatron's trainer is entered: a job is set up from its start, or taken up after a failure.
+"""Entry into Megatron's trainer: a job is set up from its start, or continued after a failure.
 
 Megatron sets up model and optimizer before it opens data, and there ranks meet; what was lost is replayed inside its
 training loop, before the first iteration (:mod:`moevement_core.session.rejoin`).
@@ -296,7 +296,7 @@ def _leave() -> None:
 
 
 def _is_overdue(folder: Path, iteration: int, interval: int) -> bool:
-    """Whether the newest save that was due is not there, or cannot be seen."""
+    """Return whether the newest scheduled save is not there, or cannot be seen."""
     try:
         text = (folder / TRACKER).read_text(errors="replace").strip()
     except OSError:

@@ -22,7 +22,7 @@ class Groups:
 
     @staticmethod
     def now() -> Groups:
-        """All that there are."""
+        """Return all current process groups."""
         groups = tuple(dist.distributed_c10d._world.pg_map)
         return Groups(groups, tuple(tuple(dist.get_process_group_ranks(group)) for group in groups))
 
@@ -52,12 +52,14 @@ def move_to_groups(old: Groups, new: Groups) -> None:
 
 
 def _left(gone: list[Any]) -> list[Any]:
-    """Those that somebody refers to beside ``gone`` itself and the :class:`Groups` that they were in."""
+    """Return the groups that have references beside ``gone`` itself and the :class:`Groups` that they were in."""
     return [gone[index] for index in range(len(gone)) if sys.getrefcount(gone[index]) > 3]  # the argument is the third
 
 
 def _holders(gone: list[Any]) -> list[Any]:
-    """What holds one of ``gone``, as far as the garbage collector knows, and Megatron's collections of groups."""
+    """Return the objects that hold one of ``gone``, as far as the garbage collector knows, and Megatron's collections
+    of groups.
+    """
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     collections = [one for one in gc.get_objects() if type(one) is ProcessGroupCollection]
@@ -69,13 +71,15 @@ def _holders(gone: list[Any]) -> list[Any]:
 
 
 def _holders_after_collection(gone: list[Any]) -> list[Any]:
-    """Without frames that hold each other in a circle."""
+    """Return the holders after a collection, without frames that hold each other in a circle."""
     gc.collect()
     return _holders(gone)
 
 
 def _holders_among_all(gone: list[Any]) -> list[Any]:
-    """What was there before training was entered, too, which the garbage collector passes over since."""
+    """Return the holders among all objects, including those from before training, which the garbage collector skips
+    since.
+    """
     gc.unfreeze()
     return _holders_after_collection(gone)
 

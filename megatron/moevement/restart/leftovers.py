@@ -1,4 +1,4 @@
-"""What an exception between any two steps of the trainer leaves behind in a rank that keeps its state.
+"""Cleaning up after an exception between any two steps of the trainer, in a rank that keeps its state.
 
 The restart's exception is raised from outside, between any two bytecodes of the main thread: after autograd has
 accumulated and before Megatron's hook has run, or on the way out of a context manager, which then never restores what
@@ -28,14 +28,14 @@ from megatron.moevement.runtime.live import Live
 from megatron.moevement.state_digest import members
 
 _CONFIG = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func", "grad_scale_func")
-"""What ``train`` puts into the model's configuration."""
+"""Fields that ``train`` puts into the model's configuration."""
 _INDICES = {"shuffle_index": ("sample_index", "document_index"), "dataset_index": ("dataset_sample_index",)}
-"""Of Megatron's data sets: the one that is looked at, and those that are mapped after it."""
+"""Indices of Megatron's data sets: the one that is checked, and those that are mapped after it."""
 _SHARED_EXPERTS = ("cached_fc1_input", "cached_fc2_input", "cached_fc2_output", "cached_output", "gate_score")
 
 
 def config_of(live: Live) -> dict[str, Any]:
-    """What the configuration of the model holds before ``train`` puts its own into it."""
+    """Return the content of the model's configuration before ``train`` puts its own into it."""
     from megatron.core.utils import get_model_config
 
     config = get_model_config((live.model or [])[0])
@@ -43,7 +43,7 @@ def config_of(live: Live) -> dict[str, Any]:
 
 
 def clear_thread() -> None:
-    """What is the thread's, not the model's; right after the interruption, before ranks meet."""
+    """Reset state of the thread, not of the model; right after the interruption, before ranks meet."""
     _finish_context_managers()
     _reset_thread()
     _drop_queued_nodes()
@@ -70,7 +70,7 @@ def clear(live: Live, config: Mapping[str, Any]) -> None:
 
 
 def clear_gradients(live: Live) -> None:
-    """All gradients and gradient buffers, when no rank follows a step any more.
+    """Clear all gradients and gradient buffers, when no rank follows a step any more.
 
     Megatron's hook adds ``param.grad`` to the buffer and drops it; what is there when the hook is interrupted is added
     to the next gradient. ``DistributedOptimizer.zero_grad`` drops those of this rank's shard alone.
@@ -110,7 +110,7 @@ def _buffers_with_gradients(live: Live) -> Iterator[str]:
 
 
 def let_go(live: Live) -> None:
-    """What keeps a model in memory that nobody refers to any more.
+    """Release what keeps an unreferenced model in memory.
 
     A garbage collection does not look into graphs of autograd. Modules, and what they hold, keep tensors of the last
     forward pass, these its graph, that the accumulators of gradients, and their hooks the model.
@@ -141,7 +141,9 @@ def _finish_context_managers() -> None:
 
 
 def _reset_thread() -> None:
-    """What torch keeps for a thread and context managers change: no gradients would be recorded, say."""
+    """Reset settings that torch keeps for a thread and that context managers change; otherwise gradients might not be
+    recorded.
+    """
     torch.set_grad_enabled(True)
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
@@ -202,8 +204,8 @@ def _reset_configuration(live: Live, before: Mapping[str, Any]) -> None:
 
 
 def _reset_indices(live: Live) -> None:
-    """With ``--dataloader-defer-npy-index-mmap`` a data set maps its files when it is asked for its first sample, and
-    takes all of them to be there once the first is.
+    """Reset half-mapped data sets. With ``--dataloader-defer-npy-index-mmap`` a data set maps its files at its first
+    sample, and takes all of them to be there once the first is.
     """
     for one in _all_datasets(live.datasets):
         for first, others in _INDICES.items():

@@ -1,4 +1,4 @@
-"""What of Megatron belongs to a generation of the job, and to a rank."""
+"""State of Megatron that belongs to a generation of the job, and to a rank."""
 
 from __future__ import annotations
 
@@ -68,14 +68,16 @@ def forget_generation() -> None:
 
 
 def _forget_dispatch_buffers() -> None:
-    """Of DeepEP: made for the processes of a group, and kept for whatever group takes its place. Not tested on GPUs."""
+    """Forget DeepEP's buffers: they are made for the processes of a group, and kept for the group that takes its place.
+    Not tested on GPUs.
+    """
     if (module := sys.modules.get("megatron.core.transformer.moe.fused_a2a")) is not None:
         module._buffer = None  # type: ignore[attr-defined]
         module.reset_hybrid_ep_buffer()
 
 
 def program_start() -> float | None:
-    """When the script said that it began, to be put back before ``pretrain`` is entered again.
+    """Return the script's start time, to be restored before ``pretrain`` is entered again.
 
     Ranks reduce it where it is known, and then it is known everywhere: one that is new would not take part.
     """

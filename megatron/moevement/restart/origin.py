@@ -1,4 +1,4 @@
-"""What a job restarts from when all its state in memory is lost: from its own newest state, or as it started first.
+"""Origin of a job whose state in memory is lost: its own newest state, or what it started from first.
 
 The flags that load (``--load``, ``--finetune``, ``--no-load-optim``, ...) say how the job was to begin. A checkpoint
 that the job has saved itself is loaded in full, whatever they leave out: half of it would be another training. Without
@@ -24,21 +24,21 @@ from moevement_core.session.exchange import broadcast_object
 from moevement_core.session.identity import JobNames, remember
 
 MARKER = ".moevement-job"
-"""In the folder of a checkpoint: the job that saved it, and whether it is all of its state."""
+"""Marker in the folder of a checkpoint: the job that saved it, and whether it is all of its state."""
 _FIRST = "job/first_checkpoint"
 RELEASE = "release"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a start of a job begins from, before windows on disk are looked for."""
+    """Origin of a start of a job, before windows on disk are looked for."""
 
     sentence: str
-    """In words, for whoever reads the log."""
+    """Description for readers of the log."""
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """Of Megatron, that differ from the user's while it loads."""
+    """Megatron's flags that differ from the user's while it loads."""
     is_resumed: bool = False
-    """Whether it is a checkpoint that the job has saved itself."""
+    """True if it is a checkpoint that the job has saved itself."""
 
 
 def mark_saved(save: Path, iteration: int, job: str, args: Namespace) -> None:
@@ -75,7 +75,7 @@ def checkpoint_meant(args: Namespace) -> str:
 
 
 def resumed(save: str, step: int) -> Origin:
-    """All of the checkpoint of iteration ``step`` that the job has saved."""
+    """Return the origin of a resume: all of the checkpoint of iteration ``step`` that the job has saved."""
     return Origin(
         f"the checkpoint of iteration {step} that it saved in --save {save}, with optimizer and random states",
         {
@@ -87,7 +87,7 @@ def resumed(save: str, step: int) -> Origin:
 
 
 def as_at_first(args: Namespace, first: str) -> Origin:
-    """What the first start began from.
+    """Return the origin of the first start.
 
     Args:
         args: as the user gave them.
@@ -119,7 +119,7 @@ def as_at_first(args: Namespace, first: str) -> Origin:
 
 @contextmanager
 def loading(names: JobNames, args: Namespace) -> Iterator[Origin]:
-    """While Megatron sets up its model and loads; every rank calls it.
+    """Provide the origin while Megatron sets up its model and loads. Collective.
 
     Raises:
         RecoveryError: the job restarts, and what it could start from is gone. On every rank.

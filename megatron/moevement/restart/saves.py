@@ -1,4 +1,4 @@
-"""What an interrupted dense save leaves behind, and a later one would take for its own.
+"""Cleaning up after an interrupted dense save, whose parts a later one would take for its own.
 
 Each rank's writer puts the list of what it has written into a queue that a module keeps, and every save takes one list
 from it once all ranks have written. A save that is interrupted in between leaves its list there; from then on each
@@ -36,7 +36,7 @@ def forget_saves(was_interrupted: bool) -> None:
 
 
 def _end_writers() -> bool:
-    """Whether there were saves that not all ranks had finished."""
+    """Return whether there were saves that not all ranks had finished."""
     from megatron.training import async_utils, get_args
 
     queue = async_utils._async_calls_queue
@@ -50,7 +50,9 @@ def _end_writers() -> bool:
 
 
 def _forget_results(module: ModuleType) -> None:
-    """With the process that keeps them: a request to it may have been interrupted, whose answer the next would get."""
+    """Forget results, with the process that keeps them: an interrupted request may have left an answer that the next
+    would get.
+    """
     queue, module._results_queue = module._results_queue, None  # type: ignore[attr-defined]
     if queue is not None:
         with suppress(Exception):  # it may be gone

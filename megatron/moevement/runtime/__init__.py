@@ -1,1 +1,1 @@
-"""What surrounds a training run: its record, its retained state, its dense checkpoints."""
+"""Surroundings of a training run: its record, its retained state, its dense checkpoints."""

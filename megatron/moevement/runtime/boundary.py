@@ -1,4 +1,6 @@
-"""What an iteration changes outside the optimizer step, as it stands between two iterations, and how it is put back."""
+"""State that an iteration changes outside the optimizer step, as it stands between two iterations, and how it is
+restored.
+"""
 
 from __future__ import annotations
 

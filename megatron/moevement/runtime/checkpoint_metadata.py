@@ -31,7 +31,7 @@ _ALLOWED = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
 }
-"""What such a list is made of; none of them does anything but hold data. ``torch.<dtype>`` is allowed beside them."""
+"""Classes that such a list consists of; all of them only hold data. ``torch.<dtype>`` is allowed beside them."""
 
 
 class RefusedClass(Exception):

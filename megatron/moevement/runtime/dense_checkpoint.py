@@ -35,7 +35,7 @@ def complaints(folder: Path, step: int | None) -> Iterator[str]:
 
 
 def torn(checkpoint: Path) -> str | None:
-    """What is missing from a checkpoint in Megatron's ``torch_dist`` format, or None if all its bytes are there.
+    """Return what is missing from a checkpoint in Megatron's ``torch_dist`` format, or None if all its bytes are there.
 
     Other formats have no list of their bytes to compare with; of them only the folder is asked for.
     """
@@ -81,7 +81,7 @@ def mend_tracker(folder: Path) -> None:
 
 
 def listed_bytes(metadata: Any) -> dict[str, int]:
-    """Where the last piece ends that a checkpoint's ``.metadata`` lists, in bytes, for each of its files."""
+    """Return for each file the byte at which the last piece ends that a checkpoint's ``.metadata`` lists."""
     ends: dict[str, int] = {}
     for place in (metadata.storage_data or {}).values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)

@@ -77,7 +77,9 @@ def finalize_or_report(process: Process) -> Wrapper:
 
 
 def uninterrupted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What starts a process and waits for it alone, in one piece: half started, it would never be ended."""
+    """Execute a function that starts a process and waits for it in one piece: half started, the process would never be
+    ended.
+    """
 
     @functools.wraps(original)
     def whole(*args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ from moevement_core.session.session import Session
 
 @dataclass
 class Job:
-    """From one start to the next in this process."""
+    """Job in this process, from one start to the next."""
 
     live: Live = field(default_factory=Live)
     ledger: Ledger = field(init=False)
@@ -36,25 +36,27 @@ class Job:
     session: Session | None = None
     """This rank's fault tolerance, where sparse checkpointing is on."""
     rejoined: Rejoined | None = None
-    """How the state of now is to be brought back, once training is entered again."""
+    """Agreement on how the current state is restored, once training is entered again."""
     has_begun: bool = False
-    """Whether training has begun, so that there is something to keep through a failure."""
+    """True if training has begun, so that there is state to keep through a failure."""
     resumed_in: int = -1
     """The newest generation in which training went on, with every failure before behind it."""
 
     resized: Resized | None = None
-    """What was brought to this rank of an elastic job, to be taken up once training is entered."""
+    """State that was brought to this rank of an elastic job, to be used once training is entered."""
     stand: Stand | None = None
-    """Where this rank stood when its model was built."""
+    """Position of this rank when its model was built."""
     formation: Formation | None = None
-    """Where all its ranks stand."""
+    """Positions of all its ranks."""
     loads: RoutedLoads | None = None
-    """Of experts in slots."""
+    """Loads of experts in slots."""
 
     place_of_failure: int = 0
-    """Where in the flow of an iteration values were first not finite; see :mod:`megatron.moevement.runtime.results`."""
+    """Place in the flow of an iteration where values were first not finite; see
+    :mod:`megatron.moevement.runtime.results`.
+    """
     config_before: dict[str, Any] = field(default_factory=dict)
-    """What the model's configuration held before training put its own into it."""
+    """Content of the model's configuration before training put its own into it."""
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.live)
@@ -82,13 +84,13 @@ class Process:
         self.lineage = ""
         """The start of the job that its state has come from, in an unbroken row of iterations."""
         self.offer: Offer | None = None
-        """Of an elastic job that is being put together again."""
+        """Offer of an elastic job that is being put together again."""
         self.before: Sequence[Held] = ()
         """Snapshots of before the job got its present size, until a window of that is persisted."""
         self.rejected_at = 0
         """The last iteration in which this process rejected a result of its own, without a second pass."""
         self.transient_failures = 0
-        """How many times this process computed a result that did not come again."""
+        """Times that this process computed a result that was not repeated."""
 
     def start_over(self) -> Job:
         """Forget the job, free what it holds, and begin an empty one; returns it."""

@@ -1,4 +1,4 @@
-"""What metrics say of each iteration: kept here until a line is written, through failures and replays."""
+"""Metrics of each iteration, kept until a line is written, through failures and replays."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from moevement_core.session.run_directory import number
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What a rank knows of an iteration whose line may be missing."""
+    """Knowledge of a rank about an iteration whose line may be missing."""
 
     written: int
     """The newest iteration whose line it has written."""
     is_last_stage: bool
     has_losses: bool
-    """Of each micro-batch, of the last run."""
+    """True if it has the losses of each micro-batch, of the last execution."""
     line: dict[str, Any] | None
 
 
 class Ledger:
-    """Of one rank; the last rank, where the losses are, writes.
+    """Ledger of one rank; the last rank, where the losses are, writes.
 
     Args:
         live: whose iterations they are.
@@ -46,7 +46,7 @@ class Ledger:
         self.evaluated_set = "validation"
         self._live = live
         self._replayed: dict[int, dict[str, Any]] = {}
-        """Of replayed iterations: for lines whose writer died or was interrupted."""
+        """Lines of replayed iterations, whose writer died or was interrupted."""
 
     def replayed(self, iteration: int, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> None:
         """``iteration`` was run again, or restored; the schedule and loss scalers stand where it left them."""
@@ -152,7 +152,7 @@ class Ledger:
             )  # fmt: skip
 
     def _line_of(self, losses: Mapping[str, Any], skipped: bool, grad_norm: float | None) -> dict[str, Any]:
-        """What metrics say of an iteration right after it, as Megatron's trainer logs it."""
+        """Return the metrics of an iteration right after it, as Megatron's trainer logs it."""
         from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
         optimizer = self._live.optimizer
@@ -166,7 +166,7 @@ class Ledger:
 
 
 def _write_scalars(iteration: int, losses: Mapping[str, Any], line: Mapping[str, Any], zeros: int | None) -> None:
-    """What Megatron's trainer would have written to TensorBoard, by its names."""
+    """Write what Megatron's trainer would have written to TensorBoard, by its names."""
     from megatron.training import get_args
     from megatron.training.global_vars import get_tensorboard_writer
 

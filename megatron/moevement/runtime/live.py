@@ -17,7 +17,7 @@ from moevement_core.undo import UndoStack
 
 @dataclass(frozen=True, slots=True)
 class TrainLoop:
-    """What Megatron's ``train`` was called with, and its steps are."""
+    """Arguments of Megatron's ``train``, and its steps."""
 
     forward_step_func: Any
     config: Any
@@ -27,7 +27,7 @@ class TrainLoop:
 
 @dataclass
 class Live:
-    """Of this rank."""
+    """Live objects of this rank."""
 
     model: list[Any] | None = None
     """The chunks of this rank in their data-parallel wrappers."""
@@ -36,22 +36,24 @@ class Live:
     datasets: list[Any] = field(default_factory=list)
     """Training, validation and test set of each virtual pipeline chunk, None on ranks that read no data."""
     datasets_asked: int = 0
-    """For how many chunks, since training was entered last."""
+    """Number of chunks that asked for data sets since training was entered last."""
     loop: TrainLoop | None = None
-    """None before Megatron's training loop begins."""
+    """Training loop; None before Megatron's begins."""
     iteration: int = 0
     """The last committed iteration; 0 before the first."""
     num_tokens: Any = None
-    """Of the batch of the iteration that is under way, a tensor on the device; None without per-token loss."""
+    """Tokens of the current iteration's batch, a tensor on the device; None without per-token loss."""
     is_saving: bool = False
-    """Whether a dense save is under way on the main thread; stays so when it is interrupted."""
+    """True while a dense save runs on the main thread; stays so when it is interrupted."""
     samples_are_known: bool = False
-    """Whether the numbers of consumed samples were put back, and a zero among them is one."""
+    """True if the numbers of consumed samples were restored, so that a zero among them is real."""
     boundary_log: BoundaryLog | None = None
-    """What this rank sends over stage boundaries, where sparse checkpointing is on and there are several stages."""
+    """Log of what this rank sends over stage boundaries, where sparse checkpointing is on and there
+    are several stages.
+    """
     feeds: Feeds | None = None
-    """Where a replay gets what healthy neighbours sent; None in training."""
+    """Feeds of a replay with what healthy neighbours sent; None in training."""
     record: RunRecord | None = None
-    """Where this rank records events; None on ranks that record nothing and without ``--run-dir``."""
+    """Record that this rank writes events to; None on ranks that write none and without ``--run-dir``."""
     undo: UndoStack = field(default_factory=UndoStack)
-    """What was changed for a while, by a replay for example."""
+    """Temporary changes, by a replay for example."""

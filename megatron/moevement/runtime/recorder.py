@@ -146,7 +146,7 @@ def record_evaluated(process: Process) -> Wrapper:
 
 
 def go_on(job: Job, args: Namespace) -> None:
-    """After a failure: the last rank writes on, also where another process was the last rank before."""
+    """Continue the record after a failure, on the last rank, also where another process was the last rank before."""
     run_dir, live = RunConfig.from_args(args).run_dir, job.live
     _spare_training_its_writer()
     if run_dir is not None and live.record is None and torch.distributed.get_rank() == args.world_size - 1:

@@ -32,7 +32,7 @@ from moevement_core.undo import UndoStack
 
 
 class MegatronTrainer(Trainer):
-    """One rank's part of a replay; to be used inside :meth:`replaying`.
+    """Trainer of one rank in a replay; to be used inside :meth:`replaying`.
 
     Args:
         live: this rank's.
@@ -160,7 +160,7 @@ class MegatronTrainer(Trainer):
         return None if self._live.boundary_log is None else self._live.boundary_log.digest(iteration)
 
     def _begin_log(self, iteration: int) -> None:
-        """What is sent is logged again: the log of then may be gone."""
+        """Log again what is sent: the earlier log may be gone."""
         if self._live.boundary_log is not None:
             self._live.boundary_log.begin(iteration)
         if self._live.feeds is not None:
@@ -215,7 +215,7 @@ class MegatronTrainer(Trainer):
             undo.close()
 
     def _own_progress(self, undo: UndoStack) -> None:
-        """Where the job stands is known; what evaluations added since is not in a replay."""
+        """Use the job's own progress: additions by evaluations since then are not in a replay."""
         from megatron.core.num_microbatches_calculator import update_num_microbatches
         from megatron.core.rerun_state_machine import get_rerun_state_machine
         from megatron.training import get_args
@@ -307,7 +307,7 @@ class MegatronTrainer(Trainer):
                 undo.set(config, name, False)
 
     def _training_config(self, undo: UndoStack) -> None:
-        """What ``train`` puts into the model's configuration before its first step, without what overlaps."""
+        """Set what ``train`` puts into the model's configuration before its first step, without what overlaps."""
         from megatron.training import training
 
         config, optimizer = self._loop.config, self._live.optimizer

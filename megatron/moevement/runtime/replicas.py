@@ -14,7 +14,8 @@ from moevement_core.snapshot.whole import begin_whole
 
 
 def replica_digests(live: Live) -> list[Replicas]:
-    """Of this rank's compute weights, by the data-parallel group that has them alike, dense ones and experts.
+    """Return digests of this rank's compute weights, by the data-parallel group that has them alike, dense ones and
+    experts.
 
     No communication; reads all compute weights and waits for the device. What was gathered is in it, so it also says
     whether a gather brought the same to all. Weights that tensor-parallel ranks have alike (norms, routers) are not
@@ -36,7 +37,7 @@ def replica_digests(live: Live) -> list[Replicas]:
 
 
 def _experts_in_slots(live: Live) -> list[Replicas]:
-    """Of experts that several slots have, one digest for each slot here."""
+    """Return digests of experts that several slots have, one for each slot here."""
     found: list[Replicas] = []
     if (its := slots()) is None:
         return found

@@ -1,4 +1,4 @@
-"""What becomes of a result that is not finite, in a job that goes on after failures.
+"""Handling of results that are not finite, in a job that continues after failures.
 
 Megatron validates losses and local gradients, computes an iteration again where one of them is rejected, and ends the
 job: with exit code 17 if the second result is another one, with 16 if it is the same, so that a scheduler may start the
@@ -31,9 +31,9 @@ Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 NEVER = 1 << 30
 """The place of a rank all of whose results are finite."""
 _GRADIENTS = "bucket"
-"""In the messages of Megatron's own checks of gradients; what else is validated is a loss."""
+"""Word in the messages of Megatron's own checks of gradients; everything else that is validated is a loss."""
 TRANSIENT = 2
-"""How many times a process may compute a result that does not come again before it is replaced."""
+"""Times that a process may compute a result that is not repeated, before it is replaced."""
 
 
 def validate_first_iteration() -> None:

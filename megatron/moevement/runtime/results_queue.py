@@ -28,7 +28,7 @@ class PickledQueue:
         self._queue = queue
 
     def put(self, results: Any) -> None:
-        """Append results."""
+        """Append results to the queue."""
         self._queue.put(pickle.dumps(results))
 
     def get_nowait(self) -> Any:

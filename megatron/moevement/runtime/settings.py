@@ -35,7 +35,7 @@ stays the same for as long as it is replayed: more iterations over data that are
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """What the manifest says of this job."""
+    """Return the settings of this job for the manifest."""
     settings = {name: _plain(getattr(args, name, None)) for name in SETTINGS}
     if not getattr(args, "group_query_attention", False):
         settings["num_query_groups"] = args.num_attention_heads  # as Megatron sets it when it first counts FLOP

@@ -23,7 +23,7 @@ from moevement_core.operators import OperatorTable, expert_name
 
 @dataclass(eq=False)
 class _Room:
-    """Of one router."""
+    """Extra room of one router."""
 
     router: Any
     share: float
@@ -36,11 +36,11 @@ class _Room:
 
 
 _room: ContextVar[_Room | None] = ContextVar("_room", default=None)
-"""Of the router that is routing on this thread."""
+"""Room of the router that is routing on this thread."""
 
 
 class RouterRoom:
-    """Of this rank's routers; opened and closed by all ranks of a stage alike.
+    """Room of this rank's routers; opened and closed by all ranks of a stage alike.
 
     Args:
         chunks: this rank's unwrapped virtual stages.
@@ -50,11 +50,11 @@ class RouterRoom:
 
     def __init__(self, chunks: list[Any], table: OperatorTable, share: float) -> None:
         self.paused = False
-        """Whether nothing counts."""
+        """True while nothing counts."""
         self._table = table
         self._rooms: list[_Room] = []
         self._places: list[int] = []
-        """Where the experts of all routers stand in the table, one after the other."""
+        """Positions of the experts of all routers in the table, one after the other."""
         for chunk in chunks:
             for layer in routed_layers(chunk):
                 router, experts = layer.mlp.router, int(chunk.config.num_moe_experts)
@@ -85,7 +85,9 @@ class RouterRoom:
         return taken
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """What several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host; waits for the device."""
+        """Return the results of several calls of :meth:`take`, float64 ``[calls, operators]`` on the host; waits for
+        the device.
+        """
         return by_operator(taken, self._places, len(self._table))
 
 

@@ -112,7 +112,9 @@ def _classes() -> _Classes:
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
         ) -> dict[str, Any]:
-            """As Megatron's, with each expert once, whatever slot it is in: any number of ranks can load it."""
+            """Return Megatron's state with each expert once, whatever slot it is in: any number of
+            ranks can load it.
+            """
             metadata = ensure_metadata_has_dp_cp_group(metadata)
             state = {}
             for name, module in self._modules.items():

@@ -62,7 +62,7 @@ def _say_once(backend: str) -> None:
 
 @functools.cache
 def _classes() -> dict[Any, Any]:
-    """Of each experts module of Megatron that can be taken over, the one that does."""
+    """Return, for each experts module of Megatron that can be replaced, the class that replaces it."""
     from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 
     class OnKernels:
@@ -89,7 +89,7 @@ def _classes() -> dict[Any, Any]:
         """Experts that are modules of their own."""
 
         def weights(self) -> tuple[list[Any], list[Any]]:
-            """Of each local expert: ``[G, H]`` and ``[H, F]``."""
+            """Return the weights of each local expert: ``[G, H]`` and ``[H, F]``."""
             experts = self.local_experts
             return [one.linear_fc1.weight for one in experts], [one.linear_fc2.weight for one in experts]
 
@@ -102,7 +102,7 @@ def _classes() -> dict[Any, Any]:
                 linear.takes_mixed_experts = True
 
         def weights(self) -> tuple[list[Any], list[Any]]:
-            """Of each local expert: ``[G, H]`` and ``[H, F]``."""
+            """Return the weights of each local expert: ``[G, H]`` and ``[H, F]``."""
             numbers = range(self.num_local_experts)
             return (
                 [getattr(self.linear_fc1, f"weight{number}") for number in numbers],

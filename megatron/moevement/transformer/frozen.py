@@ -57,7 +57,7 @@ class FrozenMode:
                 parameter.requires_grad_(required)
 
     def begin(self) -> None:
-        """Before the first forward pass with anything frozen."""
+        """Install hooks before the first forward pass with frozen operators."""
         for chunk in self._chunks:
             if getattr(chunk, "embedding", None) is not None:
                 self._hooks.append(chunk.embedding.register_forward_hook(_require_grad))

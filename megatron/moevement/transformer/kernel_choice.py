@@ -24,7 +24,7 @@ class FrozenKernels(StrEnum):
 
 
 def backend_of(args: argparse.Namespace, config: Any) -> Backend | None:
-    """What is to run the experts of a model; None for Megatron's own layers.
+    """Return the backend that runs the experts of a model; None for Megatron's own layers.
 
     Args:
         args: the job's.

@@ -28,12 +28,12 @@ class RouterCounts:
 
     def __init__(self, chunks: list[Any], table: OperatorTable, ordering: Ordering) -> None:
         self.paused = False
-        """Whether nothing counts: a replay does not count tokens twice."""
+        """True while nothing counts: a replay does not count tokens twice."""
         self._soft = ordering is Ordering.SOFT_COUNT
         self._table = table
         self._sums: list[torch.Tensor] = []
         self._places: list[int] = []
-        """Where the experts of all routers stand in the table, one after the other."""
+        """Positions of the experts of all routers in the table, one after the other."""
         for chunk in chunks:
             for layer in routed_layers(chunk):
                 router, number = layer.mlp.router, int(layer.layer_number) - 1
@@ -66,7 +66,9 @@ class RouterCounts:
         return taken
 
     def by_operator(self, taken: list[torch.Tensor]) -> torch.Tensor:
-        """What several calls of :meth:`take` gave, float64 ``[calls, operators]`` on the host; waits for the device."""
+        """Return the results of several calls of :meth:`take`, float64 ``[calls, operators]`` on the host; waits for
+        the device.
+        """
         return by_operator(taken, self._places, len(self._table))
 
 
@@ -84,7 +86,7 @@ def by_operator(taken: list[torch.Tensor], places: list[int], operators: int) ->
 
 
 def routed_layers(chunk: Any) -> list[Any]:
-    """Those of a virtual stage that have a router."""
+    """Return the layers of a virtual stage that have a router."""
     layers = list(getattr(getattr(chunk, "decoder", None), "layers", None) or [])
     return [layer for layer in layers if hasattr(getattr(layer, "mlp", None), "router")]
 

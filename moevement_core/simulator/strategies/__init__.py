@@ -1,4 +1,4 @@
-"""What each way of checkpointing costs in every iteration, and what a failure costs under it.
+"""Costs of each way of checkpointing: in every iteration, and after a failure.
 
 All share one description of the job (:class:`Costs`, from a :class:`CheckpointPlan`). Rollback, segments and windows
 are those of the policy that a live run has; how long replaying takes follows from the pipeline.
@@ -56,4 +56,4 @@ STRATEGIES: dict[str, Callable[[Costs, float], Strategy]] = {
         )
     },
 }
-"""By name, for a job and its mean time between failures."""
+"""Strategies by name, each made of a job's costs and its mean time between failures."""

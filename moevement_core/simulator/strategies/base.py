@@ -1,4 +1,4 @@
-"""What every way of checkpointing is made of: the job's costs, and what a strategy has to say of itself."""
+"""Common parts of all simulated strategies: the job's costs, and the answers that a strategy has to give."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ from moevement_core.simulator.iteration import IterationTime
 
 @dataclass(frozen=True)
 class Costs:
-    """What strategies are made of; seconds and bytes per second."""
+    """Costs that strategies are computed from, in seconds and bytes per second."""
 
     plan: CheckpointPlan
     time: IterationTime
-    """Its total is the plan's iteration time."""
+    """Iteration time; its total is the plan's iteration time."""
     storage_bytes_per_s: float
-    """To and from durable storage, all ranks together."""
+    """Rate to and from durable storage, all ranks together."""
     detect_s: float
-    """Until every rank knows that one is gone."""
+    """Seconds until every rank knows of a failure."""
     regroup_s: float
-    """Until process groups are there again, with a spare."""
+    """Seconds until process groups are usable again, with a spare."""
     interference: float = 0.0
-    """Of the seconds that copies to the host take beside training, the share by which they lengthen it; 0 hides them
-    wholly. What copies to peers do is the plan's ``contention``."""
+    """Share of the seconds of copies to the host by which these lengthen the training beside them; 0 hides them wholly.
+    The effect of copies to peers is the plan's ``contention``.
+    """
     weight_gradient_share: float = 1 / 3
-    """Of the work of a forward and a backward pass: one of three products of the same size."""
+    """Share of weight gradients in the work of a forward and a backward pass: one of three products
+    of the same size.
+    """
     skew: float = 0.0
-    """Of the popularity of experts (MoEvement, appendix D): 0 is even, 1 is one expert for all tokens."""
+    """Skew of the popularity of experts (MoEvement, appendix D): 0 is even, 1 is one expert for all tokens."""
     skew_seed: int = 0
 
     @property
     def iteration_s(self) -> float:
-        """Without any checkpointing."""
+        """Seconds of an iteration without any checkpointing."""
         return self.plan.given.iteration_s
 
     @cached_property
@@ -64,27 +67,27 @@ class Costs:
 
     @property
     def nodes(self) -> int:
-        """Of the job."""
+        """Number of nodes of the job."""
         return math.ceil(self.plan.given.job.ranks / self.plan.given.cluster.gpus_per_node)
 
     def copy_s(self, nbytes: float) -> float:
-        """From device to host."""
+        """Return the seconds of a copy from device to host."""
         return nbytes / self.plan.given.cluster.d2h_bytes_per_s
 
     def send_s(self, nbytes: float) -> float:
-        """To all peers."""
+        """Return the seconds to send so many bytes to all peers."""
         return nbytes * self.plan.given.replicas / self.plan.given.cluster.replication_bytes_per_s
 
     def fetch_s(self, nbytes: float) -> float:
-        """From one peer, and up to the device."""
+        """Return the seconds to fetch so many bytes from one peer, and copy them to the device."""
         return max(nbytes / self.plan.given.cluster.replication_bytes_per_s, self.copy_s(nbytes))
 
     def store_s(self) -> float:
-        """All state of the job, to or from storage."""
+        """Seconds to write or read all state of the job to or from storage."""
         return self.job_bytes / self.storage_bytes_per_s
 
     def iterations(self, seconds: float) -> int:
-        """How many begin before ``seconds`` are over."""
+        """Return how many iterations begin before ``seconds`` are over."""
         return math.ceil(seconds / self.iteration_s)
 
     def stages_of(self, nodes: Collection[int]) -> set[int]:
@@ -99,7 +102,7 @@ class Costs:
 
     @cached_property
     def copies(self) -> list[set[frozenset[int]]]:
-        """By node, where the copies of its ranks are: the nodes of the peers that a live job would give each."""
+        """Nodes with copies of each node's ranks: those of the peers that a live job would choose."""
         job, replicas = self.plan.given.job, self.plan.given.replicas
         nodes = [rank // self.plan.given.cluster.gpus_per_node for rank in range(job.ranks)]
         # A job on one node keeps copies there, of which a lost node leaves none.
@@ -110,7 +113,7 @@ class Costs:
         return found
 
     def copies_survive(self, nodes: Collection[int]) -> bool:
-        """Whether one of the copies of every rank's state is left."""
+        """Return whether a copy of every rank's state is left."""
         lost = set(nodes)
         return not any(held <= lost for node in lost for held in self.copies[node])
 
@@ -146,7 +149,7 @@ def popularity(skew: float, experts: int, layers: int, generator: np.random.Gene
 
 @dataclass(frozen=True)
 class Recovery:
-    """What one failure costs, seconds by part."""
+    """Cost of one failure, in seconds by part."""
 
     detect_s: float
     regroup_s: float
@@ -160,11 +163,11 @@ class Recovery:
     tokens_lost: float = 0.0
     """Share of the tokens of an iteration, times iterations: updates that no checkpoint has."""
     from_storage: bool = False
-    """Whether no copy in memory was left."""
+    """True if no copy in memory was left."""
 
     @property
     def total_s(self) -> float:
-        """From the failure until the job is where it was."""
+        """Seconds from the failure until the job is where it was."""
         return self.detect_s + self.regroup_s + self.fetch_s + self.convert_s + self.catch_up_s
 
 
@@ -173,7 +176,7 @@ class TokenLoss:
     """MoC-System's budget: the share of updates that a training may lose, and what follows when it is used up."""
 
     threshold: float = 0.0375
-    """Of all tokens (its section 3): beyond it more experts are saved in each iteration."""
+    """Share of lost tokens beyond which more experts are saved in each snapshot (MoC-System, section 3)."""
     lost: float = field(default=0.0, init=False)
 
 
@@ -182,19 +185,19 @@ class Strategy(ABC):
 
     name: str
     in_memory = True
-    """Whether state is kept in host memory of peers, and lost with all of them."""
+    """True if state is kept in host memory of peers, and lost with all of them."""
 
     def __init__(self, costs: Costs) -> None:
         self.costs = costs
 
     def fresh(self) -> Strategy:
-        """One for another training."""
+        """Return a strategy for another training, without this one's history."""
         return self
 
     @property
     @abstractmethod
     def overhead_s(self) -> float:
-        """What checkpointing adds to an iteration, on average."""
+        """Seconds that checkpointing adds to an iteration, on average."""
 
     @property
     @abstractmethod
@@ -204,17 +207,17 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def copied_bytes(self) -> float:
-        """From the heaviest device to its host, an average iteration."""
+        """Bytes from the heaviest device to its host, in an average iteration."""
 
     @property
     def sent_bytes(self) -> float:
-        """To each peer, in an average iteration."""
+        """Bytes to each peer, in an average iteration."""
         return 0.0
 
     @property
     @abstractmethod
     def host_bytes(self) -> float:
-        """Of host memory for the heaviest rank: own snapshots, copies for peers, logs."""
+        """Bytes of host memory of the heaviest rank: own snapshots, copies for peers, logs."""
 
     @abstractmethod
     def rollback(self, committed: int, into: float) -> int:
@@ -233,16 +236,18 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def expected_rollback(self) -> float:
-        """On average, at a random moment; the interrupted iteration counts half."""
+        """Mean number of iterations rolled back by a failure at a random moment; the interrupted
+        iteration counts half.
+        """
 
     @property
     @abstractmethod
     def fetch_s(self) -> float:
-        """Until state is back on the device."""
+        """Seconds until state is back on the device."""
 
     @property
     def converted(self) -> int:
-        """Of the iterations that are computed again, those that make the state dense."""
+        """Number of re-executed iterations that make the state dense."""
         return 0
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
@@ -296,7 +301,7 @@ class Strategy(ABC):
         )
 
     def analytic_ettr(self, mtbf_s: float) -> float:
-        """MoEvement, section 2.4."""
+        """Return the ETTR by the formula of MoEvement, section 2.4."""
         return 1 / (1 + self.overhead_s / self.costs.iteration_s) / (1 + self.expected_recovery_s() / mtbf_s)
 
     @property
@@ -306,5 +311,5 @@ class Strategy(ABC):
 
     @property
     def contended_s(self) -> float:
-        """Those of them that copies to peers add, over links that training uses, too."""
+        """Seconds of an iteration that copies to peers add, over links that training uses, too."""
         return self.costs.plan.contended_s(self.sent_bytes)

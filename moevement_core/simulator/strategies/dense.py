@@ -23,12 +23,12 @@ class NoCheckpoints(Strategy):
     expected_rollback = math.inf
 
     def rollback(self, committed: int, into: float) -> int:
-        """All."""
+        """Return all committed iterations."""
         return committed
 
 
 class Dense(Strategy):
-    """All state every ``interval`` iterations; every stage rolls back.
+    """Strategy that saves all state every ``interval`` iterations; every stage rolls back.
 
     Args:
         costs: of the job.
@@ -57,17 +57,17 @@ class Dense(Strategy):
 
     @property
     def interval(self) -> int:
-        """As given."""
+        """Iterations from one checkpoint to the next, as given."""
         return self._interval
 
     @property
     def fetch_s(self) -> float:
-        """All state of a rank."""
+        """Seconds to fetch all state of a rank."""
         return self._fetch_s
 
     @property
     def copied_bytes(self) -> float:
-        """All state, spread over the interval."""
+        """Bytes of all state, spread over the interval."""
         return self.costs.full_bytes / self._interval
 
     @property
@@ -81,7 +81,7 @@ class Dense(Strategy):
         return 2.0 * self.costs.full_bytes * (1 + (self.costs.plan.given.replicas if self.in_memory else 0))
 
     def rollback(self, committed: int, into: float) -> int:
-        """To the newest checkpoint that is where it has to be."""
+        """Return the iterations back to the newest checkpoint that is complete."""
         there = max(0, self.newest(committed, into, self.lag))
         return committed - there // self._interval * self._interval
 
@@ -113,7 +113,7 @@ def sent_dense(costs: Costs, hidden: int) -> tuple[float, float]:
 
 
 class DenseToPeers(Dense):
-    """All state in peers' memory; only the stages that lost theirs roll back, from logs."""
+    """Strategy with all state in peers' memory; only the stages that lost theirs roll back, from logs."""
 
     name = "dense-to-peers"
 
@@ -122,7 +122,7 @@ class DenseToPeers(Dense):
         super().__init__(costs, interval, stall_s, lag, costs.fetch_s(costs.full_bytes), in_memory=True)
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Without the bubble where one stage replays alone."""
+        """Return the seconds of a replayed iteration, without the bubble where one stage replays alone."""
         return max(self.costs.time.segment_s(segment) for segment in self.costs.segments(nodes))
 
 
@@ -141,7 +141,7 @@ class CheckFreq(Dense):
 
 
 class Gemini(Dense):
-    """All state in peers' memory; all stages roll back.
+    """Strategy with all state in peers' memory; all stages roll back.
 
     A checkpoint is copied and sent beside all iterations until the next one, as the live strategy paces it. What
     MoEvement measured of GEMINI hides beside one iteration alone (``is_spread=False``).

@@ -15,7 +15,7 @@ from moevement_core.operators import OperatorKind
 from moevement_core.simulator.strategies.base import Costs, Recovery, Strategy, TokenLoss, popularity
 
 GRADIENT_BYTES = 2
-"""Of an element that is sent in place of its state (MoEtion, section 5.2)."""
+"""Bytes of an element of a gradient that is sent in place of state (MoEtion, section 5.2)."""
 
 
 class Partial(Strategy):
@@ -31,13 +31,13 @@ class Partial(Strategy):
         self.other_bytes = sum(size for one, size in pairs if one.kind is not OperatorKind.EXPERT)
         self.layers = max(1, sum(one.kind is OperatorKind.GATE for one, _ in pairs))
         self.experts = max(1, round(len(experts) / self.layers * costs.plan.given.job.expert_parallel))
-        """Of a layer, on all ranks that share it."""
+        """Experts of a layer, on all ranks that share it."""
         self.parameters = sum(one.parameters / one.shards for one, _ in experts)
-        """Of the experts of a rank, of which it holds the state."""
+        """Parameters of the experts of a rank, of which it holds the state."""
 
     @property
     def interval(self) -> int:
-        """As given."""
+        """Iterations from one snapshot to the next, as given."""
         return self._interval
 
     @cached_property
@@ -47,19 +47,19 @@ class Partial(Strategy):
 
     @property
     def fetch_s(self) -> float:
-        """All state of a rank, from a peer."""
+        """Seconds to fetch all state of a rank from a peer."""
         return self.costs.fetch_s(self.costs.full_bytes)
 
     @property
     def overhead_s(self) -> float:
-        """What does not hide behind the iterations of an interval."""
+        """Seconds of an iteration that do not hide behind the interval."""
         behind_s = max(0.0, self.busy_s - self.interval * self.costs.iteration_s)
         return behind_s / self.interval + self.slowed_s
 
     @property
     @abstractmethod
     def snapshot_bytes(self) -> float:
-        """Of one snapshot of the heaviest rank."""
+        """Bytes of one snapshot of the heaviest rank."""
 
     @property
     def copied_bytes(self) -> float:
@@ -68,7 +68,7 @@ class Partial(Strategy):
 
     @property
     def sent_bytes(self) -> float:
-        """The same."""
+        """Bytes sent to each peer: as many as are copied."""
         return self.copied_bytes
 
     @property
@@ -87,7 +87,7 @@ class Partial(Strategy):
         """Seconds that it takes there."""
 
     def rollback(self, committed: int, into: float) -> int:
-        """To the newest snapshot that is where it has to be."""
+        """Return the iterations back to the newest snapshot that is complete."""
         there = max(0, self.newest(committed, into, self.arrival))
         return committed - there // self.interval * self.interval
 
@@ -116,7 +116,7 @@ class MoC(Partial):
         self.budget = budget or TokenLoss()
 
     def fresh(self) -> Strategy:
-        """Nothing lost yet."""
+        """Return a strategy that has lost nothing yet."""
         return MoC(self.costs, self._first_saved, TokenLoss(self.budget.threshold), self.interval)
 
     @property
@@ -149,7 +149,8 @@ class MoC(Partial):
 
 
 class MoEtion(Partial):
-    """As many experts as both budgets carry, those with the most tokens at risk first (its Algorithm 1).
+    """Strategy that saves as many experts as both budgets carry, those with the most tokens at risk first (MoEtion,
+    Algorithm 1).
 
     The network's budget goes further than the copies': what data-parallel peers hold anyway is not sent (section 5.1),
     and for experts that were saved the last time too only gradients are (section 5.2).
@@ -179,7 +180,7 @@ class MoEtion(Partial):
 
     @property
     def sent_bytes(self) -> float:
-        """To each peer, in an average iteration."""
+        """Bytes to each peer, in an average iteration."""
         return (self._sent + (0 if self.is_redundant else self.other_bytes)) / self.interval
 
     @property

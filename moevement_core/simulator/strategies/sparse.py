@@ -17,14 +17,14 @@ from moevement_core.simulator.strategies.base import Costs, Strategy
 
 @dataclass(frozen=True)
 class Techniques:
-    """What of section 3 is in use beside sparse snapshots."""
+    """Techniques of section 3 that are in use beside sparse snapshots."""
 
     skips_frozen: bool = True
     """Frozen operators compute no weight gradients in a replay (section 3.3)."""
     reorders: bool = True
     """The most popular experts are saved last, and stay frozen longest (section 3.5)."""
     is_local: bool = True
-    """Only the stages that lost state replay, from logs (section 3.4)."""
+    """True if only the stages that lost state replay, from logs (section 3.4)."""
 
 
 class MoEvement(Strategy):
@@ -74,13 +74,13 @@ class MoEvement(Strategy):
 
     @cached_property
     def host_bytes(self) -> float:
-        """Of the plan."""
+        """Bytes of host memory that the plan states."""
         snapshots, replicas, logs = self.costs.plan.host_memory
         return snapshots + replicas + logs * self.techniques.is_local
 
     @cached_property
     def fetch_s(self) -> float:
-        """All slots of a window, of one rank."""
+        """Seconds to fetch all slots of a window of one rank."""
         return self.costs.fetch_s(max(int(stage.window.slot_bytes[0].sum()) for stage in self.costs.plan.stages))
 
     @property
@@ -100,13 +100,15 @@ class MoEvement(Strategy):
         )
 
     def rollback(self, committed: int, into: float) -> int:
-        """From the first slot of the newest run of W that is on all peers."""
+        """Return the iterations back to the first slot of the newest run of W that all peers have."""
         newest = self.newest(committed, into, self.arrival)
         return committed - newest + self._reach[newest % self.costs.plan.period]
 
     @cached_property
     def _reach(self) -> list[int]:
-        """How far a run reaches back from the newest snapshot, by the slot of that one, as a live rank finds it."""
+        """Iterations that a run reaches back from the newest snapshot, by the slot of that one, as
+        a live rank finds it.
+        """
         stage = self.costs.plan.binding_stage
         period, contents, reach = self.costs.plan.period, stage.schedule.contents, []
         for newest in range(2 * period, 3 * period):
@@ -117,12 +119,14 @@ class MoEvement(Strategy):
 
     @property
     def expected_rollback(self) -> float:
-        """Of the policy, whose lag counts whole iterations from the one on in which the slot is copied."""
+        """Mean rollback by the policy, whose lag counts whole iterations from the one on in which
+        the slot is copied.
+        """
         return self.costs.plan.binding_stage.schedule.expected_rollback(self.arrival - 1)
 
     @cached_property
     def frozen_share(self) -> float:
-        """Of the work of a rank, that of frozen operators, mean over the iterations that make a dense state."""
+        """Share of frozen operators in the work of a rank, as a mean over the iterations that make a dense state."""
         return float(np.mean([self._frozen_share(stage) for stage in self.costs.plan.stages]))
 
     def _frozen_share(self, stage: StagePlan) -> float:
@@ -141,7 +145,7 @@ class MoEvement(Strategy):
         return float(np.mean(1 - active / total))
 
     def replay_iteration_s(self, nodes: Collection[int]) -> float:
-        """Without the bubble where one stage replays alone."""
+        """Return the seconds of a replayed iteration, without the bubble where one stage replays alone."""
         if not self.techniques.is_local:
             return self.costs.iteration_s
         return self._local_s(frozenset(self.costs.segments(nodes)))
@@ -157,7 +161,9 @@ class MoEvement(Strategy):
         return {}
 
     def convert_iteration_s(self, nodes: Collection[int]) -> float:
-        """Without the weight gradients of frozen operators."""
+        """Return the seconds of an iteration that makes the state dense: without weight gradients
+        of frozen operators.
+        """
         seconds = self.replay_iteration_s(nodes)
         if self.techniques.skips_frozen:
             seconds *= 1 - self.costs.weight_gradient_share * self.frozen_share
@@ -177,16 +183,20 @@ class Redo(MoEvement):
 
     @property
     def converted(self) -> int:
-        """No iteration is run to make the state dense."""
+        """Number of iterations that make the state dense: none."""
         return 0
 
     @cached_property
     def fetch_s(self) -> float:
-        """All slots of a window, of one rank; and as many updates, each of which reads and writes its full state."""
+        """Seconds to fetch all slots of a window of one rank, and for as many updates, each of which reads and writes
+        its full state.
+        """
         return super().fetch_s + self.costs.plan.updates_s
 
     @cached_property
     def _reach(self) -> list[int]:
-        """What is run again begins with the newest snapshot; where windows have a rest, with the last of a window."""
+        """Iterations that a run reaches back: to the newest snapshot; where windows have a rest, to the last snapshot
+        of a window.
+        """
         size, period = self.costs.plan.size, self.costs.plan.period
         return [(newest - size + 1) % period if period > size else 0 for newest in range(period)]
